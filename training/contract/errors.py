@@ -1,0 +1,60 @@
+"""The errors a person can meet, and the exit code each one becomes.
+
+    PedigreeError                 something a person can act on; the command ends with exit code 1
+    ├── UsageError                the request itself is wrong: unknown recipe, asset or row; exit code 2
+    ├── RecipeError               a field of a recipe (file, line, field, value, what was expected)
+    ├── DataError                 preference data that cannot be read, or too much of it in quarantine
+    ├── TemplateError             a chat template or tokenizer that cannot be used as the recipe asks
+    ├── ModelError                weights that are missing, incomplete or of an unsupported kind
+    ├── StoreError                an artifact that cannot be written or published
+    │   └── CorruptArtifact       an artifact whose bytes are not those its manifest promises
+    ├── TrainingError             a run that must not go on: step-0 proof failed, non-finite loss or gradient
+    ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
+    └── RegistryError             the MLflow tracking server or registry cannot do what was asked
+
+Every message names the place, the value found, what was expected and what to do. Programmers' mistakes are `assert`s.
+"""
+
+
+class PedigreeError(Exception):
+    exit_code = 1
+
+
+class UsageError(PedigreeError):
+    exit_code = 2
+
+
+class RecipeError(PedigreeError):
+    pass
+
+
+class DataError(PedigreeError):
+    pass
+
+
+class TemplateError(PedigreeError):
+    pass
+
+
+class ModelError(PedigreeError):
+    pass
+
+
+class StoreError(PedigreeError):
+    pass
+
+
+class CorruptArtifact(StoreError):
+    pass
+
+
+class TrainingError(PedigreeError):
+    pass
+
+
+class JobFailed(PedigreeError):
+    pass
+
+
+class RegistryError(PedigreeError):
+    pass

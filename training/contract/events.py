@@ -1,0 +1,110 @@
+"""Events: what a running job tells the world, one JSON object a line in `events.jsonl`.
+
+Four kinds, named by `event`:
+    phase     {"event": "phase", "phase": text}                             a new part of the work begins
+    progress  {"event": "progress", "done": n, "total": n, "unit": text, "seconds_left": s | null}
+    step      {"event": "step", "step": n, "loss": x, ...metrics}           one line a training step, first step 1
+    eval      {"event": "eval", "step": n, "eval/loss": x, ...}             held-out metrics before or after a step
+    note      {"event": "note", "text": text}                               something a person should know
+Every line has `time`, seconds since the epoch. A line is complete once its newline is there: a follower never parses a
+line in the making.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+Event = dict[str, Any]
+
+
+class EventWriter:
+    """Appends events to `path`; with no path (every rank but the first) they go nowhere."""
+
+    def __init__(self, path: Path | None, keep: bool = False):
+        self._path = path
+        self._file: TextIO | None = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)
+
+    def emit(self, event: str, **fields: Any) -> None:
+        if self._file is not None:
+            self._file.write(_line({"event": event, "time": time.time(), **fields}))
+
+    def phase(self, phase: str) -> None:
+        self.emit("phase", phase=phase)
+
+    def note(self, text: str) -> None:
+        self.emit("note", text=text)
+
+    def rewind(self, step: int) -> None:
+        """Forget what a lost attempt did after `step`, from which the work is taken up again."""
+        if self._path is None or self._file is None:
+            return
+        self._file.close()
+        kept = [e for e in read_events(self._path) if e.get("step", 0) <= step]
+        staging = self._path.with_suffix(".tmp")
+        staging.write_text("".join(_line(e) for e in kept), encoding="utf-8")
+        os.replace(staging, self._path)
+        self._file = open(self._path, "a", encoding="utf-8", buffering=1)
+
+
+class Progress:
+    """Reports how far a part of the work is, at most twice a second, with an estimate of the seconds left."""
+
+    def __init__(self, writer: EventWriter, total: int, unit: str):
+        self._writer, self._total, self._unit = writer, total, unit
+        self._started = self._last = time.monotonic()
+        self._done = 0
+
+    def advance(self, count: int = 1) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._last < 0.5 and self._done < self._total:
+            return
+        self._last = now
+        left = (now - self._started) / self._done * (self._total - self._done) if self._done else None
+        self._writer.emit("progress", done=self._done, total=self._total, unit=self._unit, seconds_left=left)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """Every complete event of the file, in order; none if there is no file yet."""
+    yield from Follower(path).new()
+
+
+class Follower:
+    """Reads a growing events file: each call of `new` gives the complete lines that were added since the last one.
+
+    After a rewind it starts over, so whoever takes the events must take a step it has seen before in its stride.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._offset = path, 0
+        self._inode: int | None = None
+
+    def new(self) -> Iterator[Event]:
+        try:
+            file = open(self._path, "rb")
+        except FileNotFoundError:
+            return
+        with file:
+            self._restart_if_replaced(file.fileno())
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield json.loads(line)
+
+    def _restart_if_replaced(self, descriptor: int) -> None:
+        inode = os.fstat(descriptor).st_ino
+        if self._inode is not None and inode != self._inode:
+            self._offset = 0
+        self._inode = inode
+
+
+def _line(event: Event) -> str:
+    return json.dumps(event, allow_nan=False, ensure_ascii=False) + "\n"

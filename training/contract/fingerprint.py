@@ -1,0 +1,51 @@
+"""Fingerprints: sha256 over canonical JSON, or over the bytes of a file.
+
+An identity is always `fingerprint(kind, content)`: the kind and the schema version are part of what is hashed, so two
+artifacts of different kinds never share one, and a change of format starts a new family. People see 12 digits, files
+hold all 64.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+_BLOCK_BYTES = 1 << 20
+
+
+def canonical_json(value: Any) -> bytes:
+    """`value` as sorted, compact UTF-8 JSON. Floats are written by `repr`, which is exact; NaN and infinity are refused.
+
+    Raises ValueError for a non-finite number and TypeError for what JSON cannot hold.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def fingerprint(kind: str, content: Any) -> str:
+    """The identity of `content` as an artifact of `kind`: 64 hexadecimal digits."""
+    return hashlib.sha256(canonical_json([SCHEMA_VERSION, kind, content])).hexdigest()
+
+
+def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
+    """The identity of a sequence of byte strings, in order, without holding them all; each is length-prefixed."""
+    digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, kind]))
+    for item in items:
+        digest.update(len(item).to_bytes(8, "big"))
+        digest.update(item)
+    return digest.hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of the file's bytes, read once in blocks of 1 MiB."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def short(full: str | None) -> str:
+    """The first 12 digits: what people see."""
+    return full[:12] if full else "-"

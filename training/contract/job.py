@@ -1,0 +1,89 @@
+"""A job: one piece of work in processes of its own, described by one file, `job.json`.
+
+The side that launches writes it, `training.main` reads it, and nothing else passes between them on the way in. It names
+the artifact to make, the artifacts it is made from with the folders that hold them, and the frozen settings. On the way
+out there are `events.jsonl` and checkpoints in the job's folder, and the artifact, published in the store.
+"""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from training.contract.manifest import Derivation, Source
+from training.contract.recipe import Compute
+
+JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation"]
+
+
+class Input(BaseModel):
+    """An artifact the work stands on: what it is (`kind`, `fingerprint`) and the folder that holds it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: str
+    fingerprint: str
+    folder: Path
+
+
+class Job(BaseModel):
+    """What to make (`artifact`), by which work (`kind`), from what (`inputs`, `settings`): together the derivation.
+
+    `locations` says where files outside the store lie, `compute` how to run, and `recipe` is the whole resolved recipe,
+    written beside the result; none of the three changes what is made, so none is in the derivation.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: JobKind
+    artifact: str
+    code_version: str
+    inputs: dict[str, Input]
+    settings: dict[str, Any]
+    locations: dict[str, Any]
+    compute: Compute
+    recipe: dict[str, Any]
+    store: Path
+    folder: Path
+
+    @property
+    def derivation(self) -> Derivation:
+        inputs = {name: Source(kind=i.kind, fingerprint=i.fingerprint) for name, i in self.inputs.items()}
+        return Derivation(kind=self.artifact, code_version=self.code_version, inputs=inputs, settings=self.settings)
+
+    @property
+    def staging(self) -> Path:
+        """Where the artifact is written before it is published: one folder a key, since one writer has the key's lock."""
+        return self.store / "staging" / f"{self.artifact}-{self.derivation.key}"
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "job.json"
+
+    @property
+    def events(self) -> Path:
+        return self.folder / "events.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "job.log"
+
+    @property
+    def error(self) -> Path:
+        return self.folder / "error.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def distributed(self) -> bool:
+        """Whether torchrun starts it, on `compute.processes_per_node` processes; data work is one plain process."""
+        return self.kind in ("sft", "reference", "policy", "evaluation")
+
+    def write(self) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(self.model_dump_json(indent=2), encoding="utf-8")
+        return self.path
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        return cls.model_validate_json(path.read_text(encoding="utf-8"))

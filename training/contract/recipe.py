@@ -1,0 +1,192 @@
+"""The recipe: everything a person decides, in one frozen model that knows nothing of Dagster.
+
+A person writes the fields that matter to them; the rest have the defaults below. Fields are grouped by the artifact they
+change, and a group's fingerprint is that artifact's identity. `automation` and `compute` change no result and are in no
+fingerprint; neither are paths, since what counts is the bytes they lead to.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, model_validator
+
+Format = Literal[
+    "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
+]
+Dtype = Literal["float32", "bfloat16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+# YAML 1.1 reads `5e-7` as text; people write it, so both the validation and the JSON schema take numeric text as well.
+_NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
+Number = Annotated[float, Field(allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class DataSource(Section):
+    """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub."""
+
+    path: str | None = None
+    hub: str | None = None
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    format: Format = "auto"
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("give exactly one of `path` (local files) and `hub` (a data set's id)")
+        if self.hub is not None and self.split is None:
+            raise ValueError(f"`hub: {self.hub}` needs a `split`, for example `split: train`")
+        if self.path is not None and (self.config or self.split or self.revision):
+            raise ValueError("`config`, `split` and `revision` belong to `hub`, not to `path`")
+        return self
+
+
+class Data(Section):
+    sources: tuple[DataSource, ...] = Field(min_length=1)
+    validation_fraction: Fraction = 0.1
+    max_quarantined: Annotated[float, Field(ge=0, le=1), WithJsonSchema(_NUMERIC)] = 0.05
+
+
+class Tokenization(Section):
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    template_kwargs: dict[str, Any] = {}
+    train_on: Literal["last_response", "assistant_turns"] = "last_response"
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
+
+
+class Optimizer(Section):
+    type: Literal["adamw"] = "adamw"
+    learning_rate: Positive = 5e-7
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+
+
+class Schedule(Section):
+    """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or none (constant)."""
+
+    type: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_ratio: Fraction = 0.1
+
+
+class SupervisedTuning(Section):
+    """Supervised fine-tuning on the chosen responses, which makes the reference model from the base model."""
+
+    epochs: Count = 1
+    batch_size: Count = 32
+    micro_tokens: Count = 16384
+    optimizer: Optimizer = Optimizer(learning_rate=2e-5)
+    schedule: Schedule = Schedule()
+    max_grad_norm: Positive = 1.0
+    seed: int = 0
+
+
+class Reference(Section):
+    model: str
+    revision: str | None = None
+    dtype: Dtype = "float32"
+    sft: SupervisedTuning | None = None
+
+
+class Loss(Section):
+    type: Literal["sigmoid"] = "sigmoid"
+    beta: Positive = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(_NUMERIC)] = 0.0
+
+
+class Training(Section):
+    loss: Loss = Loss()
+    start_from: Literal["reference"] = "reference"
+    epochs: Count = 1
+    max_steps: Count | None = None
+    batch_size: Count = 64
+    micro_tokens: Count = 16384
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    max_grad_norm: Positive = 1.0
+    precision: Dtype = "float32"
+    adapter: None = None
+    seed: int = 0
+
+
+class Evaluation(Section):
+    samples: Annotated[int, Field(ge=0)] = 8
+    max_new_tokens: Count = 64
+
+
+class Gate(Section):
+    """When a candidate becomes champion: its held-out loss must beat the champion's by more than one standard error."""
+
+    type: Literal["ladder"] = "ladder"
+    min_accuracy: Annotated[float, Field(ge=0, le=1), WithJsonSchema(_NUMERIC)] | None = None
+
+
+class Release(Section):
+    model_name: Name
+    gate: Gate = Gate()
+
+
+class Compute(Section):
+    """How the work is run; none of it changes a result."""
+
+    processes_per_node: Count = 1
+    nodes: Literal[1] = 1
+    parallel: Literal["auto", "ddp"] = "auto"
+    device: DeviceName = "auto"
+    evaluate_every: Count = 50
+    checkpoint_every: Count = 50
+
+
+class Automation(Section):
+    cron: str | None = None
+    timezone: str = "UTC"
+    on_change: bool = True
+
+
+class Recipe(Section):
+    data: Data
+    tokenization: Tokenization = Tokenization()
+    reference: Reference
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    release: Release
+    compute: Compute = Compute()
+    automation: Automation = Automation()
+
+    def located_at(self, folder: Path) -> "Recipe":
+        """The same recipe with every local path absolute; relative ones are taken from `folder`, the recipe's own."""
+        sources = tuple(
+            source.model_copy(update={"path": str(folder / source.path)}) if source.path else source
+            for source in self.data.sources
+        )
+        tokenization = {
+            "tokenizer": _located(self.tokenization.tokenizer, folder),
+            "chat_template": self.tokenization.chat_template and str(folder / self.tokenization.chat_template),
+        }
+        return self.model_copy(
+            update={
+                "data": self.data.model_copy(update={"sources": sources}),
+                "tokenization": self.tokenization.model_copy(update=tokenization),
+                "reference": self.reference.model_copy(update={"model": _located(self.reference.model, folder)}),
+            }
+        )
+
+
+def _located(model: str | None, folder: Path) -> str | None:
+    """A local folder as an absolute path; a hub id or a `models:/` address as it is."""
+    if model is None or model.startswith("models:/"):
+        return model
+    local = model.startswith((".", "/", "~")) or (folder / model).is_dir()
+    return str((folder / Path(model).expanduser()).resolve()) if local else model

@@ -1,0 +1,225 @@
+"""The store: immutable artifacts by what they hold, found by how they are made.
+
+    store/<kind>/<fingerprint>/...        the files of an artifact and its manifest.json
+    store/keys/<kind>/<key>.json          the derivation of that key, and the fingerprint it gave
+    store/locks/<kind>-<key>.lock         held by whoever is making that key
+    store/staging/                        artifacts in the making; set aside ones are under store/corrupt/
+
+A derivation (code version, inputs, settings) has a key; making it gives an artifact whose fingerprint identifies its
+contents. So two derivations with the same outcome, say a template before and after a comment was added to it, share one
+artifact, and nothing below notices the difference.
+
+Publishing is: write in staging, fsync every file and folder, write the manifest last, rename into place, fsync the
+parent, then record the key. A reader that finds the key finds everything.
+"""
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.fingerprint import short
+from training.contract.manifest import MANIFEST, Derivation, FileEntry, Manifest, list_files, read_manifest, verify_files
+
+_LIBRARIES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
+
+
+@dataclass(frozen=True)
+class Artifact:
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def fingerprint(self) -> str:
+        return self.manifest.fingerprint
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return self.manifest.details
+
+    def file(self, name: str) -> Path:
+        assert name in self.manifest.files, f"{name} is not a file of {self.folder}"
+        return self.folder / name
+
+    def json(self, name: str) -> Any:
+        return json.loads(self.file(name).read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a piece of work says of what it left in its staging folder."""
+
+    fingerprint: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Store:
+    def __init__(self, root: Path):
+        self.root = Path(root)
+
+    def folder(self, kind: str, fingerprint: str) -> Path:
+        return self.root / kind / fingerprint
+
+    def open(self, kind: str, fingerprint: str, hashes: bool = True) -> Artifact:
+        """The artifact, verified. Raises StoreError if there is none and CorruptArtifact if it is not what was published."""
+        folder = self.folder(kind, fingerprint)
+        if not (folder / MANIFEST).is_file():
+            raise StoreError(f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again")
+        manifest = read_manifest(folder)
+        if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
+            raise CorruptArtifact(
+                f"{folder / MANIFEST} is of {manifest.kind} {short(manifest.fingerprint)}, "
+                f"expected {kind} {short(fingerprint)}"
+            )
+        verify_files(folder, manifest, hashes)
+        return Artifact(folder, manifest)
+
+    def find(self, kind: str, key: str, hashes: bool = True) -> Artifact | None:
+        """What the derivation `key` gave, verified; None if it was never made. Raises CorruptArtifact."""
+        try:
+            record = json.loads(self._record(kind, key).read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CorruptArtifact(f"{self._record(kind, key)} is not JSON ({error}); remove it") from error
+        if not (self.folder(kind, record["fingerprint"]) / MANIFEST).is_file():
+            return None
+        return self.open(kind, record["fingerprint"], hashes)
+
+    def derivation(self, kind: str, key: str) -> Derivation:
+        """How `key` is made: the record that was written when it was. Raises StoreError if it never was."""
+        try:
+            record = json.loads(self._record(kind, key).read_bytes())
+        except FileNotFoundError:
+            raise StoreError(f"there is no {kind} of key {short(key)} in {self.root}") from None
+        return Derivation.model_validate(record["derivation"])
+
+    def set_aside(self, kind: str, fingerprint: str) -> Path:
+        """Move a corrupt artifact out of the way, kept for inspection; gives its new place."""
+        target = self.root / "corrupt" / kind
+        target.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(prefix=f"{short(fingerprint)}-", dir=target))
+        os.rename(self.folder(kind, fingerprint), place / fingerprint)
+        return place / fingerprint
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Path]:
+        """An empty folder on the store's filesystem, removed at the end unless it was published."""
+        parent = self.root / "staging"
+        parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=parent))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def lock(self, kind: str, key: str) -> Iterator[BinaryIO]:
+        """Hold the right to make `key`, waiting for whoever has it. A process that inherits the file holds it too."""
+        path = self.root / "locks" / f"{kind.replace('/', '-')}-{key}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+
+    def publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
+        """Make what `staging` holds the artifact of `derivation`.
+
+        If the same contents were published before, theirs stay and only the key is recorded. Raises StoreError with the
+        path and the free bytes where the disk does not take it; what was there before is untouched.
+        """
+        try:
+            return self._publish(staging, derivation, made)
+        except OSError as error:
+            free = shutil.disk_usage(self.root).free
+            raise StoreError(f"cannot publish {derivation.kind} in {self.root} ({free:,} bytes free): {error}") from error
+
+    def _publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
+        kind, target = derivation.kind, self.folder(derivation.kind, made.fingerprint)
+        if not (target / MANIFEST).is_file():
+            files = list_files(staging)
+            manifest = _manifest(derivation, made, files)
+            _sync_files(staging, files)
+            write_durably(staging / MANIFEST, manifest.model_dump_json(indent=2).encode())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # another process published the same contents meanwhile
+                _rename_new(staging, target)
+            sync_folder(target.parent)
+        record = {"fingerprint": made.fingerprint, "derivation": derivation.model_dump(mode="json")}
+        write_durably(self._record(kind, derivation.key), json.dumps(record, indent=2, ensure_ascii=False).encode())
+        return self.open(kind, made.fingerprint, hashes=False)
+
+    def _record(self, kind: str, key: str) -> Path:
+        return self.root / "keys" / kind / f"{key}.json"
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace `path` by `content` in one step: whole before or whole after, also across a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_files(folder: Path, names: dict[str, FileEntry]) -> None:
+    for name in names:
+        with open(folder / name, "rb") as file:
+            os.fsync(file.fileno())
+    for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
+        sync_folder(path)
+
+
+def _rename_new(source: Path, target: Path) -> None:
+    """Rename a folder; FileExistsError if a non-empty `target` is there (the kernel decides, so no race)."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if target.is_dir():
+            raise FileExistsError(str(target)) from error
+        raise
+
+
+def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -> Manifest:
+    return Manifest(
+        kind=derivation.kind,
+        fingerprint=made.fingerprint,
+        made_from=derivation,
+        libraries=_library_versions(),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        files=files,
+        details=made.details,
+    )
+
+
+def _library_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return versions

@@ -1,0 +1,38 @@
+"""Loading and saving causal language models, refusing whatever transformers would only warn about.
+
+A checkpoint with a missing tensor loads with random weights and a warning; a `.bin` file would be unpickled; `auto_map`
+runs code from the model's folder. None of these is accepted here.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from training.contract.errors import ModelError
+from training.contract.weights import weight_files
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model in `folder`, in evaluation mode, without a key-value cache.
+
+    Raises ModelError for missing or surplus tensors, tensors of another shape, and weights that are not safetensors.
+    """
+    weight_files(folder)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, output_loading_info=True
+    )
+    problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    if found := {name: keys for name, keys in problems.items() if keys}:
+        shown = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)})" for name, keys in found.items())
+        raise ModelError(f"the weights in {folder} do not fit its config.json: {shown}")
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def save_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write `model` as safetensors with its config; the folder it was loaded from is not recorded."""
+    model.config._name_or_path = ""
+    model.save_pretrained(folder)
