@@ -1,0 +1,13 @@
+"""What becomes of a trained policy: its run in MLflow, its version in the registry, and whether it is released.
+
+    tracking.py     a job's events become metrics of one MLflow run; an outage of the server costs nothing but a warning
+    run.py          one such run: pending metrics, delivery, continuation
+    records.py      recipe, lineage, data set and events in MLflow's terms and within its limits
+    gate.py         the release decision, pure: the parameter-free Ladder over paired held-out losses
+    registry.py     model versions, aliases, rollback
+    package.py      the one part that needs torch; a process of its own, started by files.py
+    files.py        the files of a version: weights that lie on the disk once
+    connection.py   how long to wait for a server, and how to name it without its password
+
+The folder above is a source root, not a package, so that `import mlflow` finds the installed library.
+"""

@@ -23,11 +23,13 @@ Event = dict[str, Any]
 class EventWriter:
     """Appends events to `path`; with no path (every rank but the first) they go nowhere."""
 
-    def __init__(self, path: Path | None, keep: bool = False):
+    def __init__(self, path: Path | None, keep: bool = False) -> None:
         self._path = path
         self._file: TextIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if keep:
+                _drop_unfinished_line(path)
             self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -41,11 +43,14 @@ class EventWriter:
         self.emit("note", text=text)
 
     def rewind(self, step: int) -> None:
-        """Forget what a lost attempt did after `step`, from which the work is taken up again."""
+        """Forget what a lost attempt told of the steps after `step`, from which the work is taken up again."""
         if self._path is None or self._file is None:
             return
+        told = list(read_events(self._path))
+        kept = [e for e in told if e.get("step", step) <= step]
+        if len(kept) == len(told):
+            return
         self._file.close()
-        kept = [e for e in read_events(self._path) if e.get("step", 0) <= step]
         staging = self._path.with_suffix(".tmp")
         staging.write_text("".join(_line(e) for e in kept), encoding="utf-8")
         os.replace(staging, self._path)
@@ -53,12 +58,15 @@ class EventWriter:
 
 
 class Progress:
-    """Reports how far a part of the work is, at most twice a second, with an estimate of the seconds left."""
+    """Reports how far a part of the work is, at most twice a second, with an estimate of the seconds left.
 
-    def __init__(self, writer: EventWriter, total: int, unit: str):
+    `done` is what an earlier attempt did: it counts as done, and says nothing of how fast this one is.
+    """
+
+    def __init__(self, writer: EventWriter, total: int, unit: str, done: int = 0) -> None:
         self._writer, self._total, self._unit = writer, total, unit
         self._started = self._last = time.monotonic()
-        self._done = 0
+        self._before = self._done = done
 
     def advance(self, count: int = 1) -> None:
         self._done += count
@@ -66,7 +74,8 @@ class Progress:
         if now - self._last < 0.5 and self._done < self._total:
             return
         self._last = now
-        left = (now - self._started) / self._done * (self._total - self._done) if self._done else None
+        here = self._done - self._before
+        left = (now - self._started) / here * (self._total - self._done) if here else None
         self._writer.emit("progress", done=self._done, total=self._total, unit=self._unit, seconds_left=left)
 
 
@@ -81,7 +90,7 @@ class Follower:
     After a rewind it starts over, so whoever takes the events must take a step it has seen before in its stride.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0
         self._inode: int | None = None
 
@@ -100,10 +109,16 @@ class Follower:
                 yield json.loads(line)
 
     def _restart_if_replaced(self, descriptor: int) -> None:
-        inode = os.fstat(descriptor).st_ino
-        if self._inode is not None and inode != self._inode:
+        found = os.fstat(descriptor)
+        if found.st_size < self._offset or (self._inode is not None and found.st_ino != self._inode):
             self._offset = 0
-        self._inode = inode
+        self._inode = found.st_ino
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """What a killed writer left half said must not run into the next event."""
+    if path.exists():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _line(event: Event) -> str:

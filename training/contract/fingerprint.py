@@ -7,7 +7,8 @@ hold all 64.
 
 import hashlib
 import json
-from collections.abc import Iterable
+import struct
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,15 @@ def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
         digest.update(len(item).to_bytes(8, "big"))
         digest.update(item)
     return digest.hexdigest()
+
+
+def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
+    """The identity of a token sequence, 32 bytes: its token ids and which of them are trained."""
+    assert len(ids) == len(mask), f"{len(ids)} ids and {len(mask)} mask entries"
+    digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, "sequence", len(ids)]))
+    digest.update(struct.pack(f"<{len(ids)}i", *ids))
+    digest.update(bytes(mask))
+    return digest.digest()
 
 
 def hash_file(path: Path) -> str:

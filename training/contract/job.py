@@ -13,6 +13,10 @@ from pydantic import BaseModel, ConfigDict
 from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Compute
 
+# Environment variables by which a launcher reaches every process of a job.
+RENDEZVOUS = "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; torchrun's own way if unset
+SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the process without which a rank must not go on; none if unset
+
 JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation"]
 
 
@@ -23,6 +27,16 @@ class Input(BaseModel):
     kind: str
     fingerprint: str
     folder: Path
+
+
+class Failure(BaseModel):
+    """Why a job ended badly, as the first rank that failed wrote it; no traceback where the message says it all."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    type: str
+    message: str
+    rank: int
+    traceback: str
 
 
 class Job(BaseModel):

@@ -1,6 +1,5 @@
 """The manifest of an artifact: what it is, what it was made from, and the size and sha256 of every file it holds."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +82,7 @@ def verify_files(folder: Path, manifest: Manifest, hashes: bool = True) -> None:
 
     Raises CorruptArtifact that names the first file that is missing, foreign, changed in size or changed in content.
     """
-    present = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if not p.is_dir()}
+    present = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()}
     present.pop(MANIFEST, None)
     if foreign := sorted(set(present) - set(manifest.files)):
         raise CorruptArtifact(f"{folder / foreign[0]} is not in the manifest; remove it or the artifact's folder")
@@ -93,7 +92,7 @@ def verify_files(folder: Path, manifest: Manifest, hashes: bool = True) -> None:
         path = present[name]
         size = path.lstat().st_size
         if path.is_symlink():
-            raise CorruptArtifact(f"{path} is a symbolic link to {os.readlink(path)}; a plain file was published")
+            raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
         if size != entry.bytes:
             raise CorruptArtifact(f"{path} has {size} bytes; the manifest promises {entry.bytes}")
         if hashes and (found := hash_file(path)) != entry.sha256:

@@ -1,7 +1,7 @@
 """The store: immutable artifacts by what they hold, found by how they are made.
 
     store/<kind>/<fingerprint>/...        the files of an artifact and its manifest.json
-    store/keys/<kind>/<key>.json          the derivation of that key, and the fingerprint it gave
+    store/keys/<kind>/<key>.json          the derivation of that key, the fingerprint it gave, and details of that way
     store/locks/<kind>-<key>.lock         held by whoever is making that key
     store/staging/                        artifacts in the making; set aside ones are under store/corrupt/
 
@@ -22,30 +22,40 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.fingerprint import short
-from training.contract.manifest import MANIFEST, Derivation, FileEntry, Manifest, list_files, read_manifest, verify_files
+from training.contract.manifest import (
+    MANIFEST,
+    Derivation,
+    FileEntry,
+    Manifest,
+    list_files,
+    read_manifest,
+    verify_files,
+)
 
 _LIBRARIES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
 
 
 @dataclass(frozen=True)
 class Artifact:
+    """`derivation` and `details` are of the way that was asked for: two ways to one content each have their own."""
+
     folder: Path
     manifest: Manifest
+    derivation: Derivation
+    details: dict[str, Any]
 
     @property
     def fingerprint(self) -> str:
         return self.manifest.fingerprint
-
-    @property
-    def details(self) -> dict[str, Any]:
-        return self.manifest.details
 
     def file(self, name: str) -> Path:
         assert name in self.manifest.files, f"{name} is not a file of {self.folder}"
@@ -63,6 +73,15 @@ class Made:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+class Record(BaseModel):
+    """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    fingerprint: str
+    derivation: Derivation
+    details: dict[str, Any]
+
+
 class Store:
     def __init__(self, root: Path):
         self.root = Path(root)
@@ -70,8 +89,13 @@ class Store:
     def folder(self, kind: str, fingerprint: str) -> Path:
         return self.root / kind / fingerprint
 
+    def fingerprints(self, kind: str) -> list[str]:
+        """Every artifact that was published under `kind`, in order of fingerprint."""
+        folder = self.root / kind
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
     def open(self, kind: str, fingerprint: str, hashes: bool = True) -> Artifact:
-        """The artifact, verified. Raises StoreError if there is none and CorruptArtifact if it is not what was published."""
+        """The artifact, verified. Raises StoreError if there is none, CorruptArtifact if it is not what was published."""
         folder = self.folder(kind, fingerprint)
         if not (folder / MANIFEST).is_file():
             raise StoreError(f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again")
@@ -82,27 +106,20 @@ class Store:
                 f"expected {kind} {short(fingerprint)}"
             )
         verify_files(folder, manifest, hashes)
-        return Artifact(folder, manifest)
+        return Artifact(folder, manifest, manifest.made_from, manifest.details)
 
     def find(self, kind: str, key: str, hashes: bool = True) -> Artifact | None:
         """What the derivation `key` gave, verified; None if it was never made. Raises CorruptArtifact."""
-        try:
-            record = json.loads(self._record(kind, key).read_bytes())
-        except FileNotFoundError:
+        record = self._read_record(kind, key)
+        if record is None or not (self.folder(kind, record.fingerprint) / MANIFEST).is_file():
             return None
-        except ValueError as error:
-            raise CorruptArtifact(f"{self._record(kind, key)} is not JSON ({error}); remove it") from error
-        if not (self.folder(kind, record["fingerprint"]) / MANIFEST).is_file():
-            return None
-        return self.open(kind, record["fingerprint"], hashes)
+        artifact = self.open(kind, record.fingerprint, hashes)
+        return replace(artifact, derivation=record.derivation, details=record.details)
 
-    def derivation(self, kind: str, key: str) -> Derivation:
-        """How `key` is made: the record that was written when it was. Raises StoreError if it never was."""
-        try:
-            record = json.loads(self._record(kind, key).read_bytes())
-        except FileNotFoundError:
-            raise StoreError(f"there is no {kind} of key {short(key)} in {self.root}") from None
-        return Derivation.model_validate(record["derivation"])
+    def derivation(self, kind: str, key: str) -> Derivation | None:
+        """How the artifact of `key` was made; None if it never was. Raises CorruptArtifact."""
+        record = self._read_record(kind, key)
+        return None if record is None else record.derivation
 
     def set_aside(self, kind: str, fingerprint: str) -> Path:
         """Move a corrupt artifact out of the way, kept for inspection; gives its new place."""
@@ -111,6 +128,12 @@ class Store:
         place = Path(tempfile.mkdtemp(prefix=f"{short(fingerprint)}-", dir=target))
         os.rename(self.folder(kind, fingerprint), place / fingerprint)
         return place / fingerprint
+
+    def set_aside_key(self, kind: str, key: str) -> Path:
+        """`set_aside` for the artifact that the derivation `key` gave."""
+        record = self._read_record(kind, key)
+        assert record is not None, f"{kind} {key} was never made"
+        return self.set_aside(kind, record.fingerprint)
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -135,18 +158,20 @@ class Store:
     def publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
         """Make what `staging` holds the artifact of `derivation`.
 
-        If the same contents were published before, theirs stay and only the key is recorded. Raises StoreError with the
-        path and the free bytes where the disk does not take it; what was there before is untouched.
+        If the same contents were published before and are whole, they stay and only the key is recorded. Raises
+        StoreError with the path and the free bytes where the disk does not take it; what was there is untouched.
         """
         try:
             return self._publish(staging, derivation, made)
         except OSError as error:
             free = shutil.disk_usage(self.root).free
-            raise StoreError(f"cannot publish {derivation.kind} in {self.root} ({free:,} bytes free): {error}") from error
+            raise StoreError(
+                f"cannot publish {derivation.kind} in {self.root} ({free:,} bytes free): {error}"
+            ) from error
 
     def _publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
         kind, target = derivation.kind, self.folder(derivation.kind, made.fingerprint)
-        if not (target / MANIFEST).is_file():
+        if not self._has_intact(kind, made.fingerprint):
             files = list_files(staging)
             manifest = _manifest(derivation, made, files)
             _sync_files(staging, files)
@@ -155,9 +180,30 @@ class Store:
             with contextlib.suppress(FileExistsError):  # another process published the same contents meanwhile
                 _rename_new(staging, target)
             sync_folder(target.parent)
-        record = {"fingerprint": made.fingerprint, "derivation": derivation.model_dump(mode="json")}
-        write_durably(self._record(kind, derivation.key), json.dumps(record, indent=2, ensure_ascii=False).encode())
-        return self.open(kind, made.fingerprint, hashes=False)
+        record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
+        write_durably(self._record(kind, derivation.key), record.model_dump_json(indent=2).encode())
+        return replace(self.open(kind, made.fingerprint, hashes=False), derivation=derivation, details=made.details)
+
+    def _has_intact(self, kind: str, fingerprint: str) -> bool:
+        """Whether these contents are there and whole; broken ones go out of the way of those that take their place."""
+        if not self.folder(kind, fingerprint).is_dir():
+            return False
+        try:
+            self.open(kind, fingerprint)
+        except StoreError:
+            with contextlib.suppress(FileNotFoundError):  # another publisher was first
+                self.set_aside(kind, fingerprint)
+            return False
+        return True
+
+    def _read_record(self, kind: str, key: str) -> "Record | None":
+        path = self._record(kind, key)
+        try:
+            return Record.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise CorruptArtifact(f"{path} is not the record of a derivation ({error}); remove it") from error
 
     def _record(self, kind: str, key: str) -> Path:
         return self.root / "keys" / kind / f"{key}.json"

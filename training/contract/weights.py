@@ -37,6 +37,8 @@ def function_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as a model's config: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} holds a JSON {type(config).__name__}; expected an object, a model's config")
     return {name: value for name, value in config.items() if name not in _NO_FUNCTION}
 
 

@@ -1,0 +1,102 @@
+"""What must hold of an artifact, judged from the facts in its manifest. A blocking check that fails stops what follows.
+
+Every check is reported by the body of its asset, so no materialization is without its checks.
+"""
+
+import dagster as dg
+
+from assets.pipeline import Pipeline
+from training.contract.store import Artifact
+
+_STEP0_TOLERANCE_NATS = 1e-3
+
+QUARANTINE = "quarantine_within_limit"
+RESPONSES = "no_empty_response"
+PREFIX = "prompt_is_token_prefix"
+SPLITS = "no_prompt_in_both_splits"
+COVERAGE = "complete_and_finite"
+STEP0 = "step0_loss_at_zero_margin"
+REWARDS = "rewards_finite"
+ACCURACY = "held_out_accuracy_above_chance"
+
+_ABOUT = {
+    QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`.",
+    RESPONSES: "Every response has at least one trained token.",
+    PREFIX: "The rendered prompt is a token prefix of prompt and response; pairs where it is not stay within the limit.",
+    SPLITS: "No prompt is in both the training and the validation split.",
+    COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
+    STEP0: "Before the first update the loss is its value at zero margin: policy and reference agree.",
+    REWARDS: "The rewards of every training step are finite.",
+    ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half.",
+}
+
+
+def specs(pipeline: Pipeline, asset: str, *names: str, blocking: bool = True) -> tuple[dg.AssetCheckSpec, ...]:
+    """Declarations of the checks `names` on `asset`."""
+    key = pipeline.key(asset)
+    return tuple(dg.AssetCheckSpec(name, asset=key, description=_ABOUT[name], blocking=blocking) for name in names)
+
+
+def quarantine(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
+    read, bad = artifact.details["counts"]["rows_read"], artifact.details["counts"]["quarantined"]
+    share = bad / read if read else 1.0
+    description = (
+        f"{bad:,} of {read:,} rows ({share:.1%}) are in quarantine, at most {limit:.1%} are allowed by "
+        "data.max_quarantined; the reasons are in the metadata"
+    )
+    return _result(QUARANTINE, share <= limit, description, share=share, limit=limit)
+
+
+def responses(artifact: Artifact) -> dg.AssetCheckResult:
+    empty = artifact.details["empty_masks"]
+    return _result(RESPONSES, empty == 0, f"{empty:,} responses have no trained token", empty_masks=empty)
+
+
+def prefix(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
+    violations, pairs = artifact.details["prefix_violations"], artifact.details["counts"]["pairs"]
+    share = violations / max(1, violations + pairs)
+    description = (
+        f"for {violations:,} pairs ({share:.1%}) the prompt's tokens do not begin prompt and response; they were left out, "
+        f"at most {limit:.1%} are allowed by data.max_quarantined. A template that renders a prompt differently once the "
+        "answer follows cannot be used with train_on: last_response"
+    )
+    return _result(PREFIX, share <= limit, description, violations=violations)
+
+
+def splits(artifact: Artifact) -> dg.AssetCheckResult:
+    shared = artifact.details["shared_prompts"]
+    return _result(SPLITS, shared == 0, f"{shared:,} prompts are in both splits", shared_prompts=shared)
+
+
+def coverage(artifact: Artifact, pairs: int) -> dg.AssetCheckResult:
+    rows, finite = artifact.details["pairs"], artifact.details["finite"]
+    description = f"{rows:,} rows for {pairs:,} pairs, {finite:,} of them finite"
+    return _result(COVERAGE, rows == pairs == finite, description, rows=rows, finite=finite)
+
+
+def step0(artifact: Artifact) -> dg.AssetCheckResult:
+    found, expected = artifact.details["step0_loss"], artifact.details["step0_expected"]
+    description = f"the loss before the first update is {found:.6f}, at zero margin it is {expected:.6f}"
+    return _result(STEP0, abs(found - expected) <= _STEP0_TOLERANCE_NATS, description, loss=found, expected=expected)
+
+
+def rewards(artifact: Artifact) -> dg.AssetCheckResult:
+    finite = bool(artifact.details["rewards_finite"])
+    return _result(REWARDS, finite, "all finite" if finite else "a step has rewards that are not finite numbers")
+
+
+def accuracy(artifact: Artifact) -> dg.AssetCheckResult:
+    low, high = artifact.details["interval"]
+    value = artifact.details["metrics"]["eval/rewards/accuracies"]
+    description = f"held-out accuracy {value:.3f}, 95% interval {low:.3f} to {high:.3f}"
+    return dg.AssetCheckResult(
+        passed=low > 0.5,
+        check_name=ACCURACY,
+        severity=dg.AssetCheckSeverity.WARN,
+        description=description,
+        metadata={"accuracy": value, "low": low, "high": high},
+    )
+
+
+def _result(name: str, passed: bool, description: str, **figures: float) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed=bool(passed), check_name=name, description=description, metadata=dict(figures))

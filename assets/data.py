@@ -1,0 +1,76 @@
+"""From preference files to pairs in one schema, and from there to token ids."""
+
+import dagster as dg
+
+from assets import checks
+from assets.graph import GRAPH
+from assets.locate import locate_data
+from assets.metadata import length_histogram, rendered_pairs, table
+from assets.pipeline import Pipeline, Services, declare
+from assets.realize import Realized, Work, data_version, realize
+from training.contract.errors import DataError
+from training.contract.fingerprint import short
+
+
+def raw_preferences(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @declare(pipeline, "raw_preferences", checks.specs(pipeline, "raw_preferences", checks.QUARANTINE))
+    def raw_preferences(
+        context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]
+    ) -> dg.MaterializeResult:
+        located = locate_data(pipeline.recipe)
+        observed = data_version(context.instance, pipeline.key("preference_source"))
+        if observed is not None and observed != located.fingerprint:
+            raise DataError(
+                f"the preference files are {short(located.fingerprint)}, but {pipeline.name}/preference_source recorded "
+                f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences"
+            )
+        settings = GRAPH["raw_preferences"].reads(pipeline.recipe)
+        work = Work("preferences", settings, locations={"sources": located.sources})
+        made = realize(context, pipeline, services, work)
+        return _shown(made, pipeline)
+
+    return raw_preferences
+
+
+def _shown(made: Realized, pipeline: Pipeline) -> dg.MaterializeResult:
+    details = made.artifact.details
+    counts = details["counts"]
+    reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
+    metadata = {
+        "dagster/row_count": counts["pairs"],
+        "quarantined": counts["quarantined"],
+        "train": counts["train"],
+        "validation": counts["validation"],
+        "formats": ", ".join(details["formats"]),
+        "quarantine_reasons": table(reasons, ("reason", "rows")),
+        "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),
+        "examples": dg.MetadataValue.json(details["examples"]),
+    }
+    return made.result(metadata, [checks.quarantine(made.artifact, pipeline.recipe.data.max_quarantined)])
+
+
+def tokenized_pairs(pipeline: Pipeline) -> dg.AssetsDefinition:
+    names = (checks.RESPONSES, checks.PREFIX, checks.SPLITS)
+
+    @declare(pipeline, "tokenized_pairs", checks.specs(pipeline, "tokenized_pairs", *names))
+    def tokenized_pairs(
+        context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]
+    ) -> dg.MaterializeResult:
+        made = realize(context, pipeline, services, Work("pairs", settings={}))
+        details = made.artifact.details
+        dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
+        metadata = {
+            "dagster/row_count": details["counts"]["pairs"],
+            **{name: count for name, count in details["counts"].items() if name != "pairs"},
+            "dropped_reasons": table(dropped, ("reason", "pairs")),
+            "lengths": length_histogram(details["histogram"]),
+            "examples": rendered_pairs(details["examples"]),
+        }
+        found = [
+            checks.responses(made.artifact),
+            checks.prefix(made.artifact, pipeline.recipe.data.max_quarantined),
+            checks.splits(made.artifact),
+        ]
+        return made.result(metadata, found)
+
+    return tokenized_pairs

@@ -1,0 +1,126 @@
+"""Where the things a recipe names are now, and what identifies them: files are hashed, hub ids resolved to a commit.
+
+Nothing here is remembered: whoever asks sees the world as it is at that moment.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, snapshot_download
+
+from model_registry.registry import Registry
+from training.contract.errors import DataError, ModelError
+from training.contract.files import data_files
+from training.contract.fingerprint import fingerprint, hash_file
+from training.contract.recipe import DataSource, Recipe
+from training.contract.weights import weights_fingerprint, weights_identity
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_MODEL_FILES = ["*.safetensors", "config.json", "generation_config.json", "*.safetensors.index.json"]
+
+
+@dataclass(frozen=True)
+class LocatedModel:
+    """A model folder of this machine. `identity`: its config's fields and the sha256 of each weight file."""
+
+    folder: Path
+    identity: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        return weights_fingerprint(self.identity)
+
+
+@dataclass(frozen=True)
+class LocatedTokenizer:
+    """A tokenizer folder of this machine and the recipe's template file. `identity`: the sha256 of each file."""
+
+    folder: Path
+    chat_template: Path | None
+    identity: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LocatedData:
+    """The preference sources, ready to be read. `identity`: for files their sha256 in order, for the hub the commit."""
+
+    sources: list[dict[str, Any]]
+    identity: list[Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """File names give the order and nothing else: a renamed or moved file is the same data."""
+        return fingerprint(
+            "preference_source", [[f["sha256"] for f in s] if isinstance(s, list) else s for s in self.identity]
+        )
+
+
+def locate_base_model(recipe: Recipe, registry: Registry) -> LocatedModel:
+    """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors."""
+    reference = recipe.reference
+    folder = _model_folder(reference.model, reference.revision, _MODEL_FILES, registry)
+    return LocatedModel(folder, weights_identity(folder))
+
+
+def locate_tokenizer(recipe: Recipe, registry: Registry) -> LocatedTokenizer:
+    """The tokenizer's folder and the template file. Raises ModelError or DataError that names the recipe's field."""
+    address, revision = recipe.tokenization.tokenizer, None
+    if address is None:
+        address, revision = recipe.reference.model, recipe.reference.revision
+    folder = _model_folder(address, revision, list(_TOKENIZER_FILES), registry)
+    files = {name: hash_file(folder / name) for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    if not files:
+        raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json (set `tokenization.tokenizer`)")
+    template = recipe.tokenization.chat_template
+    if template is not None and not Path(template).is_file():
+        raise DataError(f"there is no file {template}; `tokenization.chat_template` names a Jinja file or is null")
+    identity = {"files": files, "chat_template": template and hash_file(Path(template))}
+    return LocatedTokenizer(folder, Path(template) if template else None, identity)
+
+
+def locate_data(recipe: Recipe) -> LocatedData:
+    """The preference sources. Raises DataError for a path without files and a hub data set that cannot be reached."""
+    located = [_locate_source(source) for source in recipe.data.sources]
+    return LocatedData([s for s, _ in located], [i for _, i in located])
+
+
+def _locate_source(source: DataSource) -> tuple[dict[str, Any], Any]:
+    described = source.model_dump(mode="json")
+    if source.path is not None:
+        files = data_files(source.path)
+        return described, [{"name": f.name, "bytes": f.stat().st_size, "sha256": hash_file(f)} for f in files]
+    assert source.hub is not None
+    try:
+        commit = HfApi().dataset_info(source.hub, revision=source.revision).sha
+    except Exception as error:  # whatever the hub's client raises, its text is the cause
+        raise DataError(
+            f"the data set {source.hub!r} (revision {source.revision or 'main'}) cannot be reached: {error}"
+        ) from error
+    identity = {"hub": source.hub, "config": source.config, "split": source.split, "commit": commit}
+    return {**described, "revision": commit}, identity
+
+
+def _model_folder(address: str, revision: str | None, patterns: list[str], registry: Registry) -> Path:
+    if address.startswith("models:/"):
+        return registry.resolve(address)
+    if Path(address).is_absolute():
+        if not Path(address).is_dir():
+            raise ModelError(f"there is no model folder {address} (`reference.model` or `tokenization.tokenizer`)")
+        return Path(address)
+    try:
+        return Path(snapshot_download(address, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # whatever the hub's client raises, its text is the cause
+        raise ModelError(
+            f"{address!r} is neither a folder beside the recipe nor a model of the hub that can be reached: {error}"
+        ) from error

@@ -1,0 +1,86 @@
+"""What people look at in the UI: tables, pictures and links, made from the details in an artifact's manifest."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dagster as dg
+from matplotlib.figure import Figure
+
+from training.contract.fingerprint import short
+from training.contract.store import Artifact
+
+_SIZE_INCHES = (7.0, 3.0)
+
+
+def artifact_metadata(artifact: Artifact, outcome: str, seconds: float) -> dict[str, Any]:
+    """What every asset shows: where its files are, their size, its identity, and whether it was made or found."""
+    return {
+        "outcome": outcome,
+        "fingerprint": artifact.fingerprint,
+        "key": artifact.derivation.key,
+        "seconds": round(seconds, 3),
+        "bytes": sum(entry.bytes for entry in artifact.manifest.files.values()),
+        "dagster/uri": artifact.folder.as_uri(),
+        "folder": dg.MetadataValue.path(str(artifact.folder)),
+        "made_from": table(
+            [
+                {"input": name, "fingerprint": short(source.fingerprint)}
+                for name, source in artifact.derivation.inputs.items()
+            ],
+            columns=("input", "fingerprint"),
+        ),
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.TableMetadataValue:
+    """Rows as a table. Every column is text, so that an empty table has its columns as well."""
+    records = [dg.TableRecord({name: str(row.get(name, "")) for name in columns}) for row in rows]  # type: ignore[call-arg]
+    schema = dg.TableSchema([dg.TableColumn(name, "string") for name in columns])
+    return dg.MetadataValue.table(records, schema=schema)
+
+
+def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
+    """Tokens of chosen and rejected sequences: `edges` has one entry more than `chosen` and `rejected`."""
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    axes = figure.subplots()
+    for side, colour in (("chosen", "#2a9d8f"), ("rejected", "#e76f51")):
+        axes.stairs(histogram[side], histogram["edges"], label=side, color=colour, fill=True, alpha=0.5)
+    axes.set(xlabel="tokens of prompt and response", ylabel="pairs")
+    axes.legend()
+    return picture(figure, "sequence lengths")
+
+
+def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
+    """Chosen and rejected rewards and their margin by training step, with the loss beside them."""
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    rewards, loss = figure.subplots(1, 2)
+    colours = {"rewards/chosen": "#2a9d8f", "rewards/rejected": "#e76f51", "rewards/margins": "#264653"}
+    for name, colour in colours.items():
+        rewards.plot(series["steps"], series[name], label=name.removeprefix("rewards/"), color=colour)
+    rewards.set(xlabel="step", title="rewards")
+    rewards.legend()
+    loss.plot(series["steps"], series["loss"], color="#6d597a")
+    loss.set(xlabel="step", title="loss")
+    return picture(figure, "rewards by step")
+
+
+def picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
+    """A figure as a PNG inside a line of Markdown, which Dagster's UI shows as a picture."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return dg.MetadataValue.md(
+        f"![{alternative}](data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()})"
+    )
+
+
+def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
+    """Pairs as the model sees them, each in a block of its own in which nothing is taken for markup."""
+    texts = [
+        f"row {pair['row']}\n{pair['prompt']}\n--- chosen\n{pair['chosen']}\n--- rejected\n{pair['rejected']}"
+        for pair in examples
+    ]
+    return dg.MetadataValue.md(
+        "\n\n".join(f"~~~~text\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts) or "none"
+    )

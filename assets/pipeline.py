@@ -1,0 +1,72 @@
+"""What every asset's body stands on: the recipe under its name, and the services that store, launch, track and register."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets.graph import GRAPH
+from model_registry.registry import Registry
+from model_registry.tracking import Tracker
+from training.contract.events import Event
+from training.contract.recipe import Recipe
+from training.contract.store import Store
+from training.launch.launcher import Launcher
+
+OWNER = "team:preference-tuning"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A recipe (its local paths absolute) under the name that begins its asset keys."""
+
+    name: str
+    recipe: Recipe
+
+    def key(self, asset: str) -> dg.AssetKey:
+        return dg.AssetKey([self.name, asset])
+
+
+Listener = Callable[[Event], None]
+
+
+def ignore(event: Event) -> None:
+    """The listener of those who do not listen."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """`listener` hears every event of every job, beside the Dagster log: the command line's progress bars do."""
+
+    home: Path
+    store: Store
+    launcher: Launcher
+    tracker: Tracker
+    registry: Registry
+    listener: Listener = ignore
+
+
+Body = Callable[..., dg.MaterializeResult]
+
+
+def declare(
+    pipeline: Pipeline, asset: str, checks: tuple[dg.AssetCheckSpec, ...] = ()
+) -> Callable[[Body], dg.AssetsDefinition]:
+    """Turn a body into the Dagster asset that `GRAPH` describes."""
+    node = GRAPH[asset]
+    arguments: dict[str, Any] = {
+        "key": pipeline.key(asset),
+        "deps": [pipeline.key(name) for name in node.needed_by(pipeline.recipe)],
+        "group_name": node.group,
+        "kinds": set(node.kinds),
+        "owners": [OWNER],
+        "description": node.description,
+        "code_version": node.code_version(pipeline.recipe),
+        "check_specs": checks,
+    }
+    if node.pool is not None:
+        arguments["pool"] = node.pool
+    decorator: Callable[[Body], dg.AssetsDefinition] = dg.asset(**arguments)
+    return decorator

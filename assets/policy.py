@@ -1,0 +1,75 @@
+"""The trained policy: a torchrun job whose events are followed, live, into the Dagster log and an MLflow run."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import dagster as dg
+
+from assets import checks
+from assets.metadata import reward_curves
+from assets.pipeline import Listener, Pipeline, Services, declare
+from assets.realize import Realized, Work, realize, upstream
+from model_registry.records import DatasetUsed
+from model_registry.run import TrackedRun
+from training.contract.events import read_events
+from training.contract.fingerprint import short
+from training.contract.job import Job
+from training.contract.manifest import Derivation
+
+
+def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @declare(pipeline, "policy", checks.specs(pipeline, "policy", checks.STEP0, checks.REWARDS))
+    def policy(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        settings = upstream(context, pipeline, services, "training_spec").json("spec.json")
+        tracking = _Tracking(context, pipeline, services)
+        made = realize(context, pipeline, services, Work("policy", settings, during=tracking.follow))
+        details = made.artifact.details
+        metadata = {
+            "rewards": reward_curves(details["series"]),
+            "metrics": dg.MetadataValue.json(details["metrics"]),
+            **{name: value for name, value in details["metrics"].items() if isinstance(value, (int, float))},
+            **tracking.links(made),
+        }
+        return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
+
+    return policy
+
+
+class _Tracking:
+    """The policy's MLflow run: made when the job starts, or afterwards from the events that the artifact keeps."""
+
+    def __init__(self, context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services):
+        self._context, self._pipeline, self._services = context, pipeline, services
+
+    @contextmanager
+    def follow(self, job: Job) -> Iterator[Listener]:
+        with self._run(job.derivation, job.recipe) as run:
+            yield run.record
+
+    def links(self, made: Realized) -> dict[str, Any]:
+        """The run's id for whoever comes after; a run that is not there, or misses something, is replayed first."""
+        derivation = made.artifact.derivation
+        run_id = self._services.tracker.find_run(self._pipeline.name, derivation.key)
+        if run_id is None:
+            with self._run(derivation, made.artifact.json("recipe.json")) as run:
+                run.replay(read_events(made.artifact.file("events.jsonl")))
+            run_id = run.run_id
+        return {} if run_id is None else {"mlflow_run_id": run_id, "mlflow": self._services.tracker.run_link(run_id)}
+
+    def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
+        pairs = upstream(self._context, self._pipeline, self._services, "tokenized_pairs")
+        tags = {name: source.fingerprint for name, source in derivation.inputs.items()}
+        return self._services.tracker.run(
+            experiment=self._pipeline.name,
+            key=derivation.key,
+            name=f"{self._pipeline.name}-{short(derivation.key)}",
+            params=recipe,
+            tags={**tags, "recipe": self._pipeline.name, "dagster_run_id": self._context.run_id},
+            dataset=DatasetUsed(
+                name="tokenized_pairs",
+                fingerprint=pairs.fingerprint,
+                source=pairs.folder.as_uri(),
+                rows={split: pairs.details["counts"][split] for split in ("train", "validation")},
+            ),
+        )

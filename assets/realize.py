@@ -1,0 +1,201 @@
+"""Ask the store, else launch a job: the one way an asset comes to its artifact.
+
+Dagster executes every explicit materialization, so it is the body that must find out whether there is anything to do.
+The key's lock is held from the question to the answer, and by the job's own processes as long as one of them lives.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import dagster as dg
+
+from assets.graph import GRAPH
+from assets.locate import locate_base_model
+from assets.metadata import artifact_metadata
+from assets.pipeline import Listener, Pipeline, Services, ignore
+from training.contract.errors import CorruptArtifact, StoreError, UsageError
+from training.contract.events import Event
+from training.contract.fingerprint import short
+from training.contract.job import Input, Job, JobKind
+from training.contract.manifest import Derivation
+from training.contract.store import Artifact, Made
+from training.launch.launcher import run_job
+
+# A model or a checkpoint that is not what was published is refused; anything else can be made again without loss.
+_IRREPLACEABLE = {"policy", "reference_model"}
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class Realized:
+    """An artifact, whether it was there already, and the seconds it took to have it."""
+
+    artifact: Artifact
+    reused: bool
+    seconds: float
+
+    def result(
+        self, metadata: dict[str, Any] | None = None, checks: list[dg.AssetCheckResult] | None = None
+    ) -> dg.MaterializeResult:
+        """What Dagster is told: the data version, where the files are, and whatever the asset has to show."""
+        about = artifact_metadata(self.artifact, "reused" if self.reused else "computed", self.seconds)
+        return dg.MaterializeResult(
+            data_version=dg.DataVersion(self.artifact.fingerprint),
+            metadata={**about, **(metadata or {})},
+            check_results=checks or [],
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """A job to launch if the artifact is not there; `during` gives what listens to the job's events while it runs."""
+
+    kind: JobKind
+    settings: dict[str, Any]
+    locations: dict[str, Any] = field(default_factory=dict)
+    during: Callable[[Job], AbstractContextManager[Listener]] | None = None
+
+
+def data_version(instance: dg.DagsterInstance, key: dg.AssetKey) -> str | None:
+    """The fingerprint that the latest materialization of `key` recorded; None if there is none."""
+    event = instance.get_latest_materialization_event(key)
+    tags = event.asset_materialization.tags if event and event.asset_materialization else None
+    return (tags or {}).get("dagster/data_version")
+
+
+def latest_metadata(instance: dg.DagsterInstance, key: dg.AssetKey) -> dict[str, Any]:
+    """The plain values that the latest materialization of `key` showed; empty if there is none."""
+    event = instance.get_latest_materialization_event(key)
+    if event is None or event.asset_materialization is None:
+        return {}
+    return {name: value.value for name, value in event.asset_materialization.metadata.items()}
+
+
+def upstream(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, asset: str) -> Artifact:
+    """The artifact of `asset` as last materialized, verified. Raises UsageError if it never was."""
+    key = pipeline.key(asset)
+    found = data_version(context.instance, key)
+    if found is None:
+        raise UsageError(f"{key.to_user_string()} was never materialized; materialize it first")
+    return services.store.open(asset, found)
+
+
+def realize(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, work: Work) -> Realized:
+    """The artifact of the asset in `context`: from the store if its derivation is known, else by a job."""
+    started = time.monotonic()
+    job = _job(context, pipeline, services, work)
+    derivation = job.derivation
+    with services.store.lock(derivation.kind, derivation.key) as lock:
+        found = find_sound(context, services, derivation)
+        if found is None:
+            context.log.info(
+                f"{derivation.kind}: nothing of key {short(derivation.key)} in the store; job in {job.folder}"
+            )
+            _run(context, services, job, work, lock)
+    artifact = found or services.store.find(derivation.kind, derivation.key, hashes=False)
+    if artifact is None:
+        raise StoreError(f"the job of {derivation.kind} ended well but published nothing; its log is {job.log}")
+    return Realized(artifact, reused=found is not None, seconds=time.monotonic() - started)
+
+
+def record(
+    services: Services, derivation: Derivation, fingerprint: str, files: dict[str, Any], details: dict[str, Any]
+) -> Realized:
+    """An artifact of a few small JSON files whose content is known already: no job is needed."""
+    started = time.monotonic()
+    with services.store.lock(derivation.kind, derivation.key):
+        found = services.store.find(derivation.kind, derivation.key)
+        if found is not None:
+            return Realized(found, reused=True, seconds=time.monotonic() - started)
+        with services.store.staging() as staging:
+            for name, content in files.items():
+                (staging / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+            artifact = services.store.publish(staging, derivation, Made(fingerprint, details))
+    return Realized(artifact, reused=False, seconds=time.monotonic() - started)
+
+
+def find_sound(context: dg.AssetExecutionContext, services: Services, derivation: Derivation) -> Artifact | None:
+    """What the store has for `derivation`; a corrupt cache is set aside, with a warning, as if it had never been."""
+    try:
+        return services.store.find(derivation.kind, derivation.key)
+    except CorruptArtifact as error:
+        if derivation.kind in _IRREPLACEABLE:
+            raise
+        place = services.store.set_aside_key(derivation.kind, derivation.key)
+        context.log.warning(f"{error}. Set aside in {place}; it is made again.")
+        return None
+
+
+def _job(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, work: Work) -> Job:
+    asset = context.asset_key.path[-1]
+    inputs = {name: _input(context, pipeline, services, name) for name in GRAPH[asset].needed_by(pipeline.recipe)}
+    job = Job(
+        kind=work.kind,
+        artifact=asset,
+        code_version=GRAPH[asset].version,
+        inputs=inputs,
+        settings=work.settings,
+        locations=work.locations,
+        compute=pipeline.recipe.compute,
+        recipe=pipeline.recipe.model_dump(mode="json"),
+        store=services.store.root,
+        folder=services.home / "jobs",
+    )
+    return job.model_copy(update={"folder": job.folder / f"{asset}-{short(job.derivation.key)}"})
+
+
+def _input(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, name: str) -> Input:
+    artifact = upstream(context, pipeline, services, name)
+    folder = artifact.folder
+    if name == "base_model" or "pointer.json" in artifact.manifest.files:
+        folder = _base_model_folder(pipeline, services, artifact)
+    return Input(kind=name, fingerprint=artifact.fingerprint, folder=folder)
+
+
+def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifact) -> Path:
+    """Where the base model lies now, after making sure that it still is the one that `artifact` was made of."""
+    located = locate_base_model(pipeline.recipe, services.registry)
+    if located.fingerprint != artifact.fingerprint:
+        raise StoreError(
+            f"the weights in {located.folder} are {short(located.fingerprint)}, but {artifact.manifest.kind} was "
+            f"materialized from {short(artifact.fingerprint)}; materialize {pipeline.name}/base_model and what follows it"
+        )
+    return located.folder
+
+
+def _run(context: dg.AssetExecutionContext, services: Services, job: Job, work: Work, lock: BinaryIO) -> None:
+    log = _EventLog(context)
+    with work.during(job) if work.during else nullcontext(ignore) as listener:
+
+        def hear(event: Event) -> None:
+            log.hear(event)
+            services.listener({**event, "asset": job.artifact})
+            listener(event)
+
+        run_job(services.launcher, job, hear, lock)
+
+
+class _EventLog:
+    """Writes a job's events into the Dagster log: phases and notes at once, progress every few seconds."""
+
+    def __init__(self, context: dg.AssetExecutionContext):
+        self._context, self._asset, self._last = context, context.asset_key.path[-1], 0.0
+        self._step = ""
+
+    def hear(self, event: Event) -> None:
+        kind = event["event"]
+        if kind in ("phase", "note"):
+            self._context.log.info(f"{self._asset}: {event.get('phase') or event.get('text')}")
+        elif kind == "step":
+            self._step = f", loss {event['loss']:.4f}"
+        elif kind == "progress" and (event["time"] - self._last > _SECONDS_BETWEEN_LINES):
+            self._last = event["time"]
+            left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
+            self._context.log.info(
+                f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}"
+            )

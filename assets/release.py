@@ -1,0 +1,147 @@
+"""From an evaluated policy to a version in the registry, and the gate's decision whether it becomes champion.
+
+The order makes every step repeatable: register, point `candidate` at the version, decide, point `champion` at it, and
+write the decision onto the version last. A version without a decision is taken up where it was left.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import dagster as dg
+import pyarrow.parquet as pq
+
+from assets.graph import GRAPH, derivation
+from assets.pipeline import Pipeline, Services, declare
+from assets.realize import latest_metadata, upstream
+from model_registry.gate import Decision, decide
+from model_registry.registry import Registry, Version
+from training.contract.errors import RegistryError, StoreError
+from training.contract.store import Artifact, Store
+
+_KEY_TAG = "pedigree.release"
+_DECISION_TAG = "pedigree.champion"
+_REASONS_TAG = "pedigree.reasons"
+
+
+def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
+    @declare(pipeline, "released_model")
+    def released_model(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
+        run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
+        candidate = _Candidate(pipeline, services.store, above, run_id)
+        known = services.registry.find_version(candidate.name, {_KEY_TAG: candidate.key})
+        if known is not None and _DECISION_TAG in known.tags:
+            return _result(candidate, known, "reused")
+        version = _register(services.registry, candidate)
+        decision = _decide(services, candidate, version)
+        context.log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
+        if decision.promote:
+            services.registry.set_alias(version.name, "champion", version.number)
+        verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
+        return _result(candidate, services.registry.tag(version, verdict), "computed", decision.figures)
+
+    return released_model
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    pipeline: Pipeline
+    store: Store
+    above: dict[str, Artifact]
+    run_id: str | None
+
+    @property
+    def name(self) -> str:
+        return self.pipeline.recipe.release.model_name
+
+    @cached_property
+    def key(self) -> str:
+        inputs = {name: artifact.fingerprint for name, artifact in self.above.items()}
+        return derivation("released_model", inputs, GRAPH["released_model"].reads(self.pipeline.recipe)).key
+
+    @cached_property
+    def lineage(self) -> dict[str, str]:
+        """The fingerprint of every artifact it stands on, by kind, found by walking from manifest to manifest."""
+        found: dict[str, str] = {}
+        waiting = [(name, artifact.fingerprint) for name, artifact in self.above.items()]
+        while waiting:
+            kind, fingerprint = waiting.pop()
+            if found.setdefault(kind, fingerprint) == fingerprint:
+                inputs = self.store.open(kind, fingerprint, hashes=False).manifest.made_from.inputs
+                waiting += [(source.kind, source.fingerprint) for source in inputs.values()]
+        return found
+
+
+def _register(registry: Registry, candidate: _Candidate) -> Version:
+    if candidate.run_id is None:
+        raise RegistryError(
+            f"the policy of {candidate.pipeline.name} has no MLflow run at {registry.tracking_uri}; start the tracking "
+            f"server and materialize {candidate.pipeline.name}/policy again: it is not trained again, its run is replayed"
+        )
+    version = registry.register(
+        candidate.name,
+        candidate.above["policy"].folder,
+        candidate.run_id,
+        identity={_KEY_TAG: candidate.key},
+        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in candidate.lineage.items()},
+        tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
+    )
+    registry.set_alias(version.name, "candidate", version.number)
+    return version
+
+
+def _decide(services: Services, candidate: _Candidate, version: Version) -> Decision:
+    champion = services.registry.champion(version.name)
+    if champion is not None and champion.number == version.number:
+        return Decision(True, ["it is the champion already"], {})
+    evaluation = candidate.above["evaluation"]
+    gate = candidate.pipeline.recipe.release.gate
+    theirs = None if champion is None else _evaluation_of(services.store, champion)
+    same_scale = champion is None or all(
+        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind]
+        for kind in ("reference_model", "evaluation_spec")
+    )
+    return decide(
+        _losses(evaluation, same_scale),
+        None if theirs is None else _losses(theirs, same_scale),
+        accuracy=evaluation.details["metrics"]["eval/rewards/accuracies"],
+        min_accuracy=gate.min_accuracy,
+    )
+
+
+def _evaluation_of(store: Store, champion: Version) -> Artifact:
+    fingerprint = champion.tags.get("pedigree.evaluation", "")
+    try:
+        return store.open("evaluation", fingerprint)
+    except StoreError as error:
+        raise RegistryError(
+            f"the evaluation of version {champion.number} of {champion.name}, the champion, is not in this store, so "
+            f"nothing can be compared with it: {error}"
+        ) from error
+
+
+def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
+    """Held-out losses by pair. Under another reference or loss setting they are of another scale; what both have then
+    is whether a pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
+    rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
+    return {
+        row["chosen_key"] + row["rejected_key"]: row["loss"] if same_scale else float(row["margin"] <= 0)
+        for row in rows
+    }
+
+
+def _result(
+    candidate: _Candidate, version: Version, outcome: str, figures: dict[str, float] | None = None
+) -> dg.MaterializeResult:
+    metadata: dict[str, Any] = {
+        "outcome": outcome,
+        "fingerprint": candidate.key,
+        "key": candidate.key,
+        "model_version": str(version.number),
+        "model": f"models:/{version.name}/{version.number}",
+        "champion": version.tags[_DECISION_TAG],
+        "reasons": version.tags[_REASONS_TAG],
+        **(figures or {}),
+    }
+    return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)

@@ -1,0 +1,81 @@
+"""The files of a model version: packaged by a process of its own, with weights that lie on the disk once.
+
+MLflow saves a model as a full second copy. Here the copy's weights give way to hard links to the policy's own files, so
+store and registry share the bytes and each may delete its name without harm to the other. Where a link cannot be made,
+across filesystems for example, the file is copied. The config goes along, so that the version's weights have the
+fingerprint of the policy they are.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from training.contract.errors import RegistryError
+
+MODEL_FOLDER = "model"
+_TOKENIZER_FOLDER = "components/tokenizer"
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+_CAUSE_CHARACTERS = 2000
+
+
+@contextlib.contextmanager
+def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator[Path]:
+    """The policy as an MLflow model in a folder for a while, on the filesystem of `parent`. Raises RegistryError."""
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".package-", dir=parent) as staging:
+        folder = Path(staging) / "policy"
+        _package(name, policy, tokenizer, folder)
+        _adopt_weights(policy, folder / MODEL_FOLDER)
+        for file in (
+            folder / _TOKENIZER_FOLDER
+        ).iterdir():  # so that the model folder is whole when used as a reference
+            link_or_copy(file, folder / MODEL_FOLDER / file.name)
+        yield folder
+
+
+def move_into_place(folder: Path, target: Path) -> None:
+    """Rename `folder` to `target`, on the same filesystem; what was there is an earlier attempt's and goes."""
+    with tempfile.TemporaryDirectory(prefix=".replaced-", dir=target.parent) as aside:
+        if target.exists():
+            os.rename(target, Path(aside) / target.name)
+        os.rename(folder, target)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` another name of `source`'s bytes, or a copy of them where the filesystem refuses."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def local_path(uri: str) -> Path | None:
+    """The folder an artifact address leads to on this machine; None for a remote or proxied one."""
+    parts = urlsplit(uri)
+    if parts.scheme not in ("", "file"):
+        return None
+    return Path(unquote(parts.path) if parts.scheme else uri)
+
+
+def _package(name: str, policy: Path, tokenizer: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "model_registry.package", name, str(policy), str(tokenizer), str(folder)]
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    done = subprocess.run(command, env={**os.environ, **offline}, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        cause = done.stdout.strip() or done.stderr.strip()[-_CAUSE_CHARACTERS:] or f"exit code {done.returncode}"
+        raise RegistryError(f"{policy} cannot be packaged as an MLflow model: {cause}")
+
+
+def _adopt_weights(policy: Path, model: Path) -> None:
+    for saved in model.glob("*.safetensors*"):
+        saved.unlink()
+    for pattern in _WEIGHTS:
+        for file in policy.glob(pattern):
+            link_or_copy(file, model / file.name)

@@ -1,0 +1,99 @@
+"""The gate: whether a candidate becomes champion. A pure decision over held-out losses, with its reasons and figures.
+
+The same held-out pairs judge every retraining, so plain "lower loss wins" would, over the weeks, select models that
+fit the noise of those pairs. The parameter-free Ladder (Blum and Hardt 2015, "The Ladder: A Reliable Leaderboard for
+Machine Learning Competitions") answers this: the best score changes only when the new one is better by more than one
+standard error of the paired difference, s / sqrt(n) with s the sample standard deviation, and the reported score is
+rounded to a multiple of 1/n. The error of the best score then grows with the logarithm of the number of submissions and
+not with a power of it.
+
+Two losses are compared for the same pair only, so data may grow between champion and candidate. Both must have been
+computed with the same loss settings and the same reference log-probabilities; the caller sees to that. The comparison
+uses the champion's exact mean, not its rounded one: else a copy of the champion could pass by the rounding alone.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Below this a standard error says too little about itself to decide anything.
+MIN_PAIRS = 10
+
+Losses = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`reasons` are sentences for people; `figures` the numbers they rest on."""
+
+    promote: bool
+    reasons: list[str]
+    figures: dict[str, float]
+
+
+def decide(
+    candidate: Losses, champion: Losses | None, accuracy: float | None = None, min_accuracy: float | None = None
+) -> Decision:
+    """Judge a candidate by its held-out losses, a value for each pair's identity, against the champion's.
+
+    `accuracy` is the candidate's held-out reward accuracy and `min_accuracy` the floor below which nothing is released.
+    Without a champion (None) whoever stands on the floor is promoted.
+    """
+    figures = {"candidate_pairs": float(len(candidate))}
+    reasons = _unfit(candidate, "candidate") + _below_floor(accuracy, min_accuracy, figures)
+    if champion is not None:
+        beaten, compared = _compare(candidate, champion, figures)
+        return Decision(beaten and not reasons, [*reasons, *compared], figures)
+    if reasons:
+        return Decision(False, reasons, figures)
+    figures["candidate_loss"] = rounded(statistics.fmean(candidate.values()), len(candidate))
+    return Decision(True, ["there is no champion yet"], figures)
+
+
+def rounded(score: float, count: int) -> float:
+    """The score as it may be reported: the nearest multiple of 1/count."""
+    return round(score * count) / count
+
+
+def _unfit(losses: Losses, whose: str) -> list[str]:
+    if not losses:
+        return [f"the {whose} has no held-out losses"]
+    broken = sum(not math.isfinite(loss) for loss in losses.values())
+    return [f"{broken} of the {whose}'s {len(losses)} held-out losses are not finite"] if broken else []
+
+
+def _below_floor(accuracy: float | None, floor: float | None, figures: dict[str, float]) -> list[str]:
+    if accuracy is not None:
+        figures["accuracy"] = accuracy
+    if floor is None:
+        return []
+    figures["min_accuracy"] = floor
+    if accuracy is None:
+        return [f"the held-out accuracy is unknown; the recipe demands at least {floor:.4g}"]
+    # Written so that NaN does not pass.
+    return [] if accuracy >= floor else [f"held-out accuracy {accuracy:.4g} is below the recipe's floor of {floor:.4g}"]
+
+
+def _compare(candidate: Losses, champion: Losses, figures: dict[str, float]) -> tuple[bool, list[str]]:
+    """Whether the candidate is better by more than one standard error on the pairs both have, and the reason."""
+    shared = sorted(candidate.keys() & champion.keys())
+    figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
+    if len(shared) < MIN_PAIRS:
+        return False, [f"only {len(shared)} held-out pairs are shared with the champion; {MIN_PAIRS} are needed"]
+    ours, theirs = {pair: candidate[pair] for pair in shared}, {pair: champion[pair] for pair in shared}
+    if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
+        return False, broken
+    gains = [theirs[pair] - ours[pair] for pair in shared]
+    gain, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+    figures |= {
+        "candidate_loss": rounded(statistics.fmean(ours.values()), len(shared)),
+        "champion_loss": rounded(statistics.fmean(theirs.values()), len(shared)),
+        "gain": gain,
+        "standard_error": error,
+    }
+    direction = "lower" if gain > 0 else "higher"
+    return gain > error, [
+        f"on {len(shared)} shared pairs the loss is {abs(gain):.4g} {direction} than the champion's; "
+        f"to be released it must be lower by more than one standard error, {error:.4g}"
+    ]

@@ -1,0 +1,58 @@
+"""Package a policy as an MLflow model: `python -m model_registry.package NAME POLICY TOKENIZER OUT`.
+
+A process of its own, since saving goes through torch and transformers, which the process of Dagster never imports. The
+model answers as a chat endpoint (`llm/v1/chat`) as well as through `mlflow.transformers.load_model`. On failure the
+cause is what stdout holds and the exit code is 1.
+"""
+
+import argparse
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlflow.transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+# Named here, since MLflow's own guess loads the model again and asks for packages that text generation does not use.
+_REQUIRED = ("mlflow", "torch", "transformers")
+
+
+def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
+    """Write the model in `policy` to the new folder `out`, in its own dtype; its chat answers call it `name`."""
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    model.config._name_or_path = model.name_or_path = name
+    words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    words.name_or_path = name
+    mlflow.transformers.save_model(
+        {"model": model, "tokenizer": words},
+        str(out),
+        task="llm/v1/chat",
+        pip_requirements=[f"{library}=={_public_version(library)}" for library in _REQUIRED],
+    )
+    # MLflow takes the name for one of the hub and writes a licence note that sends people there.
+    (out / "LICENSE.txt").unlink(missing_ok=True)
+
+
+def _public_version(library: str) -> str:
+    """The version as a package index knows it: a build of torch for the CPU calls itself 2.13.0+cpu."""
+    return importlib.metadata.version(library).partition("+")[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="model_registry.package", description="Package a policy as an MLflow model.")
+    parser.add_argument("name", help="what the model is called, instead of the place it lay in")
+    parser.add_argument("policy", type=Path, help="Hugging Face folder with config.json and *.safetensors")
+    parser.add_argument("tokenizer", type=Path, help="folder of its tokenizer, with the chat template")
+    parser.add_argument("out", type=Path, help="folder to make")
+    given = parser.parse_args(arguments)
+    try:
+        package(given.name, given.policy, given.tokenizer, given.out)
+    except Exception as error:  # the parent process turns whatever it is into an error with its cause
+        sys.stdout.write(f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

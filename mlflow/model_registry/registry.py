@@ -1,0 +1,194 @@
+"""The registry: policies as versions of a registered model, found by what they are and pointed at by two aliases.
+
+`candidate` is the latest policy that went through evaluation, `champion` the one in use. A version carries the
+fingerprints of its whole lineage as tags, and is found by them: registering the same policy twice gives the same
+version. A new champion records the version it replaces, so a rollback needs no memory outside the registry.
+"""
+
+import contextlib
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from mlflow import MlflowClient
+from mlflow.artifacts import download_artifacts
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+from model_registry.connection import connect, reason, shown
+from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged
+from model_registry.records import tags_of
+from training.contract.errors import RegistryError
+
+Alias = Literal["candidate", "champion"]
+PREVIOUS_TAG = "pedigree.previous_champion"
+ROLLED_BACK_TAG = "pedigree.rolled_back"
+_ARTIFACT = "policy"
+_ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[0-9]+))")
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of a registered model; `source` is where its files lie, in the terms of MLflow."""
+
+    name: str
+    number: int
+    run_id: str | None
+    source: str
+    tags: Mapping[str, str]
+
+
+class Registry:
+    """The model registry of a tracking server or database. Its methods raise RegistryError.
+
+    `downloads` is a folder for what goes to and comes from a remote artifact store; by default one in the user's cache.
+    """
+
+    def __init__(self, tracking_uri: str, downloads: Path | None = None) -> None:
+        self.tracking_uri = tracking_uri
+        self._downloads = downloads or Path.home() / ".cache" / "pedigree" / "models"
+
+    def register(
+        self,
+        name: str,
+        policy: Path,
+        run_id: str,
+        *,
+        identity: Mapping[str, str],
+        tags: Mapping[str, str],
+        tokenizer: Path | None = None,
+    ) -> Version:
+        """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
+
+        A version that carries all tags of `identity` is this policy already and is taken as it is. `tags` are further
+        facts of a new version; `tokenizer` is a folder, the policy's own by default.
+        """
+        assert identity, "without identifying tags every version would be this policy"
+        if found := self.find_version(name, identity):
+            return found
+        with self._asking(f"register {name}") as client:
+            source = self._store_files(client, name, policy, tokenizer or policy, run_id)
+            if _registered(client, name) is None:
+                client.create_registered_model(name)
+            return _version(client.create_model_version(name, source, run_id, tags=tags_of({**tags, **identity})))
+
+    def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
+        """The latest version of `name` that carries all of `tags`."""
+        wanted = tags_of(tags).items()
+        with self._asking(f"look for versions of {name}") as client:
+            versions = [_version(found) for found in client.search_model_versions(f"name = '{name}'")]
+        return max((v for v in versions if wanted <= v.tags.items()), key=lambda v: v.number, default=None)
+
+    def champion(self, name: str) -> Version | None:
+        with self._asking(f"look for the champion of {name}") as client:
+            registered = _registered(client, name)
+            number = registered and registered.get("champion")
+            return _version(client.get_model_version(name, number)) if number else None
+
+    def set_alias(self, name: str, alias: Alias, number: int) -> None:
+        """Point `alias` at the version. A new champion first records which version it replaces."""
+        replaced = self.champion(name) if alias == "champion" else None
+        with self._asking(f"make version {number} of {name} its {alias}") as client:
+            if replaced and replaced.number != number:
+                client.set_model_version_tag(name, str(number), PREVIOUS_TAG, str(replaced.number))
+            client.set_registered_model_alias(name, alias, str(number))
+
+    def tag(self, version: Version, tags: Mapping[str, str]) -> Version:
+        """Add tags to a version; gives it with them."""
+        added = tags_of(tags)
+        with self._asking(f"tag version {version.number} of {version.name}") as client:
+            for name, value in added.items():
+                client.set_model_version_tag(version.name, str(version.number), name, value)
+        return replace(version, tags={**version.tags, **added})
+
+    def rollback(self, name: str) -> Version:
+        """Make the champion's predecessor champion again; the version that leaves is marked as rolled back."""
+        champion = self.champion(name)
+        if champion is None:
+            raise RegistryError(
+                f"{name} has no champion in {shown(self.tracking_uri)}, so there is nothing to roll back"
+            )
+        previous = champion.tags.get(PREVIOUS_TAG)
+        if previous is None:
+            raise RegistryError(f"version {champion.number} is the first champion of {name}; there is none before it")
+        with self._asking(f"roll {name} back to version {previous}") as client:
+            restored = _version(client.get_model_version(name, previous))
+            client.set_model_version_tag(name, str(champion.number), ROLLED_BACK_TAG, "true")
+            client.set_registered_model_alias(name, "champion", previous)
+        return restored
+
+    def resolve(self, address: str) -> Path:
+        """The local folder of the Hugging Face model behind `models:/name@alias` or `models:/name/number`."""
+        match = _ADDRESS.fullmatch(address)
+        if match is None:
+            raise RegistryError(
+                f"{address} is not an address of a model; expected models:/name@champion or models:/name/3"
+            )
+        with self._asking(f"find {address}") as client:
+            version = _version(
+                client.get_model_version_by_alias(match["name"], match["alias"])
+                if match["alias"]
+                else client.get_model_version(match["name"], match["number"])
+            )
+        local = local_path(version.source)
+        folder = local / MODEL_FOLDER if local else self._downloaded(version)
+        if not (folder / "config.json").is_file():
+            raise RegistryError(f"{address} leads to {folder}, which has no config.json; expected a Hugging Face model")
+        return folder
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        return connect(self.tracking_uri)
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[MlflowClient]:
+        try:
+            yield self._client
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            place = shown(self.tracking_uri)
+            raise RegistryError(f"MLflow at {place} cannot {what}: {reason(error, self.tracking_uri)}") from error
+
+    def _store_files(self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str) -> str:
+        """Put the packaged policy among the run's artifacts; gives its address."""
+        root = client.get_run(run_id).info.artifact_uri
+        local = local_path(root)
+        with packaged(f"models:/{name}", policy, tokenizer, local or self._downloads) as folder:
+            if local:
+                move_into_place(folder, local / _ARTIFACT)
+            else:
+                client.log_artifacts(run_id, str(folder), _ARTIFACT)
+        return f"{root}/{_ARTIFACT}"
+
+    def _downloaded(self, version: Version) -> Path:
+        """A version's model folder, fetched once: a version never changes."""
+        target = self._downloads / version.name / str(version.number)
+        if target.is_dir():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            self._asking(f"download version {version.number} of {version.name}"),
+            tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as staging,
+        ):
+            source = f"{version.source}/{MODEL_FOLDER}"
+            fetched = download_artifacts(artifact_uri=source, dst_path=staging, tracking_uri=self.tracking_uri)
+            move_into_place(Path(fetched), target)
+        return target
+
+
+def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
+    """The aliases of a registered model and the versions they point at; None if there is no such model."""
+    try:
+        return dict(client.get_registered_model(name).aliases)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+
+
+def _version(found: ModelVersion) -> Version:
+    return Version(found.name, int(found.version), found.run_id, found.source, dict(found.tags))

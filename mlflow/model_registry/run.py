@@ -1,0 +1,141 @@
+"""One tracked run: takes events as they come, delivers them in batches, and outlives an outage of the server.
+
+A metric is known by its name and step. What the server has is never sent again, so a resumed training, a replayed
+events file and a batch whose answer was lost all end in the same run. The first value of a step stays: training is
+deterministic, so a later one is the same but for its speed.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag
+
+from model_registry.connection import Connection
+from model_registry.records import DatasetUsed, dataset_input, is_finite, metrics_of
+from training.contract.events import Event
+
+# Between two deliveries, and after one that failed.
+_DELIVER_SECONDS = 2.0
+_RETRY_SECONDS = 30.0
+_METRICS_A_BATCH = 500
+_PARAMS_A_BATCH = 100
+
+Point = tuple[str, int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run says of itself from its first moment on."""
+
+    name: str
+    params: Mapping[str, str]
+    tags: Mapping[str, str]
+    dataset: DatasetUsed | None
+
+
+class TrackedRun:
+    """The run that `open_run` finds or makes, once there is a server; until then `run_id` is None.
+
+    No method raises because of the server: it warns at the first failure and, if that was not made good, at the end.
+    """
+
+    def __init__(self, connection: Connection, open_run: Callable[[], Run], plan: RunPlan) -> None:
+        self.run_id: str | None = None
+        self._connection, self._open_run, self._plan = connection, open_run, plan
+        self._pending: dict[Point, Metric] = {}
+        self._files: list[tuple[Path, str | None]] = []
+        self._delivered: set[Point] = set()
+        self._not_finite: set[str] = set()
+        self._warned = False
+        self._next_delivery = 0.0
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether the server has everything this run was given."""
+        return self.run_id is not None and not self._pending and not self._files
+
+    def record(self, event: Event) -> None:
+        """Take an event; every two seconds those taken so far are delivered."""
+        self._take(event)
+        if time.monotonic() >= self._next_delivery:
+            self.flush()
+
+    def replay(self, events: Iterable[Event]) -> bool:
+        """Take many events at once, those of an earlier run's file; gives whether the server has them all."""
+        for event in events:
+            self._take(event)
+        return self.flush()
+
+    def log_file(self, path: Path, folder: str | None = None) -> bool:
+        """Add a file to the run's artifacts; kept for later, by its path, where the server does not answer."""
+        self._files.append((path, folder))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Deliver what is pending; gives whether the server has everything."""
+        done = self._connection.attempt("log this run; training goes on, events are kept", self._deliver, self._warned)
+        self._warned |= not done
+        self._next_delivery = time.monotonic() + (_DELIVER_SECONDS if done else _RETRY_SECONDS)
+        return done
+
+    def finish(self, status: str) -> bool:
+        """Deliver what is pending and set the run's final state: FINISHED, FAILED or KILLED."""
+
+        def work(client: MlflowClient) -> None:
+            self._deliver(client)
+            client.set_terminated(self.run_id, status)
+
+        return self._connection.attempt(f"finish this run as {status}; replay its events later", work)
+
+    def _take(self, event: Event) -> None:
+        for metric in metrics_of(event):
+            point = (metric.key, metric.step)
+            if is_finite(metric):
+                if point not in self._delivered:
+                    self._pending.setdefault(point, metric)
+            elif metric.key not in self._not_finite:
+                self._not_finite.add(metric.key)
+                self._connection.warn(f"not logged to MLflow: {metric.key} is {metric.value} at step {metric.step}")
+
+    def _deliver(self, client: MlflowClient) -> None:
+        if self.run_id is None:
+            self._begin(client, self._open_run())
+        for points in _batches(list(self._pending), _METRICS_A_BATCH):
+            client.log_batch(self.run_id, metrics=[self._pending[point] for point in points])
+            self._delivered.update(points)
+            for point in points:
+                del self._pending[point]
+        while self._files:
+            path, folder = self._files[0]
+            if path.is_file():
+                client.log_artifact(self.run_id, str(path), folder)
+            else:
+                self._connection.warn(f"not logged to MLflow: {path} is not a file")
+            del self._files[0]
+
+    def _begin(self, client: MlflowClient, run: Run) -> None:
+        """Describe a new run; of one that is continued, learn what it holds already."""
+        run_id = str(run.info.run_id)
+        client.update_run(run_id, status="RUNNING")
+        missing = [name for name in self._plan.params if name not in run.data.params]
+        for names in _batches(missing, _PARAMS_A_BATCH):
+            client.log_batch(run_id, params=[Param(name, self._plan.params[name]) for name in names])
+        for names in _batches(list(self._plan.tags), _PARAMS_A_BATCH):
+            client.log_batch(run_id, tags=[RunTag(name, self._plan.tags[name]) for name in names])
+        if self._plan.dataset is not None and not run.inputs.dataset_inputs:
+            client.log_inputs(run_id, datasets=[dataset_input(self._plan.dataset)])
+        for key in run.data.metrics:
+            self._delivered.update((key, old.step) for old in client.get_metric_history(run_id, key))
+        for point in self._delivered & self._pending.keys():
+            del self._pending[point]
+        self.run_id = run_id
+
+
+def _batches(items: list[T], size: int) -> Iterator[list[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

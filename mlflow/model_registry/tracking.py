@@ -1,0 +1,161 @@
+"""Tracking: one MLflow run for every policy, fed with the events of the job that trains it.
+
+Training writes events to a file and knows nothing of MLflow; whoever follows that file passes each event to
+`TrackedRun.record`. So an outage of the tracking server, at any moment, costs a warning: events are kept and delivered
+when it answers again, and `replay` logs a whole events file later. A run is found again by the tag `pedigree.key`,
+which holds the key of the policy's derivation, and continued: a resumed training adds the steps that are missing.
+
+By default everything lies in SQLite and a folder under the home of Pedigree; MLFLOW_TRACKING_URI names another place.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Run
+from mlflow.exceptions import MlflowException
+
+from model_registry.connection import Connection, is_server, shown
+from model_registry.records import DatasetUsed, flatten, tags_of
+from model_registry.run import RunPlan, TrackedRun
+
+KEY_TAG = "pedigree.key"
+_log = logging.getLogger(__name__)
+
+
+def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
+    """MLFLOW_TRACKING_URI where it is set, else a SQLite file under `home`."""
+    return environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+
+
+def artifact_root(home: Path) -> Path:
+    """Where artifacts lie unless a tracking server decides."""
+    return home.absolute() / "mlflow" / "artifacts"
+
+
+class Tracker:
+    """Runs and their metrics on one tracking server or database; contacted on first use, never on construction.
+
+    `artifact_root` is where artifacts of new experiments lie; a server uses its own. No method raises because of the
+    server: `warn` is told.
+    """
+
+    def __init__(
+        self, tracking_uri: str, artifact_root: Path | None, warn: Callable[[str], None] = _log.warning
+    ) -> None:
+        self.tracking_uri = tracking_uri
+        self._connection = Connection(tracking_uri, warn)
+        self._artifact_root = None if is_server(tracking_uri) else artifact_root
+
+    @contextmanager
+    def run(
+        self,
+        *,
+        experiment: str,
+        key: str,
+        name: str,
+        params: Mapping[str, Any],
+        tags: Mapping[str, Any],
+        dataset: DatasetUsed | None = None,
+    ) -> Iterator[TrackedRun]:
+        """The run of the policy `key`, new or continued; finished, failed or killed as the body ends."""
+        plan = RunPlan(name, flatten(params), {**tags_of(tags), KEY_TAG: key}, dataset)
+        run = TrackedRun(self._connection, lambda: self._open(experiment, key, plan), plan)
+        run.flush()
+        try:
+            yield run
+        except Exception:
+            run.finish("FAILED")
+            raise
+        except BaseException:  # Ctrl-C, and a cancelled Dagster run
+            run.finish("KILLED")
+            raise
+        run.finish("FINISHED")
+
+    def find_run(self, experiment: str, key: str) -> str | None:
+        """The id of the policy's complete run: a finished one, which has every event and file it was given.
+
+        None where there is none, or where the server cannot be asked: replay the events then.
+        """
+        found: list[str] = []
+
+        def work(client: MlflowClient) -> None:
+            if place := client.get_experiment_by_name(experiment):
+                runs = _runs(client, place.experiment_id, key)
+                found.extend(str(run.info.run_id) for run in runs if run.info.status == "FINISHED")
+
+        self._connection.attempt("look for a run", work)
+        return found[0] if found else None
+
+    def run_link(self, run_id: str) -> str:
+        """Where a person finds the run: its page on the server, or in words where there is only a database."""
+        address = shown(self.tracking_uri).rstrip("/")
+        found = [f"run {run_id} in {address}"]
+
+        def work(client: MlflowClient) -> None:
+            experiment_id = client.get_run(run_id).info.experiment_id
+            # Without the last part, MLflow opens its pages in the form made for chat traces.
+            found.append(f"{address}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning")
+
+        if is_server(self.tracking_uri):
+            self._connection.attempt("find the page of a run", work)
+        return found[-1]
+
+    def log_evaluation(self, run_id: str, metrics: Mapping[str, float], step: int) -> bool:
+        """Add `metrics` to a run, finished or not, at `step`; gives whether the server has them.
+
+        A value that is there already is not added again.
+        """
+        moment = round(time.time() * 1000)
+        points = [Metric(name, value, moment, step) for name, value in metrics.items() if math.isfinite(value)]
+        if left_out := sorted(set(metrics) - {point.key for point in points}):
+            self._connection.warn(f"not logged to MLflow, since not finite: {', '.join(left_out)}")
+
+        def work(client: MlflowClient) -> None:
+            client.log_batch(run_id, metrics=[point for point in points if not _is_logged(client, run_id, point)])
+
+        return self._connection.attempt("log the evaluation", work)
+
+    def log_file(self, run_id: str, path: Path, folder: str | None = None) -> bool:
+        """Add the file to the artifacts of a run, under `folder`; gives whether the server has it."""
+        return self._connection.attempt(
+            f"log {path.name}", lambda client: client.log_artifact(run_id, str(path), folder)
+        )
+
+    def _open(self, experiment: str, key: str, plan: RunPlan) -> Run:
+        client = self._connection.client
+        experiment_id = self._experiment(client, experiment)
+        runs = _runs(client, experiment_id, key)
+        return runs[0] if runs else client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
+
+    def _experiment(self, client: MlflowClient, name: str) -> str:
+        """The experiment's id, new or not. One that was deleted by hand comes back, with what it held."""
+        found = client.get_experiment_by_name(name)
+        if found is None:
+            location = (self._artifact_root / name).as_uri() if self._artifact_root else None
+            try:
+                return str(client.create_experiment(name, artifact_location=location))
+            except MlflowException:
+                found = client.get_experiment_by_name(name)
+                if found is None:  # else another process has made it meanwhile
+                    raise
+        if found.lifecycle_stage == "deleted":
+            client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+
+
+def _runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
+    """The runs of a policy, oldest first; more than one only if two processes began at the same moment."""
+    return list(
+        client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", order_by=["attributes.start_time ASC"])
+    )
+
+
+def _is_logged(client: MlflowClient, run_id: str, point: Metric) -> bool:
+    history = client.get_metric_history(run_id, point.key)
+    return any((old.step, old.value) == (point.step, point.value) for old in history)

@@ -1,0 +1,19 @@
+"""Fixtures every test may use."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real preference data, tokenizers and small models: demanded in CI, skipped with a word elsewhere."""
+    if SHARED_DATA.is_dir():
+        return SHARED_DATA
+    message = f"needs the real preference data, tokenizers and models in {SHARED_DATA}"
+    if os.environ.get("CI") == "true":
+        pytest.fail(message)
+    pytest.skip(message)

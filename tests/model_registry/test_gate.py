@@ -1,0 +1,133 @@
+"""The release decision against hand-derived cases, and as properties over any losses."""
+
+import math
+import random
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from model_registry.gate import MIN_PAIRS, decide, rounded
+
+losses = st.lists(st.floats(0, 50), min_size=MIN_PAIRS, max_size=60)
+
+
+def named(values: list[float]) -> dict[str, float]:
+    return {f"pair-{index}": value for index, value in enumerate(values)}
+
+
+# Sixteen pairs on which the candidate is better by 0.1 and 0.3 in turn: the mean gain is 0.2; each gain is 0.1 from the
+# mean, so s = sqrt(16 * 0.01 / 15) = 0.103280 and the standard error is s / 4 = 0.025820.
+CHAMPION = named([0.7] * 16)
+BETTER = named([0.6, 0.4] * 8)
+
+
+def test_better_by_more_than_a_standard_error_is_promoted_with_its_figures():
+    decision = decide(BETTER, CHAMPION, accuracy=0.75, min_accuracy=0.6)
+    assert decision.promote
+    assert decision.figures["gain"] == pytest.approx(0.2)
+    assert decision.figures["standard_error"] == pytest.approx(0.1 / math.sqrt(15))
+    # Means 0.5 and 0.7, as multiples of 1/16: 8/16 and 11/16.
+    assert (decision.figures["candidate_loss"], decision.figures["champion_loss"]) == (0.5, 0.6875)
+    assert decision.reasons == [
+        "on 16 shared pairs the loss is 0.2 lower than the champion's; "
+        "to be released it must be lower by more than one standard error, 0.02582"
+    ]
+
+
+def test_better_by_less_than_a_standard_error_is_not():
+    """Gains of +1 and -0.9 in turn: mean 0.05, s = sqrt(16 * 0.95^2 / 15) = 0.98115, standard error 0.24529."""
+    decision = decide(named([0.0, 1.9] * 8), named([1.0] * 16))
+    assert not decision.promote
+    assert decision.figures["gain"] == pytest.approx(0.05)
+    assert decision.figures["standard_error"] == pytest.approx(0.95 * 4 / math.sqrt(15) / 4)
+
+
+def test_a_worse_candidate_is_told_so():
+    decision = decide(CHAMPION, BETTER)
+    assert not decision.promote
+    assert "0.2 higher than the champion's" in decision.reasons[0]
+
+
+def test_the_first_candidate_is_promoted():
+    decision = decide(BETTER, None)
+    assert decision.promote
+    assert decision.reasons == ["there is no champion yet"]
+    assert decision.figures == {"candidate_pairs": 16, "candidate_loss": 0.5}
+
+
+@pytest.mark.parametrize("champion", [None, CHAMPION])
+@pytest.mark.parametrize("accuracy", [0.5999, math.nan, None])
+def test_nothing_below_the_floor_is_promoted(champion: dict[str, float] | None, accuracy: float | None):
+    decision = decide(BETTER, champion, accuracy, min_accuracy=0.6)
+    assert not decision.promote
+    assert "0.6" in decision.reasons[0]
+    assert decide(BETTER, champion, 0.6, min_accuracy=0.6).promote
+
+
+@pytest.mark.parametrize(("candidate", "champion"), [({}, None), ({}, CHAMPION)])
+def test_a_candidate_without_losses_is_not_promoted(candidate: dict[str, float], champion: dict[str, float] | None):
+    decision = decide(candidate, champion)
+    assert not decision.promote
+    assert decision.reasons[0] == "the candidate has no held-out losses"
+
+
+def test_losses_that_are_not_finite_promote_nothing():
+    broken = {**BETTER, "pair-3": math.nan, "pair-4": math.inf}
+    for champion in (None, CHAMPION):
+        decision = decide(broken, champion)
+        assert not decision.promote
+        assert decision.reasons[0] == "2 of the candidate's 16 held-out losses are not finite"
+    assert decide(BETTER, {**CHAMPION, "pair-0": math.inf}).reasons == [
+        "1 of the champion's 16 held-out losses are not finite"
+    ]
+
+
+def test_too_few_shared_pairs_keep_the_champion():
+    """Nine pairs of sixteen shared, with a huge gain on each: one fewer than needed."""
+    champion = {f"pair-{index}": 9.0 for index in range(7, 16)} | {f"old-{index}": 0.0 for index in range(50)}
+    decision = decide(BETTER, champion)
+    assert not decision.promote
+    assert decision.reasons == ["only 9 held-out pairs are shared with the champion; 10 are needed"]
+    assert decision.figures["shared_pairs"] == 9
+
+
+def test_pairs_that_only_one_of_them_has_do_not_count():
+    alone = decide(BETTER | {"new": 1000.0}, CHAMPION | {"old": -1000.0})
+    assert alone.figures["gain"] == decide(BETTER, CHAMPION).figures["gain"]
+
+
+@given(losses)
+def test_a_copy_of_the_champion_is_never_promoted(values: list[float]):
+    assert not decide(named(values), named(values)).promote
+
+
+@given(losses, losses, st.randoms(use_true_random=False))
+def test_the_order_of_the_pairs_does_not_matter(ours: list[float], theirs: list[float], dice: random.Random):
+    candidate, champion = named(ours), named(theirs)
+    shuffled = list(candidate.items())
+    dice.shuffle(shuffled)
+    assert decide(dict(shuffled), dict(reversed(champion.items()))) == decide(candidate, champion)
+
+
+@given(losses, st.floats(-2, 2))
+def test_promoted_exactly_when_the_gain_is_above_the_standard_error(noise: list[float], factor: float):
+    """Gains with a known standard error, moved so that their mean is `factor` of it; numpy-free, by the definition."""
+    mean = sum(noise) / len(noise)
+    error = math.sqrt(sum((x - mean) ** 2 for x in noise) / (len(noise) - 1) / len(noise))
+    assume(error > 1e-3 and abs(factor - 1) > 1e-6)
+    champion = named([x - mean + factor * error for x in noise])
+    assert decide(named([0.0] * len(noise)), champion).promote == (factor > 1)
+
+
+@given(losses, losses)
+def test_no_two_models_each_beat_the_other(ours: list[float], theirs: list[float]):
+    candidate, champion = named(ours), named(theirs)
+    assert not (decide(candidate, champion).promote and decide(champion, candidate).promote)
+
+
+@given(st.floats(0, 100), st.integers(1, 10_000))
+def test_a_reported_score_is_the_nearest_multiple(score: float, count: int):
+    reported = rounded(score, count)
+    assert abs(reported - score) <= 0.5 / count + 1e-9
+    assert reported * count == pytest.approx(round(reported * count), abs=1e-6)

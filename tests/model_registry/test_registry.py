@@ -1,0 +1,210 @@
+"""Policies as registered versions, in a real registry: loadable, found again, on the disk once, and rolled back."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from model_registry.files import link_or_copy, local_path
+from model_registry.registry import PREVIOUS_TAG, ROLLED_BACK_TAG, Registry, Version
+from model_registry.tracking import Tracker
+from training.contract.errors import RegistryError
+from training.contract.weights import weights_identity
+
+IDENTITY = {"pedigree.policy": "a" * 64}
+# Loads by the champion's address, in a process of its own and from another folder, as a user would.
+USE_MODEL = """
+import json, sys, mlflow, torch
+uri, plain = sys.argv[1:]
+mlflow.set_tracking_uri(uri)
+from transformers import AutoModelForCausalLM
+parts = mlflow.transformers.load_model("models:/demo@champion", return_type="components")
+ids = parts["tokenizer"].apply_chat_template([{"role": "user", "content": "tell me"}], add_generation_prompt=True,
+                                             return_tensors="pt", return_dict=True)["input_ids"]
+ours = AutoModelForCausalLM.from_pretrained(plain, dtype="auto").generate(ids, max_new_tokens=8, do_sample=False)
+loaded = parts["model"].generate(ids, max_new_tokens=8, do_sample=False)
+chat = mlflow.pyfunc.load_model("models:/demo@champion")
+answer = chat.predict({"messages": [{"role": "user", "content": "tell me"}], "max_tokens": 8})
+print(json.dumps({"same": bool(torch.equal(ours, loaded)), "dtype": str(parts["model"].dtype), "answer": answer, "prompt_tokens": ids.shape[1]}))
+"""
+
+
+@pytest.fixture
+def registry(uri: str, tmp_path: Path) -> Registry:
+    return Registry(uri, tmp_path / "downloads")
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The tiny policy as champion of `demo`, in a database of its own."""
+
+    uri: str
+    run_id: str
+    registry: Registry
+    version: Version
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path, policy: Path) -> Registered:
+    home = tmp_path_factory.mktemp("registered home")
+    shutil.copy(migrated_database, home / "mlflow.db")
+    uri = f"sqlite:///{home / 'mlflow.db'}"
+    run_id = new_run(Tracker(uri, home / "artifacts"), "a")
+    registry = Registry(uri, home / "downloads")
+    version = registry.register("demo", policy, run_id, identity=IDENTITY, tags={"pedigree.tokenized_pairs": "b" * 64})
+    registry.set_alias("demo", "champion", version.number)
+    return Registered(uri, run_id, registry, version)
+
+
+def new_run(tracker: Tracker, key: str) -> str:
+    with tracker.run(experiment="demo", key=key, name=key, params={}, tags={}) as run:
+        pass
+    assert run.run_id is not None
+    return run.run_id
+
+
+def add_versions(uri: str, run_id: str, count: int) -> None:
+    """Versions of `demo` without files: enough for what only moves aliases."""
+    client = MlflowClient(uri)
+    client.create_registered_model("demo")
+    source = f"{client.get_run(run_id).info.artifact_uri}/policy"
+    for number in range(1, count + 1):
+        client.create_model_version("demo", source, run_id, tags={"pedigree.policy": str(number)})
+
+
+def test_the_champion_loads_generates_and_chats(registered: Registered, policy: Path, tmp_path: Path):
+    """The registered model generates what plain transformers generates from the policy's own folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", USE_MODEL, registered.uri, str(policy)],
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["same"]
+    assert told["dtype"] == "torch.bfloat16"
+    answer = told["answer"][0]
+    assert (answer["object"], answer["model"]) == ("chat.completion", "models:/demo")
+    assert answer["usage"] == {
+        "prompt_tokens": told["prompt_tokens"],
+        "completion_tokens": 8,
+        "total_tokens": told["prompt_tokens"] + 8,
+    }
+    assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_its_weights_lie_on_the_disk_once_and_keep_their_identity(registered: Registered, policy: Path):
+    folder = registered.registry.resolve("models:/demo@champion")
+    shards = sorted(policy.glob("*.safetensors"))
+    assert len(shards) > 1
+    assert sorted(path.name for path in folder.glob("*.safetensors")) == [shard.name for shard in shards]
+    assert all(os.path.samefile(shard, folder / shard.name) for shard in shards)
+    assert weights_identity(folder) == weights_identity(policy)
+
+
+def test_its_folder_names_no_place_of_this_machine(registered: Registered, policy: Path):
+    folder = registered.registry.resolve("models:/demo@champion").parent
+    texts = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    assert {"MLmodel", "requirements.txt", "chat_template.jinja"} <= {path.name for path in texts}
+    assert [path for path in texts if str(policy) in path.read_text() or str(folder) in path.read_text()] == []
+    assert [path.name for path in folder.parent.iterdir()] == ["policy"], "nothing of the making is left"
+
+
+def test_a_reference_can_be_a_registered_model_with_its_tokenizer(registered: Registered, policy: Path):
+    folder = registered.registry.resolve("models:/demo/1")
+    assert json.loads((folder / "tokenizer.json").read_text()) == json.loads((policy / "tokenizer.json").read_text())
+    assert (folder / "chat_template.jinja").read_text() == (policy / "chat_template.jinja").read_text()
+
+
+def test_a_version_carries_its_lineage_and_is_registered_once(registered: Registered, policy: Path):
+    """The second call would fail if it packaged anything: the folder is not there."""
+    assert registered.version.tags == {**IDENTITY, "pedigree.tokenized_pairs": "b" * 64}
+    assert (registered.version.number, registered.version.run_id) == (1, registered.run_id)
+    again = registered.registry.register("demo", policy / "none", registered.run_id, identity=IDENTITY, tags={})
+    assert again.number == 1
+    assert registered.registry.find_version("demo", IDENTITY) == registered.registry.champion("demo")
+    assert registered.registry.find_version("demo", {"pedigree.policy": "f" * 64}) is None
+
+
+def test_a_folder_that_is_no_model_is_refused_with_the_cause(registry: Registry, tracker: Tracker, tmp_path: Path):
+    (tmp_path / "broken").mkdir()
+    run_id = new_run(tracker, "a")
+    with pytest.raises(RegistryError, match=r"broken cannot be packaged as an MLflow model: .*config.json"):
+        registry.register("demo", tmp_path / "broken", run_id, identity=IDENTITY, tags={})
+    assert registry.find_version("demo", IDENTITY) is None
+
+
+def test_the_latest_version_with_all_tags_is_found(registry: Registry, uri: str, tracker: Tracker):
+    add_versions(uri, new_run(tracker, "a"), 11)
+    for number in (2, 10):
+        MlflowClient(uri).set_model_version_tag("demo", str(number), "same", "yes")
+    found = registry.find_version("demo", {"same": "yes"})
+    assert found is not None and found.number == 10
+    assert registry.find_version("demo", {"same": "yes", "pedigree.policy": "2"}).number == 2
+    assert registry.tag(found, {"pedigree.reasons": "better"}).tags["pedigree.reasons"] == "better"
+    assert registry.find_version("demo", {"pedigree.reasons": "better"}).number == 10
+
+
+def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry, uri: str, tracker: Tracker):
+    assert registry.champion("demo") is None
+    add_versions(uri, new_run(tracker, "a"), 3)
+    assert registry.champion("demo") is None
+    for number in (1, 2, 2, 3):
+        registry.set_alias("demo", "candidate", number)
+        registry.set_alias("demo", "champion", number)
+    assert registry.champion("demo").tags[PREVIOUS_TAG] == "2"
+    assert registry.rollback("demo").number == 2
+    assert registry.champion("demo").number == 2
+    assert registry.find_version("demo", {ROLLED_BACK_TAG: "true"}).number == 3
+    assert registry.rollback("demo").number == 1
+    with pytest.raises(RegistryError, match="version 1 is the first champion of demo"):
+        registry.rollback("demo")
+    assert MlflowClient(uri).get_model_version_by_alias("demo", "candidate").version == 3
+
+
+def test_what_is_not_there_is_said(registry: Registry, uri: str, tracker: Tracker):
+    with pytest.raises(RegistryError, match="demo has no champion"):
+        registry.rollback("demo")
+    with pytest.raises(RegistryError, match="expected models:/name@champion"):
+        registry.resolve("demo@champion")
+    with pytest.raises(RegistryError, match=r"cannot find models:/demo@champion: .*not found"):
+        registry.resolve("models:/demo@champion")
+    add_versions(uri, new_run(tracker, "a"), 1)
+    with pytest.raises(RegistryError, match=r"leads to .*policy/model, which has no config\.json"):
+        registry.resolve("models:/demo/1")
+
+
+def test_a_file_is_copied_where_it_cannot_be_linked(tmp_path: Path):
+    """/dev/shm is another filesystem than the folder of the tests."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as far:
+        source, target = Path(far) / "weights", tmp_path / "weights"
+        if os.stat(far).st_dev == os.stat(tmp_path).st_dev:
+            pytest.skip("needs two filesystems")
+        source.write_bytes(b"weights")
+        target.write_bytes(b"what MLflow had saved")
+        link_or_copy(source, target)
+        assert target.read_bytes() == b"weights"
+        assert not os.path.samefile(source, target)
+
+
+@pytest.mark.parametrize(
+    ("address", "path"),
+    [
+        ("file:///home/some%20one/run/artifacts", Path("/home/some one/run/artifacts")),
+        ("/home/some%20one/artifacts", Path("/home/some%20one/artifacts")),
+        ("mlflow-artifacts:/1/run/artifacts", None),
+        ("s3://bucket/run/artifacts", None),
+    ],
+)
+def test_only_an_address_on_this_machine_is_a_path(address: str, path: Path | None):
+    assert local_path(address) == path

@@ -1,0 +1,107 @@
+"""A real `mlflow server`: tracking and registering through HTTP, and what its death in the middle of a training costs."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from model_registry.registry import Registry
+from model_registry.tracking import Tracker
+from training.contract.errors import RegistryError
+from training.contract.events import EventWriter, Follower, read_events
+from training.contract.weights import weights_identity
+
+ABOUT: dict[str, Any] = {"experiment": "remote", "name": "policy", "params": {"seed": 0}, "tags": {}}
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[EventWriter]:
+    """What a job of training writes, to `events.jsonl`."""
+    yield EventWriter(tmp_path / "events.jsonl")
+
+
+def steps(client: MlflowClient, run_id: str) -> list[tuple[int, float]]:
+    return sorted((point.step, point.value) for point in client.get_metric_history(run_id, "loss"))
+
+
+def test_a_run_and_a_version_through_http(server, policy: Path, tmp_path: Path, warnings: list[str]):
+    """Artifacts go through the server too, so the version comes back by a download: once, and byte for byte."""
+    tracker = Tracker(server.uri, tmp_path / "not used", warnings.append)
+    with tracker.run(key="a", **ABOUT) as run:
+        run.record({"event": "step", "time": 1.0, "step": 1, "loss": 0.5})
+        run.log_file(policy / "training.json", "settings")
+    client = MlflowClient(server.uri)
+    experiment_id = client.get_run(run.run_id).info.experiment_id
+    assert steps(client, run.run_id) == [(1, 0.5)]
+    assert client.get_run(run.run_id).info.artifact_uri.startswith("mlflow-artifacts:/")
+    assert [entry.path for entry in client.list_artifacts(run.run_id, "settings")] == ["settings/training.json"]
+    assert tracker.run_link(run.run_id) == (
+        f"{server.uri}/#/experiments/{experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
+    )
+    registry = Registry(server.uri, tmp_path / "downloads")
+    version = registry.register("remote", policy, run.run_id, identity={"pedigree.policy": "a"}, tags={})
+    registry.set_alias("remote", "champion", version.number)
+    folder = registry.resolve("models:/remote@champion")
+    assert weights_identity(folder) == weights_identity(policy)
+    assert registry.resolve("models:/remote/1") == folder
+    assert [path.name for path in (tmp_path / "downloads").iterdir()] == ["remote"]
+    assert warnings == []
+    assert not (tmp_path / "not used").exists()
+
+
+def test_training_outlives_the_server_and_is_replayed(
+    server, events: EventWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Steps 1 and 2 reach the server, which then dies without a word; 3 to 5 do not; a replay makes the run whole."""
+    tracker, follower = Tracker(server.uri, None, warnings.append), Follower(tmp_path / "events.jsonl")
+
+    def train(numbers: range) -> None:
+        for number in numbers:
+            events.emit("step", step=number, loss=1 / number)
+
+    with tracker.run(key="b", **ABOUT) as run:
+        train(range(1, 3))
+        assert run.replay(follower.new())
+        server.kill()
+        started = time.monotonic()
+        train(range(3, 6))
+        for event in follower.new():
+            run.record(event)
+        run.flush()
+    assert time.monotonic() - started < 25, "a server that is gone costs seconds"
+    assert not run.is_delivered
+    assert len(warnings) == 2, warnings
+    assert "training goes on" in warnings[0]
+    assert "replay its events later" in warnings[1]
+    assert tracker.find_run("remote", "b") is None
+    assert not tracker.log_evaluation(run.run_id, {"eval/loss": 0.5}, 5)
+    assert tracker.run_link(run.run_id) == f"run {run.run_id} in {server.uri}"
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(RegistryError, match="cannot look for the champion of remote"):
+        Registry(server.uri, tmp_path).champion("remote")
+    monkeypatch.undo()
+    server.start()
+    client = MlflowClient(server.uri)
+    assert steps(client, run.run_id) == [(1, 1.0), (2, 0.5)]
+    assert client.get_run(run.run_id).info.status == "RUNNING"
+    assert tracker.find_run("remote", "b") is None, "a run that misses steps is not complete"
+    for _ in range(2):
+        with tracker.run(key="b", **ABOUT) as again:
+            assert again.replay(read_events(tmp_path / "events.jsonl"))
+    assert again.run_id == run.run_id == tracker.find_run("remote", "b")
+    assert steps(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (5, 0.2)]
+
+
+def test_events_are_kept_while_no_run_could_even_be_made(tmp_path: Path, warnings: list[str]):
+    """Port 9 of loopback refuses at once."""
+    started = time.monotonic()
+    with Tracker("http://user:secret@127.0.0.1:9", None, warnings.append).run(key="c", **ABOUT) as run:
+        for number in range(1, 1000):
+            run.record({"event": "step", "time": 1.0, "step": number, "loss": 0.5})
+    assert time.monotonic() - started < 15
+    assert run.run_id is None
+    assert len(warnings) == 2
+    assert "secret" not in "".join(warnings)

@@ -1,0 +1,199 @@
+"""Events of a job in a real SQLite database of MLflow: complete, once each, whatever is resumed, repeated or broken."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from model_registry.records import DatasetUsed
+from model_registry.tracking import Tracker, artifact_root, tracking_uri
+
+ABOUT: dict[str, Any] = {
+    "experiment": "demo",
+    "key": "a" * 64,
+    "name": "policy aaaaaaaaaaaa",
+    "params": {"training": {"loss": {"beta": 0.1}, "seed": 0}},
+    "tags": {"pedigree.tokenized_pairs": "b" * 64, "dagster.run_id": "one"},
+    "dataset": DatasetUsed("demo", "c" * 64, "preferences.jsonl", {"train": 9, "validation": 1}),
+}
+
+
+def step(number: int, loss: float | None = None, at: float = 1000.0) -> dict[str, Any]:
+    value = 1 / number if loss is None else loss
+    return {"event": "step", "time": at + number, "step": number, "loss": value, "rewards/margins": number / 10}
+
+
+def history(client: MlflowClient, run_id: str, name: str = "loss") -> list[tuple[int, float]]:
+    return sorted((point.step, point.value) for point in client.get_metric_history(run_id, name))
+
+
+@pytest.fixture
+def client(uri: str) -> MlflowClient:
+    return MlflowClient(uri)
+
+
+def test_the_default_place_is_under_home_and_the_environment_names_another(tmp_path: Path):
+    assert tracking_uri(tmp_path, {}) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": ""}) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
+    assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": "http://tracking:5000"}) == "http://tracking:5000"
+    assert artifact_root(tmp_path) == tmp_path / "mlflow" / "artifacts"
+
+
+def test_a_run_holds_recipe_lineage_data_set_and_every_step(
+    tracker: Tracker, client: MlflowClient, home: Path, warnings: list[str]
+):
+    with tracker.run(**ABOUT) as run:
+        for number in (1, 2, 3):
+            run.record(step(number))
+        run.record({"event": "eval", "time": 1004.0, "step": 3, "eval/loss": 0.25})
+        run.record({"event": "phase", "time": 1005.0, "phase": "saving"})
+    logged = client.get_run(run.run_id)
+    assert run.is_delivered
+    assert logged.info.status == "FINISHED"
+    assert logged.info.run_name == "policy aaaaaaaaaaaa"
+    assert logged.data.params == {"training.loss.beta": "0.1", "training.seed": "0"}
+    assert {key: value for key, value in logged.data.tags.items() if not key.startswith("mlflow.")} == {
+        "pedigree.key": "a" * 64,
+        "pedigree.tokenized_pairs": "b" * 64,
+        "dagster.run_id": "one",
+    }
+    assert [used.dataset.digest for used in logged.inputs.dataset_inputs] == ["c" * 36]
+    assert history(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
+    assert history(client, run.run_id, "eval/loss") == [(3, 0.25)]
+    assert client.get_metric_history(run.run_id, "loss")[0].timestamp == 1_001_000
+    assert logged.info.artifact_uri.startswith((home / "mlflow" / "artifacts" / "demo").as_uri())
+    assert warnings == []
+
+
+def test_a_resumed_training_continues_its_run(tracker: Tracker, client: MlflowClient):
+    """Killed after step 3, resumed from a checkpoint at 1: steps 2 and 3 come again, later and then some."""
+    with pytest.raises(KeyboardInterrupt), tracker.run(**ABOUT) as first:
+        for number in (1, 2, 3):
+            first.record(step(number))
+        raise KeyboardInterrupt
+    assert client.get_run(first.run_id).info.status == "KILLED"
+    again = {**ABOUT, "tags": {"dagster.run_id": "two"}, "params": {"training": {"seed": 0}, "compute": {"nodes": 2}}}
+    with tracker.run(**again) as second:
+        assert client.get_run(second.run_id).info.status == "RUNNING"
+        for number in (1, 2, 3, 4):
+            second.record(step(number, at=2000.0))
+    logged = client.get_run(second.run_id)
+    assert second.run_id == first.run_id
+    assert history(client, second.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    assert logged.info.status == "FINISHED"
+    assert (logged.data.tags["dagster.run_id"], logged.data.params["compute.nodes"]) == ("two", "2")
+    assert len(logged.inputs.dataset_inputs) == 1
+
+
+def test_a_rewound_events_file_adds_no_step_twice(tracker: Tracker, client: MlflowClient):
+    with tracker.run(**ABOUT) as run:
+        run.replay([step(1), step(2), step(3)])
+        run.replay([step(1), step(2, loss=7.0, at=3000.0), step(4)])
+    assert history(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+
+
+def test_a_failure_of_the_job_is_the_state_of_the_run_and_goes_on_its_way(tracker: Tracker, client: MlflowClient):
+    with pytest.raises(ValueError, match="out of memory"), tracker.run(**ABOUT) as run:
+        run.record(step(1))
+        raise ValueError("out of memory")
+    assert client.get_run(run.run_id).info.status == "FAILED"
+
+
+def test_another_key_or_recipe_is_another_run(tracker: Tracker):
+    ids = []
+    for change in ({}, {"key": "d" * 64}, {"experiment": "other"}):
+        with tracker.run(**{**ABOUT, **change}) as run:
+            ids.append(run.run_id)
+    assert len(set(ids)) == 3
+    assert tracker.find_run("demo", "a" * 64) == ids[0]
+    assert tracker.find_run("other", "a" * 64) == ids[2]
+    assert tracker.find_run("demo", "e" * 64) is None
+    assert tracker.find_run("none", "a" * 64) is None
+
+
+def test_a_metric_that_is_not_finite_is_left_out_with_a_word(
+    tracker: Tracker, client: MlflowClient, warnings: list[str]
+):
+    with tracker.run(**ABOUT) as run:
+        run.replay([step(1), step(2, loss=float("nan")), step(3, loss=float("inf")), step(4)])
+    assert history(client, run.run_id) == [(1, 1.0), (4, 0.25)]
+    assert len(history(client, run.run_id, "rewards/margins")) == 4
+    assert warnings == ["not logged to MLflow: loss is nan at step 2"]
+
+
+def test_many_steps_and_parameters_go_in_batches(tracker: Tracker, client: MlflowClient):
+    params = {"section": {f"field_{index}": index for index in range(150)}}
+    with tracker.run(**{**ABOUT, "params": params}) as run:
+        started = time.monotonic()
+        for number in range(1, 1201):
+            run.record(step(number))
+    assert time.monotonic() - started < 20
+    assert [number for number, _ in history(client, run.run_id)] == list(range(1, 1201))
+    assert len(client.get_run(run.run_id).data.params) == 150
+
+
+def test_steps_are_seen_while_training_goes_on(tracker: Tracker, client: MlflowClient):
+    with tracker.run(**ABOUT) as run:
+        run.record(step(1))
+        time.sleep(2.1)
+        run.record(step(2))
+        assert [number for number, _ in history(client, run.run_id)] == [1, 2]
+
+
+def test_an_experiment_that_was_deleted_by_hand_comes_back(tracker: Tracker, client: MlflowClient):
+    with tracker.run(**ABOUT) as before:
+        before.record(step(1))
+    client.delete_experiment(client.get_experiment_by_name("demo").experiment_id)
+    with tracker.run(**ABOUT) as after:
+        after.record(step(2))
+    assert after.run_id == before.run_id
+    assert history(client, after.run_id) == [(1, 1.0), (2, 0.5)]
+
+
+def test_the_evaluation_is_added_to_the_finished_run_once(
+    tracker: Tracker, client: MlflowClient, tmp_path: Path, warnings: list[str]
+):
+    report = tmp_path / "report.html"
+    report.write_text("<p>better</p>")
+    with tracker.run(**ABOUT) as run:
+        run.log_file(report, "evaluation")
+    metrics = {"eval/loss": 0.25, "eval/pairs": 10, "eval/rewards/margins": float("nan")}
+    for _ in range(2):
+        assert tracker.log_evaluation(run.run_id, metrics, step=3)
+    assert tracker.log_evaluation(run.run_id, {"eval/loss": 0.125}, step=3)
+    assert history(client, run.run_id, "eval/loss") == [(3, 0.125), (3, 0.25)]
+    assert history(client, run.run_id, "eval/pairs") == [(3, 10.0)]
+    assert client.get_run(run.run_id).info.status == "FINISHED"
+    assert warnings == ["not logged to MLflow, since not finite: eval/rewards/margins"] * 2
+    assert tracker.log_file(run.run_id, report, "evaluation")
+    assert [entry.path for entry in client.list_artifacts(run.run_id, "evaluation")] == ["evaluation/report.html"]
+
+
+def test_a_file_that_is_gone_is_a_warning(tracker: Tracker, tmp_path: Path, warnings: list[str]):
+    with tracker.run(**ABOUT) as run:
+        pass
+    assert not tracker.log_file(run.run_id, tmp_path / "none.html")
+    assert "cannot log none.html" in warnings[0]
+
+
+def test_a_database_that_cannot_be_opened_stops_no_training(tmp_path: Path, warnings: list[str]):
+    (tmp_path / "mlflow.db").write_bytes(b"not a database" * 1000)
+    with Tracker(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path, warnings.append).run(**ABOUT) as run:
+        run.record(step(1))
+    assert not run.is_delivered
+    assert len(warnings) == 2, "one at the first failure, one at the end"
+    assert "file is not a database" in warnings[0]
+
+
+def test_nothing_of_the_process_is_changed(tracker: Tracker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """No folder where the process stands, no environment variable, no tracking address of the process."""
+    monkeypatch.chdir(tmp_path)
+    before = (mlflow.get_tracking_uri(), mlflow.active_run(), dict(os.environ), set(tmp_path.iterdir()))
+    with tracker.run(**ABOUT) as run:
+        run.record(step(1))
+    after = (mlflow.get_tracking_uri(), mlflow.active_run(), dict(os.environ), set(tmp_path.iterdir()))
+    assert after == before

@@ -1,0 +1,175 @@
+"""A manifest promises bytes; whatever is not those bytes is refused by name."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from training.contract.errors import CorruptArtifact
+from training.contract.manifest import (
+    MANIFEST,
+    Derivation,
+    FileEntry,
+    Manifest,
+    Source,
+    list_files,
+    read_manifest,
+    verify_files,
+)
+
+DERIVATION = Derivation(
+    kind="policy",
+    code_version="1",
+    inputs={"pairs": Source(kind="tokenized_pairs", fingerprint="a" * 64)},
+    settings={"beta": 0.1},
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "weights.bin").write_bytes(b"0123456789")
+    (tmp_path / "part" / "table.txt").write_text("one\n")
+    return tmp_path
+
+
+def manifest_of(folder: Path) -> Manifest:
+    return Manifest(
+        kind="policy",
+        fingerprint="f" * 64,
+        made_from=DERIVATION,
+        libraries={},
+        created="2026-01-01",
+        files=list_files(folder),
+        details={},
+    )
+
+
+def test_every_file_is_listed_with_its_size_and_hash(folder):
+    (folder / MANIFEST).write_text("{}")
+    assert list_files(folder) == {
+        "part/table.txt": FileEntry(bytes=4, sha256=hashlib.sha256(b"one\n").hexdigest()),
+        "weights.bin": FileEntry(bytes=10, sha256=hashlib.sha256(b"0123456789").hexdigest()),
+    }
+
+
+def test_what_was_published_is_accepted(folder):
+    verify_files(folder, manifest_of(folder))
+
+
+def flip_bit(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"0123456788")
+
+
+def truncate(folder: Path) -> None:
+    (folder / "weights.bin").write_bytes(b"012345678")
+
+
+def remove(folder: Path) -> None:
+    (folder / "weights.bin").unlink()
+
+
+def add_file(folder: Path) -> None:
+    (folder / "part" / "weights.bin").write_bytes(b"0123456789")
+
+
+def add_hidden_file(folder: Path) -> None:
+    (folder / ".weights.bin").write_bytes(b"")
+
+
+def link_to_same_bytes(folder: Path) -> None:
+    (folder / "weights.bin").rename(folder.parent / "elsewhere-weights.bin")
+    (folder / "weights.bin").symlink_to(folder.parent / "elsewhere-weights.bin")
+
+
+def add_link_to_folder(folder: Path) -> None:
+    (folder / "linked-weights.bin").symlink_to(folder / "part")
+
+
+def turn_into_folder(folder: Path) -> None:
+    (folder / "weights.bin").unlink()
+    (folder / "weights.bin").mkdir()
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (flip_bit, "sha256"),
+    (truncate, "9 bytes; the manifest promises 10"),
+    (remove, "missing"),
+    (add_file, "not in the manifest"),
+    (add_hidden_file, "not in the manifest"),
+    (link_to_same_bytes, "symbolic link"),
+    (add_link_to_folder, "not in the manifest"),
+    (turn_into_folder, "missing"),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+def test_anything_else_is_refused_by_name(folder, damage, says):
+    manifest = manifest_of(folder)
+    damage(folder)
+    with pytest.raises(CorruptArtifact, match=says) as refused:
+        verify_files(folder, manifest)
+    assert "weights.bin" in str(refused.value)
+
+
+def test_sizes_alone_do_not_see_a_flipped_bit_and_everything_else(folder):
+    manifest = manifest_of(folder)
+    flip_bit(folder)
+    verify_files(folder, manifest, hashes=False)
+    truncate(folder)
+    with pytest.raises(CorruptArtifact):
+        verify_files(folder, manifest, hashes=False)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda p: p.symlink_to("/etc/hostname"), lambda p: p.symlink_to("nowhere"), os.mkfifo]
+)
+def test_links_and_pipes_are_not_published(folder, make):
+    make(folder / "odd")
+    with pytest.raises(CorruptArtifact, match=r"odd is not a plain file"):
+        list_files(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"kind": "policy"}', b"\xff\xfe", b'{"kind": 1e999}'])
+def test_a_manifest_of_another_form_is_refused_by_name(tmp_path, content):
+    (tmp_path / MANIFEST).write_bytes(content)
+    with pytest.raises(CorruptArtifact, match=MANIFEST):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_with_a_field_too_many_is_refused(folder):
+    (folder / MANIFEST).write_text(manifest_of(folder).model_dump_json()[:-1] + ',"trust": true}')
+    with pytest.raises(CorruptArtifact, match="trust"):
+        read_manifest(folder)
+
+
+def test_it_reads_what_it_wrote(folder):
+    manifest = manifest_of(folder)
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    assert read_manifest(folder) == manifest
+
+
+OTHERS = [
+    {"kind": "sft"},
+    {"code_version": "2"},
+    {"settings": {"beta": 0.2}},
+    {"settings": {"beta": 0.1, "more": None}},
+    {"inputs": {}},
+    {"inputs": {"pairs": Source(kind="tokenized_pairs", fingerprint="b" * 64)}},
+    {"inputs": {"pairs": Source(kind="raw_preferences", fingerprint="a" * 64)}},
+    {"inputs": {"sources": Source(kind="tokenized_pairs", fingerprint="a" * 64)}},
+]
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=str)
+def test_another_ingredient_another_key(change):
+    assert DERIVATION.model_copy(update=change).key != DERIVATION.key
+
+
+def test_the_same_ingredients_in_any_order_give_the_same_key():
+    a, b = Source(kind="x", fingerprint="1"), Source(kind="y", fingerprint="2")
+    one = Derivation(kind="policy", code_version="1", inputs={"a": a, "b": b}, settings={"x": 1, "y": 2})
+    two = Derivation(settings={"y": 2, "x": 1}, inputs={"b": b, "a": a}, code_version="1", kind="policy")
+    assert one.key == two.key == Derivation.model_validate_json(one.model_dump_json()).key

@@ -1,0 +1,184 @@
+"""The memo against a plain dictionary, and against everything that happens to files."""
+
+import hashlib
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.contract.manifest import MANIFEST
+from training.contract.memo import Memo, scoring_rule
+from training.contract.store import Store
+
+RULE = scoring_rule("a" * 64, "float32", "1")
+
+
+def key(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest()
+
+
+def as_array(*keys: bytes) -> np.ndarray:
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
+
+
+def add(memo: Memo, rows: dict[bytes, list[float]]) -> str:
+    counts = np.array([len(tokens) for tokens in rows.values()], np.int32)
+    tokens = np.array([t for row in rows.values() for t in row], np.float32)
+    return memo.add(as_array(*rows), counts, tokens).fingerprint
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.mark.parametrize("other", [("b" * 64, "float32", "1"), ("a" * 64, "bfloat16", "1"), ("a" * 64, "float32", "2")])
+def test_other_weights_another_dtype_or_another_algorithm_make_another_rule(other):
+    assert scoring_rule("a" * 64, "float32", "1") == RULE
+    assert scoring_rule(*other) != RULE
+
+
+def test_an_empty_memo_knows_nothing(store):
+    hits = Memo(store, RULE).lookup(as_array(key(1), key(2)))
+    assert hits.found_Q.tolist() == [False, False]
+    assert all(math.isnan(value) for value in hits.sums_Q) and hits.counts_Q.tolist() == [-1, -1]
+    assert Memo(store, RULE).lookup(as_array()).found_Q.shape == (0,)
+
+
+def test_it_answers_sums_counts_and_tokens_in_the_order_asked_for(store):
+    memo = Memo(store, RULE)
+    add(memo, {key(1): [-1.0, -2.5], key(2): []})
+    add(memo, {key(3): [-4.0]})
+    hits = memo.lookup(as_array(key(3), key(9), key(1), key(2), key(3)))
+    assert hits.found_Q.tolist() == [True, False, True, True, True]
+    assert hits.sums_Q[hits.found_Q].tolist() == [-4.0, -3.5, 0.0, -4.0]
+    assert hits.counts_Q.tolist() == [1, -1, 2, 0, 1]
+    assert memo.token_logprobs(key(1)).tolist() == [-1.0, -2.5]
+    assert memo.token_logprobs(key(2)).tolist() == [] and memo.token_logprobs(key(9)) is None
+
+
+def test_rules_do_not_see_each_other(store):
+    add(Memo(store, RULE), {key(1): [-1.0]})
+    assert not Memo(store, scoring_rule("a" * 64, "bfloat16", "1")).lookup(as_array(key(1))).found_Q.any()
+
+
+def test_it_sees_what_another_writer_adds_later(store):
+    reader, writer = Memo(store, RULE), Memo(store, RULE)
+    assert not reader.lookup(as_array(key(1))).found_Q.any()
+    add(writer, {key(1): [-1.0]})
+    assert reader.lookup(as_array(key(1))).found_Q.all()
+
+
+def test_sums_are_taken_in_float64(store):
+    """Above 2^24 float32 has no odd numbers: added one by one, 999 ones would vanish."""
+    tokens = [-(2.0**24)] + [-1.0] * 999
+    memo = Memo(store, RULE)
+    add(memo, {key(1): tokens})
+    assert memo.lookup(as_array(key(1))).sums_Q[0] == -(2.0**24) - 999
+
+
+PREFIX = b"\xff" * 8
+
+
+def test_keys_with_one_prefix_are_told_apart(store):
+    """Eight equal bytes, then different ones: those present are found, and no other one."""
+    colliding = [PREFIX + bytes([i]) * 24 for i in range(5)]
+    memo = Memo(store, RULE)
+    add(memo, {k: [-float(i)] for i, k in enumerate(colliding[:3])})
+    add(memo, {colliding[3]: [-3.0], key(1): [-7.0]})
+    hits = memo.lookup(as_array(colliding[3], colliding[4], colliding[0], colliding[2], key(1), b"\xff" * 32))
+    assert hits.found_Q.tolist() == [True, False, True, True, True, False]
+    assert hits.sums_Q[hits.found_Q].tolist() == [-3.0, 0.0, -2.0, -7.0]
+
+
+_BYTE = st.sampled_from([b"\x00", b"\x7f", b"\x80", b"\xff"])
+_KEYS = st.builds(lambda head, tail: head * 8 + tail * 24, _BYTE, _BYTE)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shards=st.lists(st.lists(_KEYS, unique=True, max_size=6), max_size=4), asked=st.lists(_KEYS, max_size=20))
+def test_it_is_a_dictionary(tmp_path_factory, shards, asked):
+    memo, known = Memo(Store(tmp_path_factory.mktemp("store")), RULE), {}
+    for keys in shards:
+        rows = {k: [-float(k[0]), -float(k[-1])] for k in keys}
+        add(memo, rows)
+        known |= {k: sum(tokens) for k, tokens in rows.items()}
+    hits = memo.lookup(as_array(*asked))
+    assert hits.found_Q.tolist() == [k in known for k in asked]
+    assert hits.sums_Q[hits.found_Q].tolist() == [known[k] for k in asked if k in known]
+
+
+def test_of_two_shards_with_one_sequence_the_first_to_be_made_answers(store):
+    """So that a table made again holds the same bits; whichever of the two fingerprints is the smaller."""
+    memo = Memo(store, RULE)
+    shards = [add(memo, {key(1): [-1.0 - i / 8]}) for i in range(6)]
+    for age, shard in enumerate(shards):
+        manifest = store.folder(memo.kind, shard) / MANIFEST
+        text = manifest.read_text()
+        created = text.split('"created": "')[1][:25]
+        manifest.write_text(text.replace(created, f"2020-01-01T00:00:{age:02}+00:00"))
+    assert Memo(store, RULE).lookup(as_array(key(1))).sums_Q[0] == -1.0
+
+
+def damage_bit(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(folder: Path) -> None:
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def remove_file(folder: Path) -> None:
+    next(folder.glob("*.safetensors")).unlink()
+
+
+def remove_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_bit, truncate, remove_file, remove_manifest])
+def test_a_broken_shard_is_set_aside_and_its_sequences_count_as_missing(store, damage):
+    writer = Memo(store, RULE)
+    add(writer, {key(1): [-1.0]})
+    broken = add(writer, {key(2): [-2.0]})
+    damage(store.folder(writer.kind, broken))
+    said: list[str] = []
+    memo = Memo(store, RULE, said.append)
+    assert memo.lookup(as_array(key(1), key(2))).found_Q.tolist() == [True, False]
+    assert len(said) == 1 and broken[:12] in said[0] and "corrupt" in said[0]
+    assert len(list((store.root / "corrupt").rglob(broken))) == 1
+    add(memo, {key(2): [-2.0]})
+    assert memo.lookup(as_array(key(2))).sums_Q.tolist() == [-2.0] and len(said) == 1
+
+
+def test_a_shard_that_holds_something_else_is_set_aside(store):
+    """Published all right, hashes and all, but its arrays do not fit each other: a writer of another version."""
+    memo = Memo(store, RULE)
+    name = add(memo, {key(1): [-1.0]})
+    foreign = Memo(store, "f" * 64)
+    other = add(foreign, {key(2): [-1.0]})
+    shutil.copytree(store.folder(foreign.kind, other), store.folder(memo.kind, other))
+    said: list[str] = []
+    assert Memo(store, RULE, said.append).lookup(as_array(key(1), key(2))).found_Q.tolist() == [True, False]
+    assert len(said) == 1 and name[:12] not in said[0]
+
+
+def test_numbers_that_are_not_finite_are_never_stored(store):
+    with pytest.raises(AssertionError, match="not finite"):
+        add(Memo(store, RULE), {key(1): [float("nan")]})
+    assert store.fingerprints(f"memo/{RULE}") == []
+
+
+def test_the_memo_needs_no_torch():
+    loaded = "import sys, training.contract.memo, training.contract.logprob_table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded]).returncode == 0

@@ -1,0 +1,229 @@
+"""The store under everything that goes wrong: two writers, killed writers, full disks, damaged files."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.manifest import MANIFEST, Derivation
+from training.contract.store import Artifact, Made, Store, write_durably
+
+KIND, FINGERPRINT = "policy", "f" * 64
+
+
+def derivation(version: str = "1") -> Derivation:
+    return Derivation(kind=KIND, code_version=version, inputs={}, settings={})
+
+
+def publish(
+    store: Store, text: str = "hello", version: str = "1", fingerprint: str = FINGERPRINT, **details: object
+) -> Artifact:
+    with store.staging() as staging:
+        (staging / "part").mkdir()
+        (staging / "part" / "text.txt").write_text(text)
+        return store.publish(staging, derivation(version), Made(fingerprint, details))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def test_what_is_published_is_found_by_key_and_by_fingerprint(store):
+    published = publish(store, pairs=3)
+    for found in (store.find(KIND, derivation().key), store.open(KIND, FINGERPRINT), published):
+        assert found is not None and found.fingerprint == FINGERPRINT and found.details == {"pairs": 3}
+        assert found.file("part/text.txt").read_text() == "hello" and found.derivation == derivation()
+    assert store.fingerprints(KIND) == [FINGERPRINT]
+    assert list((store.root / "staging").iterdir()) == []
+
+
+def test_what_was_never_made_is_not_found(store):
+    assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == []
+    with pytest.raises(StoreError, match=r"no policy ffffffffffff .*materialize"):
+        store.open(KIND, FINGERPRINT)
+
+
+def test_two_ways_to_one_content_share_its_files_and_keep_their_own_details(store):
+    first, second = publish(store, version="1", way="first"), publish(store, version="2", way="second")
+    assert first.folder == second.folder
+    assert store.find(KIND, derivation("1").key).details == {"way": "first"}
+    assert store.find(KIND, derivation("2").key).details == {"way": "second"}
+    assert store.find(KIND, derivation("2").key).derivation.code_version == "2"
+
+
+def test_the_manifest_says_what_it_was_made_from_and_with(store):
+    manifest = json.loads((publish(store).folder / MANIFEST).read_text())
+    assert manifest["made_from"] == derivation().model_dump(mode="json")
+    assert {"python", "numpy", "torch"} <= set(manifest["libraries"])
+
+
+def test_a_flipped_bit_is_seen_on_open(store):
+    path = publish(store).file("part/text.txt")
+    path.write_text("hellp")
+    with pytest.raises(CorruptArtifact, match=r"text\.txt has sha256"):
+        store.find(KIND, derivation().key)
+    assert store.find(KIND, derivation().key, hashes=False) is not None
+
+
+def test_an_artifact_in_anothers_place_is_refused(store):
+    folder = publish(store).folder
+    shutil.copytree(folder, store.folder(KIND, "e" * 64))
+    with pytest.raises(CorruptArtifact, match="expected policy eeeeeeeeeeee"):
+        store.open(KIND, "e" * 64)
+
+
+def test_a_link_is_not_published(store):
+    with store.staging() as staging:
+        (staging / "weights").symlink_to("/etc/hostname")
+        with pytest.raises(CorruptArtifact, match="weights is not a plain file"):
+            store.publish(staging, derivation(), Made(FINGERPRINT))
+    assert store.find(KIND, derivation().key) is None
+
+
+def test_an_artifact_set_aside_is_kept_and_can_be_made_again(store):
+    publish(store).file("part/text.txt").write_text("hellp")
+    place = store.set_aside(KIND, FINGERPRINT)
+    assert (place / "part" / "text.txt").read_text() == "hellp"
+    assert store.find(KIND, derivation().key) is None
+    publish(store)
+    assert store.find(KIND, derivation().key) is not None
+
+
+def flip_bit(folder: Path) -> None:
+    (folder / "part" / "text.txt").write_text("hellp")
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def lose_everything(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize("damage", [flip_bit, lose_manifest, lose_everything])
+def test_publishing_again_repairs_what_is_broken(store, damage):
+    damage(publish(store).folder)
+    publish(store, version="2")
+    for version in ("1", "2"):
+        assert store.find(KIND, derivation(version).key).file("part/text.txt").read_text() == "hello"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"null", b'{"fingerprint": "../../etc"}', b"\xff"])
+def test_a_record_of_another_form_is_refused_by_name(store, content):
+    publish(store)
+    (record,) = (store.root / "keys" / KIND).iterdir()
+    record.write_bytes(content)
+    with pytest.raises(CorruptArtifact, match=record.name):
+        store.find(KIND, derivation().key)
+
+
+def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch):
+    """The disk refuses to keep what was written, with the operating system's own error."""
+    publish(store, fingerprint="e" * 64, version="0")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=r"cannot publish policy in .*store \([\d,]+ bytes free\): .*No space"):
+        publish(store)
+    monkeypatch.undo()
+    assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == ["e" * 64]
+    assert list((store.root / "staging").iterdir()) == []
+    publish(store)
+
+
+PUBLISHER = """
+import sys, time
+from pathlib import Path
+from training.contract.manifest import Derivation
+from training.contract.store import Made, Store
+
+store, size, start = Store(Path(sys.argv[1])), int(sys.argv[2]), float(sys.argv[3])
+with store.staging() as staging:
+    for name in "abcdefgh":
+        (staging / name).write_bytes(name.encode() * size)
+    print("staged", flush=True)
+    time.sleep(max(0.0, start - time.time()))
+    store.publish(staging, Derivation(kind="policy", code_version="1", inputs={}, settings={}), Made("f" * 64))
+"""
+
+
+def start_publisher(store: Store, size: int, start: float = 0.0) -> "subprocess.Popen[str]":
+    arguments = [sys.executable, "-c", PUBLISHER, str(store.root), str(size), str(start)]
+    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+
+
+def test_two_processes_that_publish_at_once_leave_one_artifact(store):
+    start = time.time() + 1.5
+    publishers = [start_publisher(store, 100_000, start) for _ in range(2)]
+    assert [p.wait(60) for p in publishers] == [0, 0]
+    assert store.fingerprints(KIND) == [FINGERPRINT]
+    artifact = store.find(KIND, derivation().key)
+    assert artifact is not None and set(artifact.manifest.files) == set("abcdefgh")
+    assert list((store.root / "staging").iterdir()) == [] and not (store.root / "corrupt").exists()
+
+
+@pytest.mark.parametrize("milliseconds", [0, 2, 5, 10, 20, 40, 80, 160])
+def test_a_killed_publisher_leaves_nothing_or_all(store, milliseconds):
+    publisher = start_publisher(store, 2_000_000)
+    assert publisher.stdout is not None and publisher.stdout.readline() == "staged\n"
+    time.sleep(milliseconds / 1000)
+    publisher.send_signal(signal.SIGKILL)
+    publisher.wait(60)
+    for name in store.fingerprints(KIND):
+        assert set(store.open(KIND, name).manifest.files) == set("abcdefgh")
+    found = store.find(KIND, derivation().key)
+    assert found is None or found.file("h").stat().st_size == 2_000_000
+    with start_publisher(store, 2_000_000) as again:
+        again.communicate()
+    assert again.returncode == 0 and store.find(KIND, derivation().key) is not None
+
+
+LOCKER = """
+import sys
+from pathlib import Path
+from training.contract.store import Store
+with Store(Path(sys.argv[1])).lock("policy", "k"):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_key_has_one_writer_and_its_death_frees_it(store):
+    def locker() -> "subprocess.Popen[str]":
+        arguments = [sys.executable, "-c", LOCKER, str(store.root)]
+        return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    first = locker()
+    assert first.stdout is not None and first.stdout.readline() == "locked\n"
+    second = locker()
+    time.sleep(0.7)
+    assert second.stdout is not None
+    os.set_blocking(second.stdout.fileno(), False)
+    assert not second.stdout.readline(), "two writers hold one key"
+    first.kill()
+    os.set_blocking(second.stdout.fileno(), True)
+    assert second.stdout.readline() == "locked\n"
+    second.communicate()
+    first.communicate()
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    write_durably(path, b"before")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        write_durably(path, b"after")
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,118 @@
+"""Runs the three data jobs as a launched process would, each into the staging folder of a store of its own."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from training.contract.events import EventWriter
+from training.contract.job import Input, Job
+from training.contract.recipe import Compute
+from training.contract.store import Made
+from training.data import pairs, preferences, template
+from training.data.pairs import Pairs
+from training.distributed import Group
+
+CHATML = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}"
+    "{%- if m['role'] == 'assistant' %}{%- generation %}{{- m['content'] + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}"
+    "{%- else %}{{- m['content'] + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+class Done:
+    """What a job left: its answer, its folder and its tables."""
+
+    def __init__(self, made: Made, job: Job):
+        self.made, self.folder, self.events = made, job.staging, job.events
+
+    @property
+    def details(self) -> dict[str, Any]:
+        return self.made.details
+
+    def table(self, name: str) -> list[dict[str, Any]]:
+        return pq.read_table(self.folder / name).to_pylist()
+
+    @property
+    def pairs(self) -> Pairs:
+        return Pairs.open(self.folder)
+
+
+class Workshop:
+    def __init__(self, folder: Path):
+        self.folder, self.count = folder, 0
+
+    def _run(self, work: Callable[..., Made], **fields: Any) -> Done:
+        self.count += 1
+        place = self.folder / str(self.count)
+        job = Job(
+            code_version="1",
+            compute=Compute(),
+            recipe={},
+            store=place / "store",
+            folder=place / "job",
+            **{"inputs": {}, "locations": {}, "settings": {}, **fields},
+        )
+        job.staging.mkdir(parents=True)
+        return Done(work(job, Group(0, 1, torch.device("cpu")), EventWriter(job.events)), job)
+
+    def preferences(self, *sources: dict[str, Any], fraction: float = 0.1) -> Done:
+        settings = {"formats": [source.get("format", "auto") for source in sources], "validation_fraction": fraction}
+        return self._run(
+            preferences.run,
+            kind="preferences",
+            artifact="raw_preferences",
+            settings=settings,
+            locations={"sources": list(sources)},
+        )
+
+    def rows(self, rows: list[Any], format: str = "auto", fraction: float = 0.1) -> Done:
+        """`preferences` over rows written as JSON lines; text is written as it is."""
+        self.folder.mkdir(exist_ok=True)
+        path = self.folder / f"rows{self.count}.jsonl"
+        lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        return self.preferences({"path": str(path), "format": format}, fraction=fraction)
+
+    def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, **settings: Any) -> Done:
+        defaults = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
+        return self._run(
+            template.run,
+            kind="tokenizer",
+            artifact="tokenization_spec",
+            settings={**defaults, **settings},
+            locations={
+                "tokenizer": str(tokenizer),
+                "revision": None,
+                "chat_template": str(chat_template) if chat_template else None,
+            },
+        )
+
+    def pairs(self, data: Done, spec: Done) -> Done:
+        inputs = {
+            "raw_preferences": Input(kind="raw_preferences", fingerprint=data.made.fingerprint, folder=data.folder),
+            "tokenization_spec": Input(kind="tokenization_spec", fingerprint=spec.made.fingerprint, folder=spec.folder),
+        }
+        return self._run(pairs.run, kind="pairs", artifact="tokenized_pairs", inputs=inputs)
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return Workshop(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def tiny_chat(shared_data: Path) -> Path:
+    return shared_data / "models" / "tiny-chat"
+
+
+@pytest.fixture
+def chatml(tmp_path: Path) -> Path:
+    path = tmp_path / "chatml.jinja"
+    path.write_text(CHATML, encoding="utf-8")
+    return path

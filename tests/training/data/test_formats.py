@@ -1,0 +1,183 @@
+"""Each format by hand-made rows: the pair a person would read out of it, or the reason why there is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from training.contract.errors import DataError
+from training.data.formats import FORMATS, detect
+from training.data.messages import Quarantined, Reason
+
+ASK = {"role": "user", "content": "Why?"}
+GOOD, BAD = {"role": "assistant", "content": "Because."}, {"role": "assistant", "content": "No idea."}
+PAIR = ([ASK], [GOOD], [BAD])
+
+SAME_PAIR = {
+    "conversational": [
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}],
+         "chosen": [{**GOOD, "tool_calls": None}], "rejected": BAD},
+    ],
+    "implicit_prompt": [{"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}],
+    "strings": [
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+    ],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "Because."},
+         "rejected": {"from": "gpt", "value": "No idea."}},
+        {"conversations": [{"from": "user", "value": "Why?"}], "chosen": [{"from": "assistant", "value": "Because."}],
+         "rejected": [{"from": "assistant", "value": "No idea."}]},
+    ],
+    "hh": [{"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."}],
+    "alpaca": [
+        {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No idea.", "output": "x"},
+        {"instruction": "Why?", "input": None, "chosen": "Because.", "rejected": "No idea."},
+    ],
+    "openai": [{"input": {"messages": [ASK]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}],
+    "comparison": [
+        {"instruction": "Why?", "input": "", "response1": "No idea.", "response2": "Because.",
+         "annotator1": 2, "annotator2": 1, "annotator3": 2},
+        {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1"},
+        {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "winner": "response1"},
+        {"prompt": "Why?", "response_0": "Because.", "response_1": "No idea.", "better_response_id": 0},
+        {"prompt": "Why?", "response_a": "No idea.", "response_b": "Because.", "winner": "model_b"},
+        {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "preference": 1.0},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in SAME_PAIR.items() for row in rows])
+def test_every_format_reads_the_same_pair(name, row):
+    pair = FORMATS[name].convert(row)
+    assert (list(pair.prompt), list(pair.chosen), list(pair.rejected)) == PAIR
+    assert detect([row], "here") == name
+
+
+def test_all_formats_of_the_recipe_are_here_and_tested():
+    assert set(FORMATS) == set(SAME_PAIR)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "prompt"),
+    [
+        ("alpaca", {"instruction": "Fix it.", "input": "freind", "chosen": "a", "rejected": "b"}, ["Fix it.\n\nfreind"]),
+        ("alpaca", {"instruction": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
+        ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
+        ("hh", {
+            "chosen": "\n\nHuman: A\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
+            "rejected": "\n\nHuman: A\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
+         ["A", "B\n\nand more", "C"]),
+    ],
+)  # fmt: skip
+def test_what_belongs_to_the_prompt(name, row, prompt):
+    assert [turn["content"] for turn in FORMATS[name].convert(row).prompt] == prompt
+
+
+def _conversation(prompt=(ASK,), chosen=(GOOD,), rejected=(BAD,)):
+    return {"prompt": list(prompt), "chosen": list(chosen), "rejected": list(rejected)}
+
+
+def _said(role, content):
+    return {"role": role, "content": content}
+
+
+UNUSABLE = [
+    ("conversational", {"prompt": [ASK], "chosen": [GOOD]}, Reason.MISSING_FIELD),
+    ("conversational", {"prompt": [ASK], "chosen": [GOOD], "rejected": None}, Reason.MISSING_FIELD),
+    ("conversational", _conversation(chosen=[{"role": "assistant"}]), Reason.MISSING_FIELD),
+    ("conversational", {"prompt": 7, "chosen": [GOOD], "rejected": [BAD]}, Reason.WRONG_TYPE),
+    ("conversational", _conversation(chosen=["Because."]), Reason.WRONG_TYPE),
+    ("conversational", _conversation(chosen=[_said("assistant", 7)]), Reason.WRONG_TYPE),
+    ("conversational", _conversation(chosen=[GOOD, GOOD]), Reason.WRONG_TYPE),
+    ("conversational", _conversation(prompt=[]), Reason.EMPTY_PROMPT),
+    ("conversational", _conversation(prompt=[_said("user", " \n")]), Reason.EMPTY_PROMPT),
+    ("conversational", _conversation(chosen=[]), Reason.EMPTY_RESPONSE),
+    ("conversational", _conversation(rejected=[_said("assistant", "")]), Reason.EMPTY_RESPONSE),
+    ("conversational", _conversation(rejected=[GOOD]), Reason.IDENTICAL),
+    ("conversational", _conversation(rejected=[ASK]), Reason.RESPONSE_ROLE),
+    ("conversational", _conversation(prompt=[ASK, GOOD]), Reason.PROMPT_ROLE),
+    ("conversational", _conversation(prompt=[_said("system", "x")]), Reason.PROMPT_ROLE),
+    ("conversational", _conversation(prompt=[_said("tool", "x")]), Reason.UNKNOWN_ROLE),
+    ("conversational", _conversation(chosen=[{**GOOD, "tool_calls": [{"id": "1"}]}]), Reason.UNSUPPORTED_FIELD),
+    ("conversational", _conversation(prompt=[_said("user", [{"type": "image_url"}])]), Reason.UNSUPPORTED_FIELD),
+    ("conversational", _conversation(prompt=[_said("user", "a\0b")]), Reason.BAD_UNICODE),
+    ("conversational", _conversation(prompt=[_said("user", "a\ud800b")]), Reason.BAD_UNICODE),
+    ("conversational", {"prompt": "Other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [_said("user", "Who?"), BAD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD, ASK, BAD], "rejected": [ASK, BAD, ASK, GOOD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, Reason.IDENTICAL),
+    ("implicit_prompt", {"chosen": [GOOD], "rejected": [BAD]}, Reason.EMPTY_PROMPT),
+    ("hh", {"chosen": "Human: hi", "rejected": "\n\nHuman: hi\n\nAssistant: a"}, Reason.BAD_TRANSCRIPT),
+    (
+        "hh",
+        {"chosen": "\n\nHuman: A\n\nAssistant: a", "rejected": "\n\nHuman: B\n\nAssistant: b"},
+        Reason.PROMPTS_DIFFER,
+    ),
+    ("hh", {"chosen": "\n\nHuman: A\n\nAssistant:", "rejected": "\n\nHuman: A\n\nAssistant: b"}, Reason.EMPTY_RESPONSE),
+    ("openai", {"input": [ASK], "preferred_output": [GOOD], "non_preferred_output": [BAD]}, Reason.WRONG_TYPE),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "robot", "value": "x"}], "chosen": {}, "rejected": {}},
+        Reason.UNKNOWN_ROLE,
+    ),
+    ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "reason"), UNUSABLE)
+def test_a_row_that_is_no_pair_says_why(name, row, reason):
+    with pytest.raises(Quarantined) as caught:
+        FORMATS[name].convert(row)
+    assert caught.value.reason is reason
+    assert caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ({"annotator1": 1, "annotator2": 2, "annotator3": 0}, Reason.TIE),  # nobody has two of three
+        ({"annotator1": 0, "annotator2": 0, "annotator3": 1}, Reason.TIE),  # the majority says tie
+        ({"annotator1": 1, "annotator2": 2}, Reason.TIE),  # one of two is no majority
+        ({"winner": "tie"}, Reason.TIE),
+        ({"label": 3}, Reason.UNKNOWN_LABEL),
+        ({"label": None}, Reason.MISSING_FIELD),
+        ({}, Reason.MISSING_FIELD),
+    ],
+)
+def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
+    with pytest.raises(Quarantined) as caught:
+        FORMATS["comparison"].convert({"instruction": "A", "response1": "a", "response2": "b", **labels})
+    assert caught.value.reason is reason
+
+
+def test_detection_follows_most_rows_and_says_what_it_considered():
+    strings, odd = SAME_PAIR["strings"][0], {"a": 1}
+    assert detect([odd, strings, strings], "here") == "strings"
+    with pytest.raises(DataError) as caught:
+        detect([{"question_text": "x", "answer": "y"}], "data.jsonl")
+    for word in ("data.jsonl", "question_text, answer", *FORMATS, "`format`"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("file", "format"),
+    [
+        ("conversational-explicit-prompt.jsonl", "conversational"),
+        ("conversational-implicit-prompt.jsonl", "implicit_prompt"),
+    ],
+)
+def test_two_spellings_of_published_rows_give_the_same_pairs(shared_data: Path, file, format):
+    """The two files hold the same 300 rows in two forms; the first is the schema itself, so it is the oracle."""
+    schemas = shared_data / "schemas"
+    wanted = [json.loads(line) for line in (schemas / "conversational-explicit-prompt.jsonl").open("rb")]
+    rows = [json.loads(line) for line in (schemas / file).open("rb")]
+    assert detect(rows[:32], file) == format
+    for row, expected in zip(rows, wanted, strict=True):
+        pair = FORMATS[format].convert(row)
+        assert [list(pair.prompt), list(pair.chosen), list(pair.rejected)] == list(expected.values())

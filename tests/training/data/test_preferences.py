@@ -1,0 +1,144 @@
+"""The `preferences` job: real files counted, every row accounted for, splits that never move."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.contract.errors import DataError
+from training.data.preferences import split_of
+
+GOOD = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}
+
+# Rows and usable pairs of each published file. What is missing was counted over the raw rows by a few other lines:
+# hh: prompts before the last "\n\nAssistant:" equal (9 differ), both answers and all turns non-blank (4), different (2);
+# pandalm: text responses (6 are JSON booleans) where 1 or 2 has two of three votes (105 not) and neither is blank (52);
+# rasbt: chosen != rejected (6 equal).
+PUBLISHED = {
+    "preferences/hh-rlhf.helpful-base.test.jsonl": ("hh", 2354, 2339),
+    "preferences/llama-factory.dpo_en_demo.json": ("sharegpt", 300, 300),
+    "preferences/rasbt.instruction-data-with-preference.json": ("alpaca", 1100, 1094),
+    "preferences/azure.orca_dpo_pairs.validation.jsonl": ("openai", 284, 284),
+    "preferences/pandalm.testset-v1.json": ("comparison", 999, 836),
+    "schemas/conversational-explicit-prompt.jsonl": ("conversational", 300, 300),
+    "schemas/conversational-implicit-prompt.jsonl": ("implicit_prompt", 300, 300),
+    "schemas/strings-prompt-chosen-rejected.jsonl": ("strings", 300, 300),
+}
+CLEANED = {
+    "hh-helpful-base": "hh-rlhf.helpful-base.test.jsonl",
+    "rasbt-politeness": "rasbt.instruction-data-with-preference.json",
+    "llama-factory-dpo-en": "llama-factory.dpo_en_demo.json",
+    "azure-orca-dpo": "azure.orca_dpo_pairs.validation.jsonl",
+    "pandalm-human": "pandalm.testset-v1.json",
+}
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("file", PUBLISHED)
+def test_published_files(workshop, shared_data, file):
+    format, rows, pairs = PUBLISHED[file]
+    done = workshop.preferences({"path": str(shared_data / file)})
+    counts = done.details["counts"]
+    assert (counts["rows_read"], counts["pairs"], counts["quarantined"]) == (rows, pairs, rows - pairs)
+    assert list(done.details["formats"].values()) == [format]
+    assert len(done.table("preferences.parquet")) == pairs
+    assert len(done.table("quarantine.parquet")) == rows - pairs == sum(done.details["reasons"].values())
+
+
+@pytest.mark.shared
+def test_rows_agree_with_an_independent_cleaning_of_the_same_files(workshop, shared_data):
+    """`preferences-real.jsonl` was made from these files by other code, which dropped more and stripped blanks."""
+    done = workshop.preferences({"path": str(shared_data / "preferences")})
+    made = {(row["source"], row["line"] - 1): row for row in done.table("preferences.parquet")}
+    rows = map(json.loads, (shared_data / "preferences-real.jsonl").open("rb"))
+    origins = map(json.loads, (shared_data / "preferences-real.meta.jsonl").open("rb"))
+    compared = stripped = 0
+    for row, origin in zip(rows, origins, strict=True):
+        if origin["source"] in CLEANED:
+            ours = made[CLEANED[origin["source"]], origin["row"]]
+            compared += 1
+            for part in ("prompt", "chosen", "rejected"):
+                stripped += ours[part] != row[part]
+                texts = [[turn["content"].strip() for turn in turns] for turns in (ours[part], row[part])]
+                assert texts[0] == texts[1], (origin, part)
+    assert (compared, stripped) == (2281 + 1092 + 751 + 280 + 264, 3)
+
+
+def test_nothing_is_dropped_silently(workshop):
+    bad = ['{"prompt": "x"', {"prompt": "x", "chosen": "a", "rejected": "a"}, "[]", {**GOOD, "prompt": "a\ud800"}]
+    done = workshop.rows([GOOD, *bad])
+    assert done.details["counts"] == {"rows_read": 5, "pairs": 1, "quarantined": 4, "train": 1, "validation": 0}
+    assert [(row["line"], row["reason"]) for row in done.table("quarantine.parquet")] == [
+        (2, "bad JSON"), (3, "chosen equals rejected"), (4, "not an object"), (5, "invalid unicode"),
+    ]  # fmt: skip
+    assert done.table("quarantine.parquet")[0]["text"] == bad[0]
+    [row] = done.table("preferences.parquet")
+    assert row == {
+        "row": 0, "split": "train", "source": "rows0.jsonl", "line": 1,
+        "prompt": [{"role": "user", "content": "Why?"}], "chosen": [{"role": "assistant", "content": "Because."}],
+        "rejected": [{"role": "assistant", "content": "No idea."}],
+    }  # fmt: skip
+
+
+def test_a_given_format_overrides_detection(workshop):
+    done = workshop.rows(
+        [GOOD, {"chosen": "\n\nHuman: A\n\nAssistant: a", "rejected": "\n\nHuman: A\n\nAssistant: b"}], "hh"
+    )
+    assert done.details["formats"] == {"rows0.jsonl": "hh"}
+    assert done.details["reasons"] == {"not a transcript": 1}
+
+
+def test_the_fingerprint_is_of_the_pairs_and_not_of_the_files(workshop, tmp_path):
+    conversation = {
+        "prompt": [{"role": "user", "content": "Why?"}], "rejected": [{"role": "assistant", "content": "No idea."}],
+        "chosen": [{"role": "assistant", "content": "Because."}],
+    }  # fmt: skip
+    same = [workshop.rows([GOOD]), workshop.rows(["{", GOOD]), workshop.rows([conversation])]
+    assert len({done.made.fingerprint for done in same}) == 1
+    others = [
+        workshop.rows([GOOD, {**GOOD, "prompt": "Who?"}]), workshop.rows([{**GOOD, "prompt": "Who?"}, GOOD]),
+        workshop.rows([{**GOOD, "chosen": "So."}]), workshop.rows([GOOD], fraction=0.9999),
+    ]  # fmt: skip
+    assert len({done.made.fingerprint for done in [same[0], *others]}) == 5
+
+
+@pytest.mark.parametrize(("rows", "words"), [([], "no row at all"), (["{", GOOD | {"chosen": ""}], "1 x bad JSON")])
+def test_data_without_a_pair_is_refused(workshop, rows, words):
+    with pytest.raises(DataError, match=words):
+        workshop.rows(rows)
+
+
+def test_split_by_hand():
+    """sha256 of the canonical JSON of the prompt, as a number in [0, 1), against the fraction."""
+    prompt = [{"role": "user", "content": "Wie heißt du?"}]
+    text = '[{"content":"Wie heißt du?","role":"user"}]'
+    place = int(hashlib.sha256(text.encode()).hexdigest(), 16) / 2**256
+    assert split_of(prompt, place + 1e-9) == "validation"
+    assert split_of(prompt, place - 1e-9) == "train"
+
+
+PROMPTS = st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(PROMPTS, st.floats(0, 0.99), st.floats(0, 0.99))
+def test_a_larger_fraction_keeps_what_was_validation(prompts, one, other):
+    small, large = sorted((one, other))
+    for prompt in prompts:
+        turns = [{"role": "user", "content": prompt}]
+        assert split_of(turns, small) == "train" or split_of(turns, large) == "validation"
+
+
+def test_splits_stay_as_data_grows_and_follow_the_prompt(workshop):
+    rows = [{**GOOD, "prompt": f"Q{n // 2}", "chosen": f"A{n}"} for n in range(400)]
+    first = {
+        row["chosen"][0]["content"]: row["split"]
+        for row in workshop.rows(rows[:100], fraction=0.3).table("preferences.parquet")
+    }
+    grown = workshop.rows(rows[::-1], fraction=0.3)
+    later = {row["chosen"][0]["content"]: row["split"] for row in grown.table("preferences.parquet")}
+    assert first.items() <= later.items()
+    assert all(later[f"A{n}"] == later[f"A{n + 1}"] for n in range(0, 400, 2))
+    assert 0.2 < grown.details["counts"]["validation"] / 400 < 0.4

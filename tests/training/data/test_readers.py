@@ -1,0 +1,141 @@
+"""Reading: what each kind of file holds, bad rows named by their line, and unusable places refused by name."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from training.contract.errors import DataError
+from training.contract.recipe import DataSource
+from training.data.messages import Reason
+from training.data.readers import open_source
+
+ROWS = [{"prompt": f"Question {n}?\u2028\r", "chosen": 'yes, "really"\nyes', "rejected": "no"} for n in range(3)]
+
+
+def _records(path):
+    return [record for file in open_source(DataSource(path=str(path))) for record in file.read()]
+
+
+def _jsonl(path: Path) -> None:
+    path.write_bytes(b"\n".join(json.dumps(row, ensure_ascii=False).encode() for row in ROWS))
+
+
+def _csv(path: Path) -> None:
+    quoted = [",".join('"' + value.replace('"', '""') + '"' for value in row.values()) for row in ROWS]
+    path.write_bytes("\r\n".join(["prompt,chosen,rejected", *quoted, ""]).encode("utf-8-sig"))
+
+
+WRITERS = {
+    "a.jsonl": _jsonl,
+    "b.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS)),
+    "c.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
+    "d.json": _jsonl,
+    "e.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
+    "f.csv": _csv,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_kind_of_file_gives_the_rows_written(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    records = _records(tmp_path / name)
+    assert [dict(record.value) for record in records] == ROWS
+    assert [record.line for record in records] == [1, 2, 3]
+    assert not any(record.problem for record in records)
+
+
+BAD_LINES = [
+    (b'{"a": 1', Reason.BAD_JSON),
+    (b'{"a": NaN}', Reason.BAD_JSON),
+    (b'{"a": -Infinity}', Reason.BAD_JSON),
+    (b'{"a": ' + b"9" * 5000 + b"}", Reason.BAD_JSON),
+    (b"[" * 100_000 + b"]" * 100_000, Reason.BAD_JSON),
+    (b'{"a": 1, "a": 2}', Reason.DUPLICATE_KEY),
+    (b'{"x": [{"a": 1, "a": 1}]}', Reason.DUPLICATE_KEY),
+    (b"[1, 2]", Reason.NOT_AN_OBJECT),
+    (b'"text"', Reason.NOT_AN_OBJECT),
+    (b"null", Reason.NOT_AN_OBJECT),
+    (b'{"a": "\xff"}', Reason.BAD_UNICODE),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES, ids=lambda value: str(value)[:30])
+def test_a_bad_line_spoils_itself_only(tmp_path, line, reason):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n\n' + line + b'\n{"a": 2}')
+    first, bad, last = _records(path)
+    assert (first.value, last.value, last.line) == ({"a": 1}, {"a": 2}, 4)
+    assert bad.problem is not None
+    assert (bad.problem.reason, bad.line) == (reason, 3)
+    assert bad.text.encode()
+
+
+@pytest.mark.parametrize(("line", "reason"), [case for case in BAD_LINES if case[1] is not Reason.BAD_UNICODE][1:4:2])
+def test_a_bad_element_of_a_list_spoils_itself_only(tmp_path, line, reason):
+    path = tmp_path / "rows.json"
+    path.write_bytes(b'[{"a": 1},\n ' + line + b' , {"a": 2}]\n')
+    first, bad, last = _records(path)
+    assert (first.value, last.value, last.line) == ({"a": 1}, {"a": 2}, 3)
+    assert bad.problem is not None
+    assert bad.problem.reason is reason
+
+
+def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n3\n4,5,6\n")
+    assert [record.problem and record.problem.reason for record in _records(path)] == [
+        None, Reason.MISSING_FIELD, Reason.MISSING_FIELD,
+    ]  # fmt: skip
+
+
+def test_folders_and_globs_are_read_in_name_order(tmp_path):
+    for name in ("b/2.jsonl", "a/1.jsonl", "c.jsonl", ".hidden.jsonl", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"a": 1}\n')
+    names = [file.name for file in open_source(DataSource(path=str(tmp_path)))]
+    assert names == ["a/1.jsonl", "b/2.jsonl", "c.jsonl"]
+    assert [file.name for file in open_source(DataSource(path=str(tmp_path / "*/*.jsonl")))] == names[:2]
+    assert [file.name for file in open_source(DataSource(path=str(tmp_path / "**/[12].jsonl")))] == names[:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("missing.jsonl", None, "does not exist"),
+        ("*.jsonl", None, "matches no file"),
+        ("notes.txt", "x", "'.txt'; expected one of .jsonl"),
+        ("broken.json", '[{"a": 1}, {"a"', "not a complete JSON list"),
+        ("after.json", "[] []", "extra data"),
+        ("text.json", "hello", "expected a JSON list"),
+        ("fake.parquet", "hello", "cannot be read as Parquet"),
+        ("open.csv", 'a\n"x', "is not CSV"),
+    ],
+)
+def test_an_unusable_place_is_refused_by_name(tmp_path, name, content, words):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError) as caught:
+        _records(tmp_path / name)
+    assert str(tmp_path / name) in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_folder_without_data_is_refused_with_what_it_holds(tmp_path):
+    (tmp_path / "README.md").write_text("x")
+    with pytest.raises(DataError, match=r"no file of the kinds .*README\.md"):
+        _records(tmp_path)
+
+
+def test_a_data_set_is_read_as_the_datasets_library_reads_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "set" / "train-00000.parquet")
+    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="train"))
+    assert [dict(record.value) for record in file.read()] == ROWS
+    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="nowhere"))
+    with pytest.raises(DataError, match="split nowhere"):
+        list(file.read())

@@ -1,0 +1,164 @@
+"""Tokenizers and chat templates: identities that follow what they do, and refusals that name the fix."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from training.contract.errors import TemplateError
+from training.data.template import PROBES, ChatTemplate, Rejected, read_spec
+from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+
+pytestmark = pytest.mark.shared
+GEMMA_LIKE = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+)
+# As in Llama 3.2: the date of today unless one is given.
+DATED = (
+    "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
+    "{{- date_string }}{%- for m in messages %}{{- m['content'] + '<|im_end|>' }}{%- endfor %}"
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text):
+        path = tmp_path / "template.jinja"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def copied(tiny_chat, tmp_path):
+    """tiny-chat's tokenizer in a folder of another name, with one of its files edited."""
+
+    def copied(name="tokenizer_config.json", remove_template=False, **changes):
+        folder = tmp_path / f"copy-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(tiny_chat / file, folder / file)
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, **changes}))
+        if remove_template:
+            (folder / "chat_template.jinja").unlink()
+        return folder
+
+    return copied
+
+
+@pytest.mark.parametrize("name", ["models/tiny-chat", "tokenizers/qwen2.5", "tokenizers/phi-3-mini"])
+def test_renderings_are_those_of_transformers(shared_data, name):
+    tokenizer = AutoTokenizer.from_pretrained(shared_data / name)
+    template = ChatTemplate(tokenizer, {})
+    for turns in PROBES:
+        for prompt in (False, True):
+            expected = tokenizer.apply_chat_template(list(turns), tokenize=False, add_generation_prompt=prompt)
+            assert template.render(turns, prompt)["text"] == expected
+
+
+def test_the_spec_holds_what_tokenizing_needs(workshop, tiny_chat):
+    done = workshop.tokenizer(tiny_chat, max_length=77, over_length="error")
+    spec = read_spec(done.folder)
+    assert (spec["max_length"], spec["over_length"], spec["train_on"]) == (77, "error", "last_response")
+    assert spec["template"] == (tiny_chat / "chat_template.jinja").read_text()
+    assert (spec["vocabulary"], spec["special_ids"]["eos_token_id"]) == (2048, 2)
+    assert spec["end_of_turn"] == {"<|im_end|>": 1}
+    written = load_tokenizer(str(done.folder / "tokenizer"))
+    assert tokenizer_fingerprint(written) == spec["tokenizer_fingerprint"]
+    assert written.chat_template == spec["template"]
+    assert {path.name for path in (done.folder / "tokenizer").iterdir()} == {
+        "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    assert str(tiny_chat) not in "".join(path.read_text() for path in done.folder.rglob("*.*") if path.is_file())
+
+
+def test_folder_padding_and_place_of_the_template_change_no_identity(workshop, tiny_chat, copied):
+    text = (tiny_chat / "chat_template.jinja").read_text()
+    truncating = {"direction": "Right", "max_length": 16, "strategy": "LongestFirst", "stride": 0}
+    same = [
+        tiny_chat,
+        copied(),
+        copied(padding_side="left", pad_token="<|im_start|>", model_max_length=9),
+        copied("tokenizer.json", truncation=truncating),
+        copied(remove_template=True, chat_template=text),
+        copied(
+            remove_template=True,
+            chat_template=[{"name": "default", "template": text}, {"name": "rag", "template": "x"}],
+        ),
+    ]
+    assert len({workshop.tokenizer(folder).made.fingerprint for folder in same}) == 1
+
+
+def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write):
+    content = json.loads((tiny_chat / "tokenizer.json").read_text())
+    tokens = [*content["added_tokens"], {**content["added_tokens"][0], "id": 2048, "content": "<|new|>"}]
+    chatml = (tiny_chat / "chat_template.jinja").read_text()
+    prints = [
+        done.made.fingerprint
+        for done in (
+            workshop.tokenizer(tiny_chat),
+            workshop.tokenizer(copied("tokenizer.json", added_tokens=tokens)),
+            workshop.tokenizer(copied(eos_token="<|endoftext|>")),
+            workshop.tokenizer(tiny_chat, write(chatml.replace("assistant\\n", "assistant:\\n"))),
+            workshop.tokenizer(tiny_chat, write(chatml + "{# a comment #}")),
+            workshop.tokenizer(tiny_chat, template_kwargs={"enable_thinking": False}),
+            workshop.tokenizer(tiny_chat, train_on="assistant_turns"),
+            workshop.tokenizer(tiny_chat, max_length=1023),
+            workshop.tokenizer(tiny_chat, over_length="error"),
+        )
+    ]
+    assert len(set(prints)) == len(prints)
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "words"),
+    [
+        (DATED, {}, "strftime_now.*date_string"),
+        ("{{ [1, 2, 3, 4] | random }}{{ messages[0]['content'] }}", {}, "another text each time"),
+        ("{% for m in messages %}", {}, "fails on a question and an answer"),
+        ("{{ raise_exception('no chat here') }}", {}, "no chat here"),
+        ("{{ messages[0]['content'] }}", {"train_on": "assistant_turns"}, r"\{% generation %\}"),
+    ],
+)
+def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write, template, settings, words):
+    with pytest.raises(TemplateError, match=words):
+        workshop.tokenizer(tiny_chat, write(template), **settings)
+
+
+def test_a_dated_template_is_fine_once_the_date_is_given(workshop, tiny_chat, write):
+    done = workshop.tokenizer(tiny_chat, write(DATED), template_kwargs={"date_string": "26 Jul 2024"})
+    assert read_spec(done.folder)["template_kwargs"] == {"date_string": "26 Jul 2024"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral-v3"])
+def test_no_chat_template_anywhere(workshop, shared_data, write, name):
+    folder = shared_data / "tokenizers" / name
+    with pytest.raises(TemplateError, match=r"tokenization\.chat_template"):
+        workshop.tokenizer(folder)
+    given = workshop.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
+    assert list(given.details["end_of_turn"].values()) == [1]
+
+
+def test_places_that_hold_no_tokenizer_are_named(workshop, tmp_path, tiny_chat):
+    with pytest.raises(TemplateError, match=r"nowhere cannot be loaded.*tokenization\.tokenizer"):
+        workshop.tokenizer(tmp_path / "nowhere")
+    with pytest.raises(TemplateError, match=r"chat_template.*missing\.jinja"):
+        workshop.tokenizer(tiny_chat, tmp_path / "missing.jinja")
+
+
+def test_a_refused_role_carries_the_templates_own_words(tiny_chat, write):
+    tokenizer = load_tokenizer(str(tiny_chat))
+    tokenizer.chat_template = GEMMA_LIKE
+    with pytest.raises(Rejected, match="System role not supported"):
+        ChatTemplate(tokenizer, {}).render([{"role": "system", "content": "x"}])
+    assert ChatTemplate(tokenizer, {}).render([{"role": "user", "content": "x"}])["text"] == "user: x<|im_end|>"
+
+
+def test_missing_end_of_turn_is_said(workshop, tiny_chat, write):
+    done = workshop.tokenizer(tiny_chat, write("{% for m in messages %}{{ m['content'] }} {% endfor %}"))
+    assert done.details["end_of_turn"] == {}
+    assert "will not learn where to stop" in done.events.read_text()

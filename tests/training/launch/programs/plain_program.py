@@ -1,0 +1,56 @@
+"""One light process that does what `settings["act"]` says: how the outside of a job behaves, without torch."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from training.contract.events import EventWriter
+from training.contract.job import Failure, Job
+
+# Ignores SIGTERM, in a session of its own, and its parent is gone: what a signal to a process group would miss.
+_STUBBORN_ORPHAN = (
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.fork() and os._exit(0); "
+    "os.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+)
+
+
+def main() -> None:
+    job = Job.read(Path(sys.argv[1]))
+    events = EventWriter(job.events, keep=job.checkpoints.exists())
+    act = job.settings["act"]
+    if act == "status":
+        print("the last thing it said")
+        sys.exit(3)
+    if act == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if act == "half_a_failure":
+        job.error.write_text('{"type": "Val')
+        sys.exit(1)
+    if act == "data_error":
+        failure = Failure(type="DataError", message="row 7 is not a pair", rank=0, traceback="")
+        job.error.write_text(failure.model_dump_json())
+        sys.exit(1)
+    if act == "answered":
+        events.emit("step", step=1, loss=0.5)
+        while not (job.folder / "answer").exists():
+            time.sleep(0.01)
+        events.emit("step", step=2, loss=0.25)
+    if act == "signals":
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        events.emit(
+            "note",
+            interrupt=signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+            terminate=signal.getsignal(signal.SIGTERM) is signal.SIG_DFL,
+            blocked=sorted(blocked),
+        )
+    if act == "orphan":
+        orphan = subprocess.Popen([sys.executable, "-c", _STUBBORN_ORPHAN], stdout=subprocess.PIPE, text=True)
+        events.emit("note", pids=[os.getpid(), int(orphan.stdout.readline())])
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""run_job with real processes: events while they run, the cause when they fail, nothing left when they are cancelled."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from training.contract.errors import JobFailed
+from training.contract.events import Event
+from training.contract.job import Job
+from training.contract.store import Store
+from training.launch.launcher import prepare, run_job
+from training.launch.local import LocalLauncher
+
+LAUNCHER = LocalLauncher("plain_program")
+MakeJob = Callable[..., Job]
+
+
+def run(job: Job, **options) -> list[Event]:
+    events: list[Event] = []
+    run_job(LAUNCHER, job, events.append, **options)
+    return events
+
+
+def failure(job: Job) -> str:
+    with pytest.raises(JobFailed) as caught:
+        run(job)
+    return str(caught.value)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def is_free(lock: Path) -> bool:
+    with open(lock, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_events_arrive_while_the_job_runs(make_job: MakeJob) -> None:
+    """The job takes its second step only once its first one was answered."""
+    job = make_job("answered")
+    steps: list[int] = []
+
+    def answer(event: Event) -> None:
+        steps.append(event["step"])
+        (job.folder / "answer").touch()
+
+    run_job(LAUNCHER, job, answer)
+    assert steps == [1, 2]
+
+
+def test_exit_status_and_last_lines_when_nobody_says_why(make_job: MakeJob) -> None:
+    job = make_job("status")
+    message = failure(job)
+    assert "the policy job failed: exit status 3" in message
+    assert str(job.log) in message
+    assert "the last thing it said" in message
+
+
+def test_signal_is_named(make_job: MakeJob) -> None:
+    assert "it was ended by SIGSEGV" in failure(make_job("segfault"))
+
+
+def test_failure_is_reported_as_its_message(make_job: MakeJob) -> None:
+    job = make_job("data_error")
+    assert failure(job) == f"the policy job failed on rank 0: DataError: row 7 is not a pair; its log is {job.log}"
+
+
+def test_failure_cut_short_falls_back_to_the_exit_status(make_job: MakeJob) -> None:
+    assert "exit status 1" in failure(make_job("half_a_failure"))
+
+
+def test_what_an_earlier_attempt_said_is_gone(make_job: MakeJob) -> None:
+    failure(make_job("data_error"))
+    again = make_job("status")
+    again.events.write_text('{"event": "step", "step": 9, "loss": 1.0}\n')
+    assert "exit status 3" in failure(again)
+    assert again.events.read_text() == ""
+
+
+def test_events_of_a_job_with_checkpoints_stay(make_job: MakeJob) -> None:
+    job = make_job("answered")
+    job.checkpoints.mkdir(parents=True)
+    (job.folder / "answer").touch()
+    job.events.write_text('{"event": "step", "step": 0, "loss": 1.0}\n')
+    assert [event["step"] for event in run(job)] == [0, 1, 2]
+
+
+def test_signals_are_restored(make_job: MakeJob) -> None:
+    """A shell's background job has SIGINT ignored; here SIGTERM is ignored as well and SIGUSR1 blocked."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        (note,) = run(make_job("signals"))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (note["interrupt"], note["terminate"], note["blocked"]) == (True, True, [])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, error: type[BaseException]) -> None:
+    """Below the job there is an orphan in another session that ignores SIGTERM; it is gone when the exception is out."""
+    job = make_job("orphan")
+    pids: list[int] = []
+
+    def stop(event: Event) -> None:
+        pids.extend(event["pids"])
+        assert all(map(alive, pids))
+        raise error
+
+    with Store(job.store).lock("policy", "key") as lock:
+        started = Path(lock.name)
+        with pytest.raises(error):
+            run_job(LAUNCHER, job, stop, lock=lock)
+    assert not any(map(alive, pids))
+    assert is_free(started)
+
+
+def test_the_job_holds_the_lock_when_its_launcher_does_not(make_job: MakeJob) -> None:
+    job = make_job("answered")
+    prepare(job)
+    with Store(job.store).lock("policy", "key") as lock:
+        handle = LAUNCHER.start(job, lock)
+        path = Path(lock.name)
+    assert not is_free(path)
+    (job.folder / "answer").touch()
+    while handle.poll() is None:
+        time.sleep(0.01)
+    assert is_free(path)
+
+
+def test_cancel_may_be_called_again(make_job: MakeJob) -> None:
+    job = make_job("answered")
+    prepare(job)
+    handle = LAUNCHER.start(job)
+    handle.cancel()
+    handle.cancel()
+    assert handle.poll() == 128 + signal.SIGTERM
+
+
+def test_importing_the_launcher_leaves_torch_out() -> None:
+    code = "import sys, training.launch.local; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

@@ -1,0 +1,164 @@
+"""Two real ranks under torchrun: what they make, how their failures are told, and that none of them is ever left behind."""
+
+import ipaddress
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from training.contract.errors import JobFailed
+from training.contract.events import Event, read_events
+from training.contract.job import Job
+from training.contract.store import Store
+from training.launch.launcher import prepare, run_job
+from training.launch.local import LocalLauncher
+
+LAUNCHER = LocalLauncher("ranked_program")
+LAUNCH = Path(__file__).parent / "programs" / "launch_program.py"
+MakeJob = Callable[..., Job]
+pytestmark = pytest.mark.slow
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of `pids` that still run; a dead process that nobody has waited for does not."""
+    found = []
+    for pid in pids:
+        stat = Path(f"/proc/{pid}/stat")
+        if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            found.append(pid)
+    return found
+
+
+def all_gone(pids: list[int], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pids)
+
+
+def pids_of(note: Event) -> list[int]:
+    return [*note["ranks"], note["torchrun"], note["supervisor"]]
+
+
+def first_event(job: Job) -> Event:
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        for event in read_events(job.events):
+            return event
+        time.sleep(0.05)
+    raise AssertionError(f"no event within 90 seconds; the log says\n{job.log.read_text()}")
+
+
+def run_and_fail(job: Job, on_event: Callable[[Event], None]) -> tuple[str, float]:
+    """The message of the failure, and the seconds since the first event."""
+    times: list[float] = []
+
+    def timed(event: Event) -> None:
+        times.append(time.monotonic())
+        on_event(event)
+
+    with pytest.raises(JobFailed) as caught:
+        run_job(LAUNCHER, job, timed)
+    return str(caught.value), time.monotonic() - times[0]
+
+
+def listening(pid: int) -> list[str]:
+    """The addresses on which a process accepts TCP connections, from /proc/net/tcp (hexadecimal, words little-endian)."""
+    sockets = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                words = bytes.fromhex(fields[1].partition(":")[0])
+                packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.append(str(ipaddress.ip_address(packed)))
+    return found
+
+
+def test_two_ranks_publish_one_artifact(make_job: MakeJob) -> None:
+    job = make_job("write", ranks=2)
+    run_job(LAUNCHER, job, lambda event: None)
+    artifact = Store(job.store).find("policy", job.derivation.key)
+    assert artifact is not None
+    assert [artifact.file(f"rank-{rank}.txt").read_text() for rank in range(2)] == ["0 of 2", "1 of 2"]
+    assert artifact.details == {"ranks": 2}
+    assert not job.staging.exists()
+
+
+def test_refusal_of_one_rank_is_the_cause_though_the_other_waits_for_it(make_job: MakeJob) -> None:
+    job = make_job("rank_1_refuses", ranks=2)
+    message, seconds = run_and_fail(job, lambda event: None)
+    assert message == (
+        f"the policy job failed on rank 1: TrainingError: the loss at step 0 is 0.7, expected ln 2; its log is {job.log}"
+    )
+    assert seconds < 20
+
+
+def test_unexpected_error_comes_with_its_traceback(make_job: MakeJob) -> None:
+    message, _ = run_and_fail(make_job("rank_1_breaks", ranks=2), lambda event: None)
+    assert message.startswith("the policy job failed on rank 1: IndexError: row 12 of 10; its log is ")
+    assert 'raise IndexError("row 12 of 10")' in message
+
+
+def test_killed_rank_is_named_with_its_signal(make_job: MakeJob) -> None:
+    """Not gloo's "connection closed" on rank 0, and not after gloo's timeout of minutes."""
+    pids: list[int] = []
+
+    def kill(note: Event) -> None:
+        pids.extend(pids_of(note))
+        assert all(address in ("127.0.0.1", "::1") for pid in pids for address in listening(pid))
+        assert any(listening(pid) for pid in note["ranks"])
+        os.kill(note["ranks"][1], signal.SIGKILL)
+
+    message, seconds = run_and_fail(make_job("train_for_ever", ranks=2), kill)
+    assert message.startswith("the policy job failed: rank 1 was ended by SIGKILL")
+    assert seconds < 20
+    assert not alive(pids)
+
+
+def test_killed_torchrun_takes_its_ranks_along(make_job: MakeJob) -> None:
+    pids: list[int] = []
+
+    def kill(note: Event) -> None:
+        pids.extend(pids_of(note))
+        os.kill(note["torchrun"], signal.SIGKILL)
+
+    message, seconds = run_and_fail(make_job("train_for_ever", ranks=2), kill)
+    assert "it was ended by SIGKILL" in message
+    assert seconds < 5
+    assert not alive(pids)
+
+
+def test_killed_supervisor_takes_everything_along(make_job: MakeJob) -> None:
+    pids: list[int] = []
+
+    def kill(note: Event) -> None:
+        pids.extend(pids_of(note))
+        os.kill(note["supervisor"], signal.SIGKILL)
+
+    message, _ = run_and_fail(make_job("train_for_ever", ranks=2), kill)
+    assert "its supervisor was ended by SIGKILL" in message
+    assert all_gone(pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_job_whose_launcher_ends(make_job: MakeJob, number: signal.Signals) -> None:
+    """SIGINT goes to the process group, as Ctrl-C in a terminal does. Whoever then gets the lock finds nobody at work."""
+    job = make_job("train_for_ever", ranks=2)
+    prepare(job)
+    launcher = subprocess.Popen([sys.executable, str(LAUNCH), str(job.path)], start_new_session=True)
+    pids = pids_of(first_event(job))
+    assert len(alive(pids)) == 4
+    started = time.monotonic()
+    (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
+    with Store(job.store).lock(job.artifact, job.derivation.key):
+        at_work = alive(pids[:-1])
+    assert at_work == []
+    assert all_gone(pids, 5.0 - (time.monotonic() - started))
+    launcher.wait(timeout=5)

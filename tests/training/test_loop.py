@@ -1,0 +1,336 @@
+"""Preference tuning against a naive loop, against itself cut and spread in other ways, and killed and taken up again."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from training.contract.errors import TrainingError
+from training.contract.events import EventWriter, read_events
+from training.contract.job import Job
+from training.contract.logprob_table import LogProbTable
+from training.contract.recipe import Training
+from training.contract.store import Made
+from training.contract.weights import weights_fingerprint, weights_identity
+from training.data.packing import epoch_order
+from training.distributed import Group
+from training.loop import run
+from training.model.load import load_model
+
+ALONE = Group(0, 1, torch.device("cpu"))
+SIDES = ("chosen", "rejected")
+BETA, RATE, CLIP = 0.5, 3e-3, 1.0
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "loss": {"beta": BETA},
+        "batch_size": 8,
+        "micro_tokens": 128,
+        "optimizer": {"learning_rate": RATE, "weight_decay": 0.1},
+        "schedule": {"type": "constant", "warmup_ratio": 0.0},
+        "max_grad_norm": CLIP,
+        "max_steps": 12,
+    }
+    return Training.model_validate(fields | changes).model_dump(mode="json")
+
+
+def tune(job: Job) -> Made:
+    return run(job, ALONE, EventWriter(job.events, keep=True))
+
+
+def told(job: Job, event: str = "step") -> list[dict[str, Any]]:
+    return [e for e in read_events(job.events) if e["event"] == event]
+
+
+def losses(job: Job) -> list[float]:
+    return [e["loss"] for e in told(job)]
+
+
+def naive_losses(world: Any, steps: int) -> Iterator[float]:
+    """DPO as its paper says: one unpadded sequence at a time, torch's own AdamW and clipping, nothing of ours but the
+    order of the data."""
+    model = AutoModelForCausalLM.from_pretrained(world.model)
+    table = load_file(world.reference / "logprobs.safetensors")
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    spared = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, foreach=False)
+    train = world.split("train")
+    per_epoch = math.ceil(len(train) / 8)
+    for step in range(steps):
+        order = epoch_order(len(train), 0, step // per_epoch)[step % per_epoch * 8 :][:8]
+        total = torch.zeros(())
+        for i in order:
+            chosen, rejected = (world.plain_logprob(model, train[i], side) for side in SIDES)
+            margin = BETA * ((chosen - table["chosen_logprobs"][i]) - (rejected - table["rejected_logprobs"][i]))
+            total = total - torch.nn.functional.logsigmoid(margin)
+        optimizer.zero_grad()
+        (total / len(order)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        yield total.item() / len(order)
+
+
+def test_losses_are_those_of_a_naive_loop(tiny_world):
+    job = tiny_world.job("policy", settings())
+    tune(job)
+    expected = list(naive_losses(tiny_world, 12))
+    assert expected[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert min(expected[-3:]) < 0.6
+    assert losses(job) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("micro_tokens", [1, 40, 100_000])
+def test_micro_batches_change_nothing(tiny_world, micro_tokens: int):
+    usual = tiny_world.job("policy", settings(), "usual")
+    other = tiny_world.job("policy", settings(micro_tokens=micro_tokens), "other")
+    tune(usual)
+    tune(other)
+    assert losses(other) == pytest.approx(losses(usual), abs=1e-5)
+
+
+def test_what_is_told_and_written(tiny_world):
+    job = tiny_world.job("policy", settings(), evaluate_every=5)
+    made = tune(job)
+    assert [e["step"] for e in told(job)] == list(range(1, 13))
+    assert [e["step"] for e in told(job, "eval")] == [0, 5, 10, 12]
+    first, last = told(job)[0], told(job)[-1]
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
+    assert first["learning_rate"] == RATE and first["grad_norm"] > 0 and first["tokens_per_second"] > 0
+    assert told(job, "progress")[-1]["done"] == 12
+    assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
+    names = {p.name for p in job.staging.iterdir()}
+    expected = {"config.json", "model.safetensors", "generation_config.json", "tokenizer_config.json"}
+    assert names >= expected | {"training.json", "recipe.json", "metrics.json", "events.jsonl"}
+    details = json.loads((job.staging / "metrics.json").read_text())
+    assert details == made.details
+    assert details["step0_loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert details["rewards_finite"] is True
+    assert details["series"]["steps"] == list(range(1, 13))
+    assert details["series"]["loss"] == losses(job)
+    assert details["tokens"] == sum(len(e[f"{s}_ids"]) for e in steps_examples(tiny_world, 12) for s in SIDES)
+
+
+def steps_examples(world: Any, steps: int) -> list[dict[str, Any]]:
+    train = world.split("train")
+    orders = [epoch_order(len(train), 0, epoch) for epoch in range(steps)]
+    batches = [order[at : at + 8] for order in orders for at in range(0, len(train), 8)]
+    return [train[i] for batch in batches[:steps] for i in batch]
+
+
+def test_held_out_metrics_are_those_of_the_written_policy(tiny_world):
+    """The last eval event, computed again from the policy's folder with plain transformers."""
+    job = tiny_world.job("policy", settings())
+    tune(job)
+    model = AutoModelForCausalLM.from_pretrained(job.staging)
+    table, train = load_file(tiny_world.reference / "logprobs.safetensors"), len(tiny_world.split("train"))
+    margins = []
+    with torch.no_grad():
+        for i, example in enumerate(tiny_world.split("validation"), train):
+            chosen, rejected = (float(tiny_world.plain_logprob(model, example, s)) for s in SIDES)
+            reference = table["chosen_logprobs"][i] - table["rejected_logprobs"][i]
+            margins.append(BETA * (chosen - rejected - float(reference)))
+    found = told(job, "eval")[-1]
+    assert found["eval/rewards/margins"] == pytest.approx(np.mean(margins), abs=1e-4)
+    assert found["eval/loss"] == pytest.approx(np.mean([math.log1p(math.exp(-m)) for m in margins]), abs=1e-4)
+    assert found["eval/rewards/accuracies"] == np.mean([m > 0 for m in margins])
+
+
+def test_epochs_without_max_steps(tiny_world):
+    """38 pairs, 8 a batch: 5 steps an epoch."""
+    job = tiny_world.job("policy", settings(max_steps=None, epochs=2))
+    assert tune(job).details["steps"] == 10
+
+
+def test_without_held_out_pairs_there_is_no_evaluation(tmp_path, world_builder):
+    world = world_builder(tmp_path, train=9, validation=0)
+    job = world.job("policy", settings(max_steps=1))
+    assert "eval" not in tune(job).details
+    assert told(job, "eval") == []
+
+
+def shift_reference(world: Any, row: int, nats: float) -> None:
+    table = LogProbTable.read(world.reference, len(world.examples))
+    table.chosen_logprobs[row] += nats
+    table.write(world.reference)
+
+
+def test_a_wrong_reference_row_is_found_before_the_first_step(tiny_world):
+    """Half a nat in one held-out pair: too little to see in the mean loss."""
+    shift_reference(tiny_world, 40, 0.5)
+    job = tiny_world.job("policy", settings())
+    with pytest.raises(TrainingError, match=r"held-out pairs: the loss .* 1 of 7 pairs(.|\n)*row 140: chosen policy"):
+        tune(job)
+    assert told(job) == []
+
+
+def test_errors_that_cancel_in_the_mean_are_found(tiny_world):
+    """All references off by as much on both sides: every margin is still zero and the loss is still ln 2."""
+    table = LogProbTable.read(tiny_world.reference, 45)
+    for column in (table.chosen_logprobs, table.rejected_logprobs):
+        column += 1.0
+    table.write(tiny_world.reference)
+    with pytest.raises(TrainingError, match="8 of 8 pairs differ by more than rounding"):
+        tune(tiny_world.job("policy", settings()))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(tiny_world):
+    """A learning rate of 1e30 ruins the weights in step 1, so step 2 is refused."""
+    job = tiny_world.job("policy", settings(optimizer={"learning_rate": 1e30}))
+    with pytest.raises(TrainingError, match=r"step 2: the loss or its gradient is not finite \(rank 0, rows 1\d\d, 1"):
+        tune(job)
+    assert len(told(job)) == 1
+
+
+def test_bfloat16_learns_like_float32(tiny_world):
+    """Masters keep what bfloat16 would round away: with a rate of 1e-5 a bfloat16 weight near 1 would never move."""
+    exact = tiny_world.job("policy", settings(), "exact")
+    rounded = tiny_world.job("policy", settings(precision="bfloat16"), "rounded")
+    tune(exact)
+    tune(rounded)
+    assert losses(rounded) == pytest.approx(losses(exact), abs=0.05)
+    assert load_file(rounded.staging / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_bfloat16_masters_move_by_less_than_bfloat16_can_tell(tiny_world):
+    job = tiny_world.job(
+        "policy", settings(precision="bfloat16", optimizer={"learning_rate": 1e-6}), checkpoint_every=12
+    )
+    tune(job)
+    masters = load_file(next(job.checkpoints.rglob("model.safetensors")))["model.norm.weight"]
+    assert masters.dtype == torch.float32
+    assert 0 < (masters - 1).abs().max() < 2**-9
+    assert torch.equal(load_file(job.staging / "model.safetensors")["model.norm.weight"].float(), torch.ones(32))
+
+
+def test_dropout_is_on_in_training_only_and_repeats(tmp_path, world_builder):
+    world = world_builder(tmp_path, attention_dropout=0.3)
+    first, again = (world.job("policy", settings(), name) for name in ("first", "again"))
+    assert tune(first).fingerprint == tune(again).fingerprint
+    assert told(first, "eval")[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert losses(first)[0] != pytest.approx(math.log(2), abs=1e-3)
+
+
+def test_the_policy_loads_again(tiny_world):
+    job = tiny_world.job("policy", settings(max_steps=1))
+    tune(job)
+    model = load_model(job.staging, "float32", torch.device("cpu"))
+    assert model.config.tie_word_embeddings
+
+
+RUNNER = """
+import sys
+from pathlib import Path
+from training.contract.events import EventWriter
+from training.contract.job import Job
+from training.distributed import group
+from training.loop import run
+
+job = Job.read(Path(sys.argv[1]))
+with group("cpu") as own:
+    made = run(job, own, EventWriter(job.events if own.is_main else None, keep=True))
+if own.is_main:
+    (job.folder / "made").write_text(made.fingerprint)
+"""
+
+
+def start(job: Job, processes: int = 1) -> subprocess.Popen[bytes]:
+    script = job.folder / "runner.py"
+    script.write_text(RUNNER)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    launcher = torchrun if processes > 1 else []
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    with open(job.log, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(script), str(job.path)], env=environment, stdout=log, stderr=log
+        )
+
+
+def finish(process: subprocess.Popen[bytes], job: Job) -> None:
+    assert process.wait(300) == 0, job.log.read_text()[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [8, 1])
+def test_two_processes_are_one(tiny_world, batch_size: int):
+    """A batch of one pair leaves one of the two ranks with nothing: it must join the exchanges all the same."""
+    alone = tiny_world.job("policy", settings(batch_size=batch_size), "alone")
+    both = tiny_world.job("policy", settings(batch_size=batch_size), "both")
+    tune(alone)
+    finish(start(both, 2), both)
+    assert losses(both) == pytest.approx(losses(alone), abs=1e-5)
+    for name in ("grad_norm", "rewards/chosen", "logps/rejected"):
+        assert [e[name] for e in told(both)] == pytest.approx([e[name] for e in told(alone)], abs=1e-3)
+    # In step 1 every margin is zero, and which way it is rounded decides what counts as accurate.
+    accuracies = [[e["rewards/accuracies"] for e in told(job)][1:] for job in (both, alone)]
+    assert accuracies[0] == accuracies[1]
+    assert told(both, "eval")[-1]["eval/loss"] == pytest.approx(told(alone, "eval")[-1]["eval/loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_every_rank_refuses_what_one_rank_met(tiny_world):
+    """The error names rank and rows whichever rank raises first: both say the same."""
+    job = tiny_world.job("policy", settings(optimizer={"learning_rate": 1e30}))
+    assert start(job, 2).wait(300) != 0
+    assert "step 2: the loss or its gradient is not finite (rank 0, rows 1" in job.log.read_text()
+    assert "; rank 1, rows 1" in job.log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tmp_path, world_builder, processes: int):
+    """SIGKILL somewhere after the second checkpoint; the folder, the events and the weights then equal those of a run
+    that nobody disturbed."""
+    world = world_builder(tmp_path, attention_dropout=0.2)
+    compute = {"checkpoint_every": 20, "evaluate_every": 30, "processes_per_node": processes}
+    calm, killed = (world.job("policy", settings(max_steps=150), n, **compute) for n in ("calm", "killed"))
+    finish(start(calm, processes), calm)
+    kill_after(killed, processes, step=50)
+    assert len(losses(killed)) < 150
+    finish(start(killed, processes), killed)
+    resumed = [e["text"] for e in told(killed, "note")]
+    assert len(resumed) == 1 and resumed[0].startswith("resumed from the checkpoint of step")
+    assert losses(killed) == losses(calm)
+    assert without_time(told(killed, "eval")) == without_time(told(calm, "eval"))
+    weights = [(job.staging / "model.safetensors").read_bytes() for job in (calm, killed)]
+    assert weights[0] == weights[1]
+    facts = [json.loads((job.staging / "metrics.json").read_text()) for job in (calm, killed)]
+    for name in ("series", "tokens", "steps", "step0_loss", "eval"):
+        assert facts[0][name] == facts[1][name]
+
+
+def kill_after(job: Job, processes: int, step: int) -> None:
+    process = start(job, processes)
+    deadline = time.monotonic() + 120
+    while not any(e["step"] >= step for e in told(job)):
+        assert process.poll() is None and time.monotonic() < deadline, job.log.read_text()[-3000:]
+        time.sleep(0.01)
+    ranks = children(process.pid) if processes > 1 else []
+    for pid in (process.pid, *ranks):
+        os.kill(pid, signal.SIGKILL)
+    process.wait()
+    for pid in ranks:
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def children(pid: int) -> list[int]:
+    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def without_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in e.items() if k != "time"} for e in events]

@@ -1,0 +1,377 @@
+"""The reference job on real data, from JSONL to the table, against float64 values by plain transformers."""
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from training import reference
+from training.contract.errors import CorruptArtifact, TrainingError
+from training.contract.events import read_events
+from training.contract.job import Job
+from training.contract.logprob_table import TABLE_FILE, LogProbTable
+from training.contract.memo import Memo
+from training.contract.store import Artifact, Store
+from training.data import pairs, preferences, template
+from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, Pairs
+from training.model.scoring import padded_batches
+
+TOLERANCE = 1e-3  # nats a sequence
+MAX_LENGTH = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """The rows of the published values that fit, as artifacts, and those values."""
+
+    workshop: Any
+    data: Path
+    rows: list[dict[str, Any]]
+    raw: Artifact
+
+    @property
+    def model(self) -> Path:
+        return self.data / "models" / "tiny-chat"
+
+    def pairs(self, train_on: str = "last_response") -> Artifact:
+        settings = {"train_on": train_on, "max_length": MAX_LENGTH, "over_length": "error", "template_kwargs": {}}
+        where = {"tokenizer": str(self.model), "revision": None, "chat_template": None}
+        spec = self.workshop.do(template.run, self.workshop.job("tokenizer", "tokenization_spec", {}, settings, where))
+        inputs = {"raw_preferences": self.raw, "tokenization_spec": spec}
+        return self.workshop.do(pairs.run, self.workshop.job("pairs", "tokenized_pairs", inputs, {}))
+
+    def job(self, of: Artifact | Path) -> Job:
+        return self.workshop.job(
+            "reference",
+            "reference_logprobs",
+            {"tokenized_pairs": of, "reference_model": self.model},
+            {"dtype": "float32"},
+        )
+
+
+def fits(row: dict[str, Any]) -> bool:
+    return all(row[side]["n_total"] <= MAX_LENGTH for side in ("chosen", "rejected"))
+
+
+@pytest.fixture(scope="module")
+def oracle(shared_data: Path, tmp_path_factory, workshop_at: Callable[[Path], Any]) -> Oracle:
+    root = tmp_path_factory.mktemp("oracle")
+    rows = [row for row in json.loads((shared_data / "tiny-chat-logps.json").read_text())["rows"] if fits(row)]
+    lines = (shared_data / "preferences-real.jsonl").read_bytes().split(b"\n")
+    (root / "rows.jsonl").write_bytes(b"".join(lines[row["row"]] + b"\n" for row in rows))
+    workshop = workshop_at(root)
+    where = {"sources": [{"path": str(root / "rows.jsonl"), "format": "auto"}]}
+    settings = {"formats": ["auto"], "validation_fraction": 0.3}
+    raw = workshop.do(preferences.run, workshop.job("preferences", "raw_preferences", {}, settings, where))
+    assert raw.details["counts"]["pairs"] == len(rows) > 300
+    return Oracle(workshop, shared_data, rows, raw)
+
+
+@pytest.fixture(scope="module")
+def last_response(oracle: Oracle) -> tuple[Artifact, Artifact]:
+    of = oracle.pairs()
+    return of, oracle.workshop.do(reference.run, oracle.job(of))
+
+
+def worst_difference(oracle: Oracle, table: Artifact, field: str, which: Callable[[dict[str, Any]], bool]) -> float:
+    """The greatest difference, in nats a sequence, of the rows `which` names."""
+    found = LogProbTable.read(table.folder, len(oracle.rows))
+    return max(
+        abs(getattr(found, f"{side}_logprobs")[n] - oracle.rows[n][side][field])
+        for n in (n for n, row in enumerate(oracle.rows) if which(row))
+        for side in ("chosen", "rejected")
+    )
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_it_agrees_with_float64_one_sequence_at_a_time(oracle, last_response):
+    _, table = last_response
+    worst = worst_difference(oracle, table, "suffix_logp", lambda row: True)
+    print(f"worst difference of a sequence: {worst:.2e} nats")
+    assert worst < TOLERANCE
+    found = LogProbTable.read(table.folder, len(oracle.rows))
+    assert found.chosen_tokens.tolist() == [r["chosen"]["n_total"] - r["chosen"]["n_prompt"] for r in oracle.rows]
+    assert found.rejected_tokens.tolist() == [r["rejected"]["n_total"] - r["rejected"]["n_prompt"] for r in oracle.rows]
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_it_agrees_where_the_template_says_what_is_trained(oracle):
+    meta = [json.loads(line) for line in (oracle.data / "preferences-real.meta.jsonl").read_text().splitlines()]
+    table = oracle.workshop.do(reference.run, oracle.job(oracle.pairs("assistant_turns")))
+    single = [meta[row["row"]]["turns"] == 1 for row in oracle.rows]
+    assert sum(single) > 100
+    assert worst_difference(oracle, table, "mask_logp", lambda row: meta[row["row"]]["turns"] == 1) < TOLERANCE
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_details_and_progress_tell_what_was_done(oracle, last_response):
+    of, table = last_response
+    events = list(read_events(oracle.job(of).events))
+    places = len(oracle.rows) * 2
+    assert {"sequences": places, "hits": 0, "scored": places, "pairs": places // 2, "finite": places // 2}.items() <= (
+        table.details.items()
+    )
+    last = [e for e in events if e["event"] == "progress"][-1]
+    assert last["done"] == last["total"] and last["seconds_left"] == 0
+    assert table.details["tokens"] == sum(
+        r[s]["n_total"] - r[s]["n_prompt"] for r in oracle.rows for s in ("chosen", "rejected")
+    )
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_second_time_everything_is_known_and_the_bits_are_the_same(oracle, last_response):
+    of, table = last_response
+    again = oracle.workshop.do(reference.run, oracle.job(of))
+    assert (again.details["hits"], again.details["scored"]) == (table.details["sequences"], 0)
+    assert again.fingerprint == table.fingerprint
+
+
+RUNNER = """
+import sys
+from pathlib import Path
+from training import reference
+from training.contract.events import EventWriter
+from training.contract.job import Job
+from training.distributed import group
+
+job = Job.read(Path(sys.argv[1]))
+with group("cpu") as ranks:
+    made = reference.run(job, ranks, EventWriter(job.events if ranks.is_main else None))
+    if ranks.is_main:
+        print(made.fingerprint)
+"""
+
+SCORER = """
+import sys
+from pathlib import Path
+import numpy as np
+from training import reference
+from training.contract.events import EventWriter
+from training.contract.job import Job
+from training.contract.memo import Memo
+from training.contract.store import Store
+from training.data.batches import Pairs
+from training.distributed import group
+from training.model.load import load_model
+
+job, rule = Job.read(Path(sys.argv[1])), sys.argv[2]
+with group("cpu") as alone:
+    sequences = reference.Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    model = load_model(job.inputs["reference_model"].folder, "float32", alone.device)
+    every, memo = np.arange(len(sequences)), Memo(Store(job.store), rule)
+    reference.score_missing(model, sequences, every, memo, alone, EventWriter(None), commit_seconds=0)
+"""
+
+
+def start(script: str, job: Job, *arguments: str, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+    path = job.folder / "script.py"
+    path.write_text(script)
+    job.staging.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, *launcher, str(path), str(job.path), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def few(oracle: Oracle, last_response: tuple[Artifact, Artifact], tmp_path_factory) -> Path:
+    """The first hundred pairs, as a folder."""
+    folder = tmp_path_factory.mktemp("few")
+    with pa.ipc.open_stream(last_response[0].folder / PAIRS_FILE) as stream:
+        write_pairs(folder, stream.read_all().slice(0, 100))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(oracle: Oracle, few: Path, tmp_path_factory) -> Artifact:
+    return oracle.workshop.do(reference.run, copy_of(oracle.job(few), tmp_path_factory.mktemp("undisturbed")))
+
+
+def write_pairs(folder: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(folder / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
+        stream.write_table(table)
+
+
+def copy_of(job: Job, root: Path) -> Job:
+    """The same job with an empty store of its own."""
+    copy = job.model_copy(update={"store": root / "store", "folder": root / "job"})
+    copy.write()
+    return copy
+
+
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_two_ranks_give_the_same_bits_each_with_shards_of_its_own(oracle, few, undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    job = copy_of(oracle.job(few), tmp_path)
+    output, _ = start(RUNNER, job, launcher=TWO_RANKS).communicate(timeout=300)
+    assert output.split() == [undisturbed.fingerprint]
+    shards = [load_file(path) for path in (job.store / "memo").glob("*/*/*.safetensors")]
+    assert len(shards) == 2
+    keys = np.concatenate([shard["keys"] for shard in shards])
+    assert len(np.unique(keys, axis=0)) == len(keys) == undisturbed.details["sequences"], "disjoint and complete"
+    assert min(len(s["tokens"]) for s in shards) > 0.3 * undisturbed.details["tokens"], "comparable parts"
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_killed_pass_keeps_what_it_had_and_ends_with_the_same_bits(oracle, few, undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    job = copy_of(oracle.job(few), tmp_path)
+    rule, store = undisturbed.details["rule"], Store(job.store)
+    with start(SCORER, job, rule) as killed:
+        while len(store.fingerprints(f"memo/{rule}")) < 3 and killed.poll() is None:
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    kept = len(store.fingerprints(f"memo/{rule}"))
+    resumed = oracle.workshop.do(reference.run, job)
+    assert 0 < resumed.details["hits"] < resumed.details["sequences"] and kept >= 3
+    assert resumed.fingerprint == undisturbed.fingerprint
+
+
+# What follows needs no shared data: a random model of a few thousand parameters.
+
+
+def rewrite(world: Any, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change the pairs of a tiny world."""
+    change(world.examples)
+    write_pairs(world.pairs, pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA))
+
+
+def tiny_job(world: Any, workshop: Any, dtype: str = "float32") -> Job:
+    inputs = {"tokenized_pairs": world.pairs, "reference_model": world.model}
+    return workshop.job("reference", "reference_logprobs", inputs, {"dtype": dtype})
+
+
+@pytest.fixture
+def workshop(tmp_path, workshop_at):
+    return workshop_at(tmp_path / "workshop")
+
+
+def test_the_table_is_that_of_plain_transformers(tiny_world, workshop):
+    made = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    found = LogProbTable.read(made.folder, len(tiny_world.examples))
+    plain = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    for side in ("chosen", "rejected"):
+        np.testing.assert_allclose(getattr(found, f"{side}_logprobs"), getattr(plain, f"{side}_logprobs"), atol=1e-4)
+        np.testing.assert_array_equal(getattr(found, f"{side}_tokens"), getattr(plain, f"{side}_tokens"))
+    assert found.dtype == "float32"
+
+
+def test_a_response_in_many_pairs_is_scored_once(tiny_world, workshop):
+    def share(examples: list[dict[str, Any]]) -> None:
+        for field in ("ids", "mask", "key"):
+            for example in examples[:10]:
+                example[f"chosen_{field}"] = examples[0][f"chosen_{field}"]
+            examples[11][f"rejected_{field}"] = examples[0][f"chosen_{field}"]
+
+    rewrite(tiny_world, share)
+    made = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    assert made.details["sequences"] == made.details["scored"] == 2 * len(tiny_world.examples) - 10
+    table = LogProbTable.read(made.folder, len(tiny_world.examples))
+    assert len({*table.chosen_logprobs[:10], table.rejected_logprobs[11]}) == 1
+
+
+def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_world, workshop):
+    everything = list(tiny_world.examples)
+    rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), everything[:40]))
+    first = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    before = LogProbTable.read(first.folder, 40)
+    rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), everything[::-1]))
+    second = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    after = LogProbTable.read(second.folder, len(everything))
+    assert (second.details["hits"], second.details["scored"]) == (80, 2 * len(everything) - 80)
+    assert after.chosen_logprobs[::-1][:40].tolist() == before.chosen_logprobs.tolist()
+
+
+@pytest.mark.parametrize("change", ["dtype", "weights"])
+def test_another_dtype_or_other_weights_know_nothing_of_each_other(tiny_world, workshop, tmp_path, change):
+    workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    job = tiny_job(tiny_world, workshop, "bfloat16" if change == "dtype" else "float32")
+    if change == "weights":
+        model = job.inputs["reference_model"].model_copy(update={"fingerprint": "1" * 64})
+        job = job.model_copy(update={"inputs": {**job.inputs, "reference_model": model}})
+    assert workshop.do(reference.run, job).details["hits"] == 0
+
+
+def test_a_broken_shard_is_scored_again_and_said_so(tiny_world, workshop):
+    job = tiny_job(tiny_world, workshop)
+    first = workshop.do(reference.run, job)
+    (shard,) = (job.store / "memo").glob("*/*/*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-2] ^= 64
+    shard.write_bytes(content)
+    second = workshop.do(reference.run, job)
+    assert second.details["hits"] == 0 and second.fingerprint == first.fingerprint
+    assert any("set aside" in e["text"] for e in read_events(job.events) if e["event"] == "note")
+
+
+def test_a_count_that_is_not_the_masks_is_refused_with_its_row(tiny_world, workshop):
+    """As another mask under the same key would make it: a stale cache."""
+    workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    rewrite(tiny_world, lambda examples: examples[3]["chosen_mask"].__setitem__(-1, False))
+    with pytest.raises(TrainingError, match=r"1 of \d+ sequences .* the chosen response of row 103"):
+        workshop.do(reference.run, tiny_job(tiny_world, workshop))
+
+
+def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_world, workshop):
+    weights = load_file(tiny_world.model / "model.safetensors")
+    weights["model.norm.weight"][:] = np.nan
+    save_file(weights, tiny_world.model / "model.safetensors", metadata={"format": "pt"})
+    job = tiny_job(tiny_world, workshop)
+    with pytest.raises(TrainingError, match=r"not finite, first in the (chosen|rejected) response of row \d+"):
+        workshop.do(reference.run, job)
+    assert not (job.store / "memo").exists()
+
+
+def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
+    sequences = reference.Sequences.of(Pairs.open(tiny_world.pairs))
+    with pytest.raises(TrainingError, match=r"90 of 90 sequences have no reference log-prob"):
+        reference.build_table(sequences, Memo(Store(workshop.root / "store"), "a" * 64), "float32")
+
+
+def test_batches_hold_every_sequence_once_within_the_budget_and_survive_a_kill():
+    """Whole batches taken off the list leave the others as they were: what makes a resumed pass bit for bit the same."""
+    lengths = np.random.default_rng(0).integers(1, 900, size=500)
+    batches = padded_batches(lengths, 4096)
+    assert sorted(np.concatenate(batches)) == list(range(500))
+    assert all(len(b) * lengths[b].max() <= 4096 for b in batches)
+    assert sum(len(b) * lengths[b].max() for b in batches) < 1.1 * lengths.sum(), "little padding"
+    left = np.sort(np.concatenate([b for n, b in enumerate(batches) if n % 3]))
+    again = [left[b].tolist() for b in padded_batches(lengths[left], 4096)]
+    assert again == [b.tolist() for n, b in enumerate(batches) if n % 3]
+
+
+def test_a_sequence_longer_than_the_budget_goes_alone():
+    assert [b.tolist() for b in padded_batches(np.array([3, 50, 4]), 8)] == [[1], [2, 0]]
+    assert padded_batches(np.array([], dtype=np.int64)) == []
+
+
+@pytest.mark.parametrize("pairs_now", [44, 46])
+def test_a_table_of_another_length_is_refused(tiny_world, pairs_now):
+    with pytest.raises(CorruptArtifact, match=rf"float64\[45\], expected float64\[{pairs_now}\]"):
+        LogProbTable.read(tiny_world.reference, pairs_now)
+
+
+def test_a_file_that_is_no_table_is_refused_by_name(tiny_world):
+    shutil.copy(tiny_world.model / "model.safetensors", tiny_world.reference / TABLE_FILE)
+    with pytest.raises(CorruptArtifact, match=TABLE_FILE):
+        LogProbTable.read(tiny_world.reference, 45)

@@ -1,0 +1,103 @@
+"""Supervised tuning against a naive loop, and taken up again."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from training.contract.errors import DataError
+from training.contract.events import EventWriter, read_events
+from training.contract.job import Job
+from training.contract.recipe import SupervisedTuning
+from training.contract.store import Made
+from training.contract.weights import weights_fingerprint, weights_identity
+from training.data.packing import epoch_order
+from training.distributed import Group
+from training.sft import run
+
+ALONE = Group(0, 1, torch.device("cpu"))
+RATE = 3e-3
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "epochs": 2,
+        "batch_size": 8,
+        "micro_tokens": 60,
+        "optimizer": {"learning_rate": RATE},
+        "schedule": {"type": "linear", "warmup_ratio": 0.0},
+    }
+    return SupervisedTuning.model_validate(fields | changes).model_dump(mode="json")
+
+
+def tune(job: Job) -> Made:
+    return run(job, ALONE, EventWriter(job.events, keep=True))
+
+
+def losses(job: Job) -> list[float]:
+    return [e["loss"] for e in read_events(job.events) if e["event"] == "step"]
+
+
+def naive_losses(world: Any) -> list[float]:
+    """Token-mean negative log-likelihood, one sequence at a time; 5 steps an epoch, linear decay by hand."""
+    model = AutoModelForCausalLM.from_pretrained(world.model)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    train, found = world.split("train"), []
+    for step in range(10):
+        batch = [train[i] for i in epoch_order(len(train), 0, step // 5)[step % 5 * 8 :][:8]]
+        tokens = sum(sum(example["chosen_mask"]) for example in batch)
+        loss = -sum(world.plain_logprob(model, example, "chosen") for example in batch) / tokens
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / 10)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_losses_are_those_of_a_naive_loop(tiny_world):
+    job = tiny_world.job("sft", settings())
+    made = tune(job)
+    expected = naive_losses(tiny_world)
+    assert expected[-1] < expected[0]
+    assert losses(job) == pytest.approx(expected, abs=1e-5)
+    assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
+    assert (job.staging / "tokenizer_config.json").is_file()
+    assert made.details["series"]["loss"] == losses(job)
+
+
+def test_micro_batches_change_nothing(tiny_world):
+    usual, other = tiny_world.job("sft", settings(), "usual"), tiny_world.job("sft", settings(micro_tokens=1), "other")
+    tune(usual)
+    tune(other)
+    assert losses(other) == pytest.approx(losses(usual), abs=1e-5)
+
+
+def test_step_events_have_rate_and_norm(tiny_world):
+    job = tiny_world.job("sft", settings(epochs=1))
+    tune(job)
+    steps = [e for e in read_events(job.events) if e["event"] == "step"]
+    assert [e["learning_rate"] for e in steps] == pytest.approx([RATE * f for f in (1, 0.8, 0.6, 0.4, 0.2)])
+    assert all(e["grad_norm"] > 0 and math.isfinite(e["loss"]) for e in steps)
+
+
+def test_from_its_checkpoint_it_ends_with_the_same_bits(tiny_world):
+    """A second run over the checkpoints of a first one takes the steps after the last checkpoint again, and only those."""
+    job = tiny_world.job("sft", settings(), checkpoint_every=4)
+    first = tune(job)
+    before, weights = losses(job), load_file(job.staging / "model.safetensors")
+    again = tune(job)
+    assert again.fingerprint == first.fingerprint and losses(job) == before
+    assert all(torch.equal(weights[n], t) for n, t in load_file(job.staging / "model.safetensors").items())
+    notes = [e["text"] for e in read_events(job.events) if e["event"] == "note"]
+    assert notes == ["resumed from the checkpoint of step 8"]
+
+
+def test_no_training_data_is_an_error(tmp_path, world_builder):
+    world = world_builder(tmp_path, train=0, validation=3)
+    with pytest.raises(DataError, match="none of the 3 tokenized pairs is in the train split"):
+        tune(world.job("sft", settings()))

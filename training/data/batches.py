@@ -1,0 +1,112 @@
+"""Tokenized pairs on disk: one Arrow stream, mapped into memory and read a sequence at a time.
+
+    row              int64            row of `preferences.parquet`
+    split            string           "train" or "validation"
+    prompt_length    int32            the first so many tokens of both sequences are the prompt
+    chosen_ids       list<int32>      prompt + response;      rejected_ids the same
+    chosen_mask      list<bool>       the trained tokens;     rejected_mask the same
+    chosen_key       fixed_size_binary[32]   identity of (ids, mask);   rejected_key the same
+
+The file is a plain Arrow IPC stream, so `datasets.Dataset.from_file` opens it too. Reading touches only the pages of
+the sequences that are asked for; columns of one number a pair are read whole.
+"""
+
+import bisect
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+
+from training.contract.errors import DataError
+from training.model.logprobs import TokenSequence
+
+Side = Literal["chosen", "rejected"]
+SIDES: tuple[Side, Side] = ("chosen", "rejected")
+PAIRS_FILE = "pairs.arrow"
+KEY_BYTES = 32
+PAIRS_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("split", pa.string()),
+        ("prompt_length", pa.int32()),
+        ("chosen_ids", pa.list_(pa.int32())),
+        ("rejected_ids", pa.list_(pa.int32())),
+        ("chosen_mask", pa.list_(pa.bool_())),
+        ("rejected_mask", pa.list_(pa.bool_())),
+        ("chosen_key", pa.binary(KEY_BYTES)),
+        ("rejected_key", pa.binary(KEY_BYTES)),
+    ]
+)
+
+
+class Pairs:
+    """The pairs of a `tokenized_pairs` artifact, by position 0..len-1; `rows` tells the row each came from."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self._starts = list(np.cumsum([0] + [len(chunk) for chunk in table.column("row").chunks]))
+        self._prompt_lengths: NDArray[np.int32] = table.column("prompt_length").to_numpy()
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Map the pairs in `folder`. Raises DataError where the file is missing or of another form."""
+        path = folder / PAIRS_FILE
+        try:
+            with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
+                table = stream.read_all()
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(f"{path} does not hold tokenized pairs ({error}); materialize tokenized_pairs") from error
+        if not table.schema.equals(PAIRS_SCHEMA):
+            raise DataError(f"{path} has the columns {table.schema.names}; expected {PAIRS_SCHEMA.names}")
+        return cls(table)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """The row of `preferences.parquet` each pair was made from."""
+        return self._numbers("row")
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int32]:
+        return self._prompt_lengths
+
+    def indices(self, split: str) -> NDArray[np.int64]:
+        """The positions of the pairs of a split, ascending."""
+        splits = self._table.column("split").to_numpy(zero_copy_only=False)
+        return np.flatnonzero(splits == split)
+
+    def sequence(self, index: int, side: Side) -> TokenSequence:
+        ids = self._list(f"{side}_ids", index)
+        mask = self._list(f"{side}_mask", index)
+        return TokenSequence(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(np.bool_)))
+
+    def prompt_ids(self, index: int) -> list[int]:
+        prompt = self._list("chosen_ids", index)[: self._prompt_lengths[index]]
+        return [int(token) for token in prompt]
+
+    def lengths(self, side: Side) -> NDArray[np.int64]:
+        """Tokens of each sequence, prompt included."""
+        chunks = self._table.column(f"{side}_ids").chunks
+        return np.concatenate([np.zeros(0, np.int64), *(chunk.value_lengths().to_numpy() for chunk in chunks)])
+
+    def keys(self, side: Side) -> NDArray[np.uint8]:
+        """The identity of each sequence: P x 32 bytes."""
+        keys = b"".join(key for chunk in self._table.column(f"{side}_key").chunks for key in chunk.to_pylist())
+        return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+
+    def _numbers(self, column: str) -> NDArray[np.int64]:
+        numbers: NDArray[np.int64] = self._table.column(column).to_numpy()
+        return numbers
+
+    def _list(self, column: str, index: int) -> NDArray[np.generic]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"pair {index} of {len(self)}")
+        chunk = bisect.bisect_right(self._starts, index) - 1
+        values = self._table.column(column).chunk(chunk)[int(index - self._starts[chunk])].values
+        found: NDArray[np.generic] = values.to_numpy(zero_copy_only=False)
+        return found

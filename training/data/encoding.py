@@ -1,0 +1,223 @@
+"""From a pair of conversations to token ids and masks.
+
+The prompt is rendered with the generation prompt, each whole conversation without; all three texts are tokenized with
+no special tokens added, so a BOS is there once if the template writes one and not at all if it does not: exactly what a
+chat server feeds the model. The prompt's tokens must be a prefix of both conversations' tokens, which is checked for
+every pair, because templates exist that rewrite what came before. What follows the prefix is the response:
+
+    last_response    every token of it is trained, the end of turn and what the template writes behind it included
+    assistant_turns  the tokens of it that lie inside {% generation %}
+
+A pair that cannot be used raises `Dropped`, with a reason that is counted and a detail that shows the tokens.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
+
+from training.contract.fingerprint import sequence_key
+from training.data.messages import Message
+from training.data.template import ChatTemplate, Rejected, Rendered
+
+Offsets = Sequence[tuple[int, int]]
+
+
+class DropReason(StrEnum):
+    TEMPLATE = "rejected by the template"
+    PREFIX = "prompt is not a prefix"
+    DOUBLED_END = "doubled end of turn"
+    TOO_LONG = "over max_length"
+    EMPTY_MASK = "no trained token"
+    SAME_TOKENS = "responses have the same tokens"
+
+
+class Dropped(Exception):
+    def __init__(self, reason: DropReason, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason, self.detail = reason, detail
+
+
+class OverLength(StrEnum):
+    DROP = "drop"
+    TRUNCATE_PROMPT = "truncate_prompt"
+    TRUNCATE_RESPONSE = "truncate_response"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Response:
+    """The tokens after the prompt, and which of them are trained."""
+
+    ids: list[int]
+    mask: list[bool]
+
+
+@dataclass(frozen=True)
+class EncodedPair:
+    prompt: list[int]
+    chosen: Response
+    rejected: Response
+
+    def ids(self, response: Response) -> list[int]:
+        return self.prompt + response.ids
+
+    def mask(self, response: Response) -> list[bool]:
+        return [False] * len(self.prompt) + response.mask
+
+    def key(self, response: Response) -> bytes:
+        return sequence_key(self.ids(response), self.mask(response))
+
+    @property
+    def longest(self) -> int:
+        return len(self.prompt) + max(len(self.chosen.ids), len(self.rejected.ids))
+
+
+@dataclass(frozen=True)
+class _Texts:
+    prompt: Rendered
+    chosen: Rendered
+    rejected: Rendered
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    ids: list[int]
+    offsets: Offsets
+    spans: Offsets
+
+
+class PairEncoder:
+    """Encodes pairs in batches: the template a conversation at a time, the tokenizer many texts at once."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, spec: Mapping[str, Any]) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self._by_spans = spec["train_on"] == "assistant_turns"
+        self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
+        self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
+
+    def encode(self, pairs: Sequence[Mapping[str, Sequence[Message]]]) -> Iterator[EncodedPair | Dropped]:
+        """For each of `pairs` (prompt, chosen, rejected), in order: its tokens, or why it is dropped."""
+        rendered = [self._render(pair) for pair in pairs]
+        texts = [text for found in rendered if isinstance(found, _Texts) for text in _all_three(found)]
+        tokens = iter(self._tokenize(texts))
+        for found in rendered:
+            if isinstance(found, Dropped):
+                yield found
+                continue
+            try:
+                yield self._assemble(next(tokens), next(tokens), next(tokens))
+            except Dropped as dropped:
+                yield dropped
+
+    def _render(self, pair: Mapping[str, Sequence[Message]]) -> _Texts | Dropped:
+        prompt = list(pair["prompt"])
+        try:
+            return _Texts(
+                self._template.render(prompt, generation_prompt=True),
+                self._template.render([*prompt, *pair["chosen"]]),
+                self._template.render([*prompt, *pair["rejected"]]),
+            )
+        except Rejected as error:
+            return Dropped(DropReason.TEMPLATE, str(error))
+
+    def _tokenize(self, texts: Sequence[Rendered]) -> Iterator[_Tokens]:
+        if not texts:
+            return
+        encoded = self._tokenizer(
+            [text["text"] for text in texts],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=self._by_spans,
+            verbose=False,
+        )
+        offsets = encoded["offset_mapping"] if self._by_spans else [()] * len(texts)
+        for text, ids, places in zip(texts, encoded["input_ids"], offsets, strict=True):
+            yield _Tokens(ids, places, text["spans"])
+
+    def _assemble(self, prompt: _Tokens, chosen: _Tokens, rejected: _Tokens) -> EncodedPair:
+        pair = EncodedPair(
+            prompt.ids, self._response(prompt.ids, chosen, "chosen"), self._response(prompt.ids, rejected, "rejected")
+        )
+        fitting = fit(pair, self._max_length, self._over_length, self._tokenizer.bos_token_id)
+        for side, response in (("chosen", fitting.chosen), ("rejected", fitting.rejected)):
+            if not any(response.mask):
+                raise Dropped(DropReason.EMPTY_MASK, f"none of the {len(response.ids)} tokens of `{side}` is trained")
+        if fitting.chosen == fitting.rejected:
+            raise Dropped(DropReason.SAME_TOKENS, f"chosen and rejected are the same {len(fitting.chosen.ids)} tokens")
+        return fitting
+
+    def _response(self, prompt: list[int], whole: _Tokens, side: str) -> Response:
+        start = len(prompt)
+        if whole.ids[:start] != prompt:
+            raise Dropped(DropReason.PREFIX, self._difference(prompt, whole.ids, side))
+        ids = whole.ids[start:]
+        self._check_end(ids, side)
+        return Response(ids, inside(whole.offsets[start:], whole.spans) if self._by_spans else [True] * len(ids))
+
+    def _check_end(self, ids: list[int], side: str) -> None:
+        """One end of turn, where the template writes it: a second one comes from the data and teaches to go on."""
+        if not self._end_of_turn:
+            return
+        counts = Counter(id_ for id_ in ids if id_ in self._end_of_turn)
+        for id_, expected in self._end_of_turn.items():
+            if counts[id_] > expected:
+                token = self._tokenizer.convert_ids_to_tokens(id_)
+                detail = f"`{side}` holds {token!r} {counts[id_]} times, the template writes it {expected} times"
+                raise Dropped(DropReason.DOUBLED_END, detail)
+
+    def _difference(self, prompt: list[int], whole: list[int], side: str) -> str:
+        """Where the prompt and the conversation part, with the tokens on both sides."""
+        same = zip(prompt, whole, strict=False)
+        place = next((i for i, (a, b) in enumerate(same) if a != b), min(len(prompt), len(whole)))
+        alone, within = (self._shown(ids[place : place + 3]) for ids in (prompt, whole))
+        return (
+            f"at token {place} of {len(prompt)} the prompt with its generation prompt has {alone}, "
+            f"the conversation with `{side}` has {within}"
+        )
+
+    def _shown(self, ids: list[int]) -> str:
+        if not ids:
+            return "nothing more"
+        return " ".join(f"{id_} {self._tokenizer.convert_ids_to_tokens(id_)!r}" for id_ in ids)
+
+
+def fit(pair: EncodedPair, max_length: int, over_length: OverLength, bos: int | None) -> EncodedPair:
+    """`pair` within `max_length` tokens a sequence, the prompt still the same for both.
+
+    A prompt loses tokens on the left, after the BOS; a response on the right. Raises Dropped where nothing would be
+    left of the part that is cut, or where nothing may be cut.
+    """
+    if pair.longest <= max_length:
+        return pair
+    found = f"{pair.longest} tokens ({len(pair.prompt)} of the prompt), max_length is {max_length}"
+    prompt, chosen, rejected = pair.prompt, pair.chosen, pair.rejected
+    if over_length is OverLength.TRUNCATE_PROMPT:
+        room = max_length - (pair.longest - len(prompt))
+        kept = prompt[:1] if prompt[0] == bos else []
+        if room > len(kept):
+            return EncodedPair(kept + prompt[len(prompt) - room + len(kept) :], chosen, rejected)
+    if over_length is OverLength.TRUNCATE_RESPONSE and (room := max_length - len(prompt)) > 0:
+        return EncodedPair(prompt, _cut(chosen, room), _cut(rejected, room))
+    raise Dropped(DropReason.TOO_LONG, found)
+
+
+def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
+    """For each token's characters [start, end): whether they touch one of the spans."""
+    if not offsets:
+        return []
+    first = offsets[0][0]
+    near = [(start, end) for start, end in spans if end > first]
+    return [any(start < end_ and end > start_ for start_, end_ in near) for start, end in offsets]
+
+
+def _cut(response: Response, room: int) -> Response:
+    return Response(response.ids[:room], response.mask[:room])
+
+
+def _all_three(texts: _Texts) -> tuple[Rendered, Rendered, Rendered]:
+    return texts.prompt, texts.chosen, texts.rejected

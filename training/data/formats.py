@@ -1,0 +1,223 @@
+"""The formats preference data is published in, each a pure function from a row to a pair.
+
+    conversational   prompt, chosen, rejected: messages (or a prompt of plain text before message lists)
+    implicit_prompt  chosen, rejected: whole conversations; what they share at the start is the prompt
+    strings          prompt (or question), chosen, rejected: plain text
+    sharegpt         conversations, chosen, rejected: messages spelled {from, value}
+    hh               chosen, rejected: transcripts "\\n\\nHuman: ...\\n\\nAssistant: ..."
+    alpaca           instruction, input, chosen, rejected: plain text
+    openai           input.messages, preferred_output, non_preferred_output
+    comparison       two responses and labels that say which is better (training/data/comparison.py)
+
+A row that does not fit its format raises `Quarantined`. Formats are recognized by the fields of the first rows.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from training.contract.errors import DataError
+from training.data.comparison import compared_responses, winner_first
+from training.data.messages import (
+    SHAREGPT_STYLE,
+    Message,
+    Pair,
+    Quarantined,
+    Reason,
+    Row,
+    clean_text,
+    field_of,
+    make_pair,
+    message,
+    messages_of,
+    optional_text,
+    refuse_unsupported,
+    text_of,
+)
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class PreferenceFormat:
+    """`fits` looks at a row's fields only; `convert` raises Quarantined where their content is not as it should be."""
+
+    fields: str
+    fits: Callable[[Row], bool]
+    convert: Callable[[Row], Pair]
+
+
+def detect(rows: Sequence[Row], place: str) -> str:
+    """The format that fits most of `rows`. Raises DataError, naming what was considered, if none fits any."""
+    votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}
+    best = max(votes, key=lambda name: votes[name])
+    if votes[best]:
+        return best
+    considered = "; ".join(f"{name} ({form.fields})" for name, form in FORMATS.items())
+    found = ", ".join(rows[0]) if rows else "no object at all"
+    raise DataError(
+        f"{place}: none of the preference formats fits the first rows, whose fields are: {found}. Considered: "
+        f"{considered}. Rename the fields, or set `format` of the source"
+    )
+
+
+def _conversational(row: Row) -> Pair:
+    if isinstance(field_of(row, "prompt"), str):
+        prompt = _with_system(row, (message("user", text_of(row, "prompt")),))
+    else:
+        prompt = messages_of(row, "prompt")
+    chosen, rejected = messages_of(row, "chosen"), messages_of(row, "rejected")
+    if chosen and chosen[0]["role"] != "assistant":  # whole conversations beside their prompt, as in UltraFeedback
+        return _repeating_prompt(prompt, _after_shared_start(chosen, rejected))
+    return make_pair(prompt, chosen, rejected)
+
+
+def _implicit_prompt(row: Row) -> Pair:
+    return _after_shared_start(messages_of(row, "chosen"), messages_of(row, "rejected"))
+
+
+def _strings(row: Row) -> Pair:
+    prompt = text_of(row, "prompt" if "prompt" in row else "question")
+    return _answers(row, _with_system(row, (message("user", prompt),)))
+
+
+def _sharegpt(row: Row) -> Pair:
+    refuse_unsupported(row, ("tools", "images", "videos", "audios"), "row")
+    prompt = _with_system(row, messages_of(row, "conversations", SHAREGPT_STYLE))
+    return make_pair(prompt, messages_of(row, "chosen", SHAREGPT_STYLE), messages_of(row, "rejected", SHAREGPT_STYLE))
+
+
+def _hh(row: Row) -> Pair:
+    return _after_shared_start(_transcript(row, "chosen"), _transcript(row, "rejected"))
+
+
+def _alpaca(row: Row) -> Pair:
+    return _answers(row, _with_system(row, (*_history(row), message("user", _instruction(row)))))
+
+
+def _openai(row: Row) -> Pair:
+    holder = field_of(row, "input")
+    if not isinstance(holder, dict):
+        raise Quarantined(Reason.WRONG_TYPE, f"`input` is {type(holder).__name__}, expected an object with `messages`")
+    refuse_unsupported(holder, ("tools", "functions"), "input")
+    chosen, rejected = messages_of(row, "preferred_output"), messages_of(row, "non_preferred_output")
+    return make_pair(messages_of(holder, "messages"), chosen, rejected)
+
+
+def _comparison(row: Row) -> Pair:
+    chosen, rejected = (message("assistant", text) for text in winner_first(row))
+    prompt = text_of(row, "prompt") if "prompt" in row else _instruction(row)
+    return make_pair(_with_system(row, (message("user", prompt),)), (chosen,), (rejected,))
+
+
+def _instruction(row: Row) -> str:
+    parts = (text_of(row, "instruction"), optional_text(row, "input"))
+    return "\n\n".join(part for part in parts if part.strip())
+
+
+def _history(row: Row) -> tuple[Message, ...]:
+    """Earlier turns of an alpaca row: a list of [question, answer]."""
+    turns: list[Message] = []
+    for index, turn in enumerate(row.get("history") or ()):
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise Quarantined(Reason.WRONG_TYPE, f"`history[{index}]` is not a [question, answer]")
+        for role, content in zip(("user", "assistant"), turn, strict=True):
+            turns.append(message(role, clean_text(content, f"history[{index}]")))
+    return tuple(turns)
+
+
+def _with_system(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
+    """`turns`, after the row's `system` prompt if it has one."""
+    system = optional_text(row, "system")
+    return (message("system", system), *turns) if system.strip() else turns
+
+
+def _answers(row: Row, prompt: tuple[Message, ...]) -> Pair:
+    chosen, rejected = (message("assistant", text_of(row, side)) for side in ("chosen", "rejected"))
+    return make_pair(prompt, (chosen,), (rejected,))
+
+
+def _transcript(row: Row, name: str) -> tuple[Message, ...]:
+    """The turns of a transcript; the one space after the colon is punctuation, everything else is content."""
+    before, *turns = _TURN.split(text_of(row, name))
+    if before.strip() or not turns:
+        raise Quarantined(Reason.BAD_TRANSCRIPT, f'`{name}` does not begin with "\\n\\nHuman:"')
+    speakers, contents = turns[::2], turns[1::2]
+    return tuple(
+        message(_SPEAKERS[speaker], content.removeprefix(" "))
+        for speaker, content in zip(speakers, contents, strict=True)
+    )
+
+
+def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
+    """The pair of two whole conversations, which must be the same but for their last messages."""
+    if list(chosen) == list(rejected):
+        raise Quarantined(Reason.IDENTICAL, "both conversations are the same")
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if len(chosen) > shared + 1 or len(rejected) > shared + 1 or shared == min(len(chosen), len(rejected)):
+        raise Quarantined(
+            Reason.PROMPTS_DIFFER,
+            f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they part after {shared}, "
+            "expected in the last one only",
+        )
+    return make_pair(chosen[:shared], chosen[shared:], rejected[shared:])
+
+
+def _repeating_prompt(prompt: Sequence[Message], pair: Pair) -> Pair:
+    """`pair`, whose conversations must hold every message of the prompt that stands beside them."""
+    if any(turn not in pair.prompt for turn in prompt):
+        raise Quarantined(Reason.PROMPTS_DIFFER, "`prompt` is not what the conversations in `chosen` begin with")
+    return pair
+
+
+def _are(row: Row, kind: type | tuple[type, ...], *names: str) -> bool:
+    return all(isinstance(row.get(name), kind) for name in names)
+
+
+_LISTS = (list, tuple, dict)
+
+FORMATS: dict[str, PreferenceFormat] = {
+    "openai": PreferenceFormat(
+        "input.messages, preferred_output, non_preferred_output",
+        lambda row: "preferred_output" in row and "non_preferred_output" in row,
+        _openai,
+    ),
+    "comparison": PreferenceFormat(
+        "instruction or prompt, response1, response2, annotator1.. or label",
+        lambda row: ("instruction" in row or "prompt" in row) and compared_responses(row) is not None,
+        _comparison,
+    ),
+    "sharegpt": PreferenceFormat(
+        "conversations, chosen, rejected",
+        lambda row: _are(row, _LISTS, "conversations", "chosen", "rejected"),
+        _sharegpt,
+    ),
+    "alpaca": PreferenceFormat(
+        "instruction, input, chosen, rejected",
+        lambda row: _are(row, str, "instruction", "chosen", "rejected"),
+        _alpaca,
+    ),
+    "strings": PreferenceFormat(
+        "prompt or question, chosen, rejected: text",
+        lambda row: _are(row, str, "chosen", "rejected") and (_are(row, str, "prompt") or _are(row, str, "question")),
+        _strings,
+    ),
+    "hh": PreferenceFormat(
+        'chosen, rejected: "\\n\\nHuman: ...\\n\\nAssistant: ..."',
+        lambda row: _are(row, str, "chosen", "rejected") and _TURN.search(row["chosen"]) is not None,
+        _hh,
+    ),
+    "conversational": PreferenceFormat(
+        "prompt, chosen, rejected: messages",
+        lambda row: "prompt" in row and _are(row, _LISTS, "chosen", "rejected"),
+        _conversational,
+    ),
+    "implicit_prompt": PreferenceFormat(
+        "chosen, rejected: whole conversations",
+        lambda row: row.get("prompt") is None and _are(row, _LISTS, "chosen", "rejected"),
+        _implicit_prompt,
+    ),
+}

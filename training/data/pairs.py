@@ -1,0 +1,184 @@
+"""The `pairs` job: every preference pair as token ids and masks, in one file that is mapped into memory.
+
+    pairs.arrow       the pairs (training/data/batches.py has the columns and the reader)
+    dropped.parquet   row, reason, detail: pairs = rows of raw_preferences - dropped
+    tokenizer/        the tokenizer that made them
+
+The fingerprint covers rows, splits, ids and masks and nothing else: an edit of the template or of the data that changes
+no token leaves everything below as it is.
+"""
+
+import hashlib
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerFast
+
+from training.contract.errors import DataError, TemplateError
+from training.contract.events import EventWriter, Progress
+from training.contract.fingerprint import canonical_json, fingerprint_of_stream
+from training.contract.job import Job
+from training.contract.store import Made
+from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
+from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
+from training.data.preferences import PREFERENCES_FILE
+from training.data.template import TOKENIZER_FOLDER, ChatTemplate, read_spec
+from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
+from training.distributed import Group
+
+__all__ = ["Pairs", "run"]
+
+DROPPED_FILE = "dropped.parquet"
+DROPPED_SCHEMA = pa.schema([("row", pa.int64()), ("reason", pa.string()), ("detail", pa.string())])
+_BATCH_ROWS = 256
+_BINS = 24
+_PERCENTILES = (50, 90, 95, 99, 100)
+_EXAMPLES, _DROPPED_EXAMPLES, _EXAMPLE_CHARACTERS = 3, 20, 2000
+
+SourceRow = Mapping[str, Any]
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    """Tokenize `raw_preferences` as `tokenization_spec` says. Raises DataError where no pair is left."""
+    assert group.world == 1, "tokenizing is the work of one process"
+    specification = job.inputs["tokenization_spec"].folder
+    spec = read_spec(specification)
+    tokenizer = load_tokenizer(str(specification / TOKENIZER_FOLDER))
+    if (found := tokenizer_fingerprint(tokenizer)) != spec["tokenizer_fingerprint"]:
+        expected = spec["tokenizer_fingerprint"]
+        raise TemplateError(
+            f"the tokenizer in {specification} is {found[:12]}, the spec was made with {expected[:12]}; the library "
+            "versions differ: materialize tokenization_spec again"
+        )
+    encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"]), spec)
+    tally = _Tally(OverLength(spec["over_length"]))
+    events.phase("tokenizing")
+    _write(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, job.staging, encoder, tally, events)
+    shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
+    tally.refuse_if_empty()
+    details = {**tally.details(), **_lengths(Pairs.open(job.staging))}
+    details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]
+    return Made(fingerprint_of_stream("tokenized_pairs", tally.digests), details)
+
+
+@dataclass
+class _Tally:
+    """What became of the rows so far."""
+
+    over_length: OverLength
+    digests: list[bytes] = field(default_factory=list)
+    splits: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+    prompts: dict[str, set[bytes]] = field(default_factory=dict)
+    examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
+
+    def keep(self, row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
+        """Count a pair; gives its line of the table."""
+        line = _line(row, pair)
+        head = canonical_json([row["row"], row["split"], len(pair.prompt)])
+        self.digests.append(hashlib.sha256(head + line["chosen_key"] + line["rejected_key"]).digest())
+        self.splits[row["split"]] += 1
+        self.tokens.update(
+            prompt=len(pair.prompt),
+            chosen=len(pair.chosen.ids),
+            rejected=len(pair.rejected.ids),
+            trained=sum(pair.chosen.mask) + sum(pair.rejected.mask),
+        )
+        self.prompts.setdefault(row["split"], set()).add(hashlib.sha256(canonical_json(pair.prompt)).digest())
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append((row["row"], pair))
+        return line
+
+    def drop(self, row: SourceRow, dropped: Dropped) -> None:
+        if dropped.reason is DropReason.TOO_LONG and self.over_length is OverLength.ERROR:
+            raise DataError(
+                f"row {row['row']} ({row['source']}, line {row['line']}) has {dropped.detail}; raise "
+                "`tokenization.max_length`, or set `over_length` to drop, truncate_prompt or truncate_response"
+            )
+        self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": dropped.detail})
+
+    def refuse_if_empty(self) -> None:
+        if not self.digests:
+            first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}
+            raise DataError(
+                f"none of the {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; "
+                "look at `tokenization` in the recipe"
+            )
+
+    def details(self) -> dict[str, Any]:
+        reasons = Counter(drop["reason"] for drop in self.dropped)
+        shared = self.prompts.get("train", set()) & self.prompts.get("validation", set())
+        counts = {"pairs": len(self.digests), "train": self.splits["train"], "validation": self.splits["validation"]}
+        tokens = {f"{part}_tokens": count for part, count in self.tokens.items()}
+        return {
+            "counts": {**counts, "dropped": len(self.dropped), **tokens},
+            "reasons": dict(reasons.most_common()),
+            "dropped_examples": self.dropped[:_DROPPED_EXAMPLES],
+            "empty_masks": reasons[DropReason.EMPTY_MASK],
+            "prefix_violations": reasons[DropReason.PREFIX],
+            "shared_prompts": len(shared),
+        }
+
+
+def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, events: EventWriter) -> None:
+    with (
+        pq.ParquetFile(source) as file,
+        pa.OSFile(str(folder / PAIRS_FILE), "wb") as sink,
+        pa.ipc.new_stream(sink, PAIRS_SCHEMA) as stream,
+    ):
+        progress = Progress(events, file.metadata.num_rows, "pairs")
+        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            rows = batch.to_pylist()
+            stream.write_batch(pa.RecordBatch.from_pylist(list(_lines(rows, encoder, tally)), PAIRS_SCHEMA))
+            progress.advance(len(rows))
+    pq.write_table(pa.Table.from_pylist(tally.dropped, DROPPED_SCHEMA), folder / DROPPED_FILE)
+
+
+def _lines(rows: list[SourceRow], encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:
+    for row, outcome in zip(rows, encoder.encode(rows), strict=True):
+        if isinstance(outcome, Dropped):
+            tally.drop(row, outcome)
+        else:
+            yield tally.keep(row, outcome)
+
+
+def _line(row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
+    line: dict[str, Any] = {"row": row["row"], "split": row["split"], "prompt_length": len(pair.prompt)}
+    for side, response in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
+        line[f"{side}_ids"], line[f"{side}_mask"] = pair.ids(response), pair.mask(response)
+        line[f"{side}_key"] = pair.key(response)
+    return line
+
+
+def _lengths(pairs: Pairs) -> dict[str, Any]:
+    """Percentiles and histograms of the lengths, in tokens."""
+    lengths: dict[str, NDArray[np.integer[Any]]] = {"prompt": pairs.prompt_lengths}
+    lengths.update({side: pairs.lengths(side) for side in SIDES})
+    edges = np.histogram_bin_edges(np.concatenate([lengths[side] for side in SIDES]), bins=_BINS)
+    return {
+        "percentiles": {
+            name: {
+                f"p{p}": float(value) for p, value in zip(_PERCENTILES, np.percentile(of, _PERCENTILES), strict=True)
+            }
+            for name, of in lengths.items()
+        },
+        "histogram": {
+            "edges": edges.tolist(),
+            **{side: np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES},
+        },
+    }
+
+
+def _example(tokenizer: PreTrainedTokenizerFast, row: int, pair: EncodedPair) -> dict[str, Any]:
+    """A pair as the model sees it: its tokens as text, control tokens included."""
+    parts = {"prompt": pair.prompt, "chosen": pair.chosen.ids, "rejected": pair.rejected.ids}
+    return {"row": row, **{name: tokenizer.decode(ids)[:_EXAMPLE_CHARACTERS] for name, ids in parts.items()}}

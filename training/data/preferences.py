@@ -1,0 +1,202 @@
+"""The `preferences` job: every row of every source becomes a pair in one schema, or a line in quarantine.
+
+    preferences.parquet   row, prompt, chosen, rejected (lists of {role, content}), split, source, line
+    quarantine.parquet    source, line, reason, detail, text (the row as it was read)
+
+Rows read = pairs + quarantined, always. A pair's split is decided by the hash of its prompt alone, so it never changes
+as data grows, and pairs that share a prompt never stand on both sides. The fingerprint covers the pairs and their
+splits in order, not the names of the files they came from.
+"""
+
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from training.contract.errors import DataError
+from training.contract.events import EventWriter, Progress
+from training.contract.fingerprint import canonical_json, fingerprint_of_stream
+from training.contract.job import Job
+from training.contract.recipe import DataSource
+from training.contract.store import Made
+from training.data.formats import FORMATS, detect
+from training.data.messages import Message, Pair, Quarantined
+from training.data.readers import Record, SourceFile, open_source
+from training.distributed import Group
+
+PREFERENCES_FILE, QUARANTINE_FILE = "preferences.parquet", "quarantine.parquet"
+
+_MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+PREFERENCES_SCHEMA = pa.schema(
+    [
+        ("row", pa.int64()),
+        ("prompt", _MESSAGES),
+        ("chosen", _MESSAGES),
+        ("rejected", _MESSAGES),
+        ("split", pa.string()),
+        ("source", pa.string()),
+        ("line", pa.int64()),
+    ]
+)
+QUARANTINE_SCHEMA = pa.schema(
+    [(name, pa.int64() if name == "line" else pa.string()) for name in ("source", "line", "reason", "detail", "text")]
+)
+_WRITTEN_ROWS = 4096
+_DETECTION_ROWS = 32
+_QUARANTINE_EXAMPLES, _EXAMPLE_CHARACTERS, _PAIR_EXAMPLES = 20, 300, 3
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    """Read, convert and split the sources of `job.locations`. Raises DataError where they hold no pair."""
+    assert group.world == 1, "reading preferences is the work of one process"
+    sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
+    events.phase("reading preferences")
+    files = [
+        (file, name)
+        for source, name in zip(sources, job.settings["formats"], strict=True)
+        for file in open_source(source)
+    ]
+    with _Collector(job.staging, job.settings["validation_fraction"]) as collector:
+        progress = Progress(events, len(files), "files")
+        for file, name in files:
+            _collect(file, name, collector)
+            progress.advance()
+    collector.refuse_if_empty()
+    return Made(fingerprint_of_stream("raw_preferences", collector.digests), collector.details())
+
+
+def split_of(prompt: Sequence[Message], validation_fraction: float) -> str:
+    """The side a prompt stands on: its sha256, read as a number in [0, 1), against the fraction."""
+    digest = hashlib.sha256(canonical_json(list(prompt))).digest()
+    return "validation" if int.from_bytes(digest, "big") < int(validation_fraction * 2**256) else "train"
+
+
+@dataclass
+class _Collector:
+    """Writes pairs and quarantined rows as they come, and counts them."""
+
+    folder: Path
+    validation_fraction: float
+    digests: list[bytes] = field(default_factory=list)
+    formats: dict[str, str] = field(default_factory=dict)
+    splits: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    quarantine_examples: list[dict[str, Any]] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        self._pairs = _ParquetRows(self.folder / PREFERENCES_FILE, PREFERENCES_SCHEMA)
+        self._quarantine = _ParquetRows(self.folder / QUARANTINE_FILE, QUARANTINE_SCHEMA)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pairs.close()
+        self._quarantine.close()
+
+    def keep(self, pair: Pair, source: str, line: int) -> None:
+        split = split_of(pair.prompt, self.validation_fraction)
+        turns = {"prompt": list(pair.prompt), "chosen": list(pair.chosen), "rejected": list(pair.rejected)}
+        self._pairs.add({"row": len(self.digests), **turns, "split": split, "source": source, "line": line})
+        self.digests.append(hashlib.sha256(canonical_json({**turns, "split": split})).digest())
+        self.splits[split] += 1
+        if len(self.examples) < _PAIR_EXAMPLES:
+            self.examples.append(turns)
+
+    def set_aside(self, problem: Quarantined, source: str, record: Record) -> None:
+        reason, text = problem.reason.value, record.text
+        row = {"source": source, "line": record.line, "reason": reason, "detail": problem.detail, "text": text}
+        self._quarantine.add(row)
+        self.reasons[reason] += 1
+        if len(self.quarantine_examples) < _QUARANTINE_EXAMPLES:
+            self.quarantine_examples.append({**row, "text": text[:_EXAMPLE_CHARACTERS]})
+
+    def refuse_if_empty(self) -> None:
+        if self.digests:
+            return
+        found = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common()) or "no row at all"
+        first = f"; the first: {self.quarantine_examples[0]['detail']}" if self.quarantine_examples else ""
+        raise DataError(f"the data sources hold no usable preference pair ({found}){first}; look at their `format`")
+
+    def details(self) -> dict[str, Any]:
+        pairs, quarantined = len(self.digests), self.reasons.total()
+        return {
+            "counts": {
+                "pairs": pairs,
+                "quarantined": quarantined,
+                "train": self.splits["train"],
+                "validation": self.splits["validation"],
+                "rows_read": pairs + quarantined,
+            },
+            "formats": self.formats,
+            "reasons": dict(self.reasons.most_common()),
+            "quarantine_examples": self.quarantine_examples,
+            "examples": self.examples,
+        }
+
+
+class _ParquetRows:
+    """A Parquet file written some thousand rows at a time."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self._writer, self._schema = pq.ParquetWriter(path, schema), schema
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        if len(self._rows) == _WRITTEN_ROWS:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._writer.close()
+
+    def _flush(self) -> None:
+        if self._rows:
+            self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
+        self._rows = []
+
+
+def _collect(file: SourceFile, wanted: str, collector: _Collector) -> None:
+    """Convert every record of `file`, in the format `wanted` or the one its first rows show."""
+    name, records = _recognize(file, wanted)
+    collector.formats[file.name] = name
+    for record in records:
+        try:
+            pair = _convert(record, name)
+        except Quarantined as problem:
+            collector.set_aside(problem, file.name, record)
+        else:
+            collector.keep(pair, file.name, record.line)
+
+
+def _convert(record: Record, name: str) -> Pair:
+    if record.problem is not None:
+        raise record.problem
+    return FORMATS[name].convert(record.value)
+
+
+def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
+    """The format of `file`, and all of its records: those that were looked at come first."""
+    records = file.read()
+    if wanted != "auto":
+        return wanted, records
+    seen: list[Record] = []
+    objects = 0
+    for record in records:
+        seen.append(record)
+        objects += record.problem is None
+        if objects == _DETECTION_ROWS:
+            break
+    if not seen:
+        return wanted, records
+    name = detect([record.value for record in seen if record.problem is None], file.place)
+    return name, itertools.chain(seen, records)

@@ -1,0 +1,257 @@
+"""Rows out of files and hub data sets, each with its place; what cannot even be parsed comes as a problem of that row.
+
+    .jsonl  .ndjson   a JSON object a line; bytes are split at "\\n" only, since U+2028 is content
+    .json             a list of objects (or, as many publish it, JSON lines)
+    .parquet          a record a row
+    .csv              a header, then a record a row; every value is text
+    hub data sets     through `datasets.load_dataset`, with its cache and its authentication
+
+A source's path is a file, a glob or a folder. Files are read in the order of their names, so the result depends on
+nothing else.
+"""
+
+import csv
+import glob
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from training.contract.errors import DataError
+from training.contract.recipe import DataSource
+from training.data.messages import Quarantined, Reason, Row
+
+_BATCH_ROWS = 1024
+_BLANK = re.compile(r"[ \t\r\n]*")
+_NUMBER_OF_NAMES = 5
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row as it was read: `line` counts from 1; `raw` is its text where there is one; either value or problem."""
+
+    line: int
+    value: Row
+    raw: str | None = None
+    problem: Quarantined | None = None
+
+    @property
+    def text(self) -> str:
+        """The row as text any file can hold, for a person to look at."""
+        text = json.dumps(self.value, default=str, ensure_ascii=False) if self.raw is None else self.raw
+        return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file, or one hub data set: the name it has in the result, the place people know it by, and its records."""
+
+    name: str
+    place: str
+    read: Callable[[], Iterator[Record]]
+
+
+def open_source(source: DataSource) -> list[SourceFile]:
+    """The files of a source, in name order. Raises DataError where there are none or one is of an unknown kind."""
+    if source.hub is not None:
+        return [_hub_file(source)]
+    assert source.path is not None
+    return [SourceFile(name, str(path), _reader(path)) for name, path in _local_files(source.path)]
+
+
+def parse_row(line: int, text: str) -> Record:
+    """One JSON object, strictly: no duplicate keys, no NaN, no nesting that overruns the parser."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    except Quarantined as problem:
+        return Record(line, {}, text, problem)
+    except RecursionError:
+        return Record(line, {}, text, Quarantined(Reason.BAD_JSON, "nested too deeply"))
+    except ValueError as error:
+        return Record(line, {}, text, Quarantined(Reason.BAD_JSON, str(error)))
+    if not isinstance(value, dict):
+        return Record(line, {}, text, Quarantined(Reason.NOT_AN_OBJECT, f"the row is {type(value).__name__}"))
+    return Record(line, value, text)
+
+
+def _read_lines(path: Path) -> Iterator[Record]:
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if content.strip():
+                yield _parse_line(number, content)
+
+
+def _parse_line(number: int, line: bytes) -> Record:
+    try:
+        return parse_row(number, line.decode().rstrip("\r\n"))
+    except UnicodeDecodeError as error:
+        problem = Quarantined(Reason.BAD_UNICODE, f"byte {error.start} of the line is not UTF-8")
+        return Record(number, {}, line.decode(errors="backslashreplace").rstrip("\r\n"), problem)
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    """The elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, refused where they stand."""
+    text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
+    start = _skip_blank(text, 0)
+    if text[start : start + 1] == "{":
+        yield from _read_lines(path)
+        return
+    if text[start : start + 1] != "[":
+        raise DataError(f"{path} begins with {text[start : start + 20]!r}; expected a JSON list of objects")
+    try:
+        for number, element in enumerate(_elements(text, start + 1), start=1):
+            yield parse_row(number, element)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not a complete JSON list: {error}; write it again, or use JSON lines") from error
+
+
+def _elements(text: str, position: int) -> Iterator[str]:
+    """The text of each element of the list whose content begins at `position`."""
+    decoder = json.JSONDecoder(parse_int=str)  # a number too long to convert spoils its row, not the file
+    position = _skip_blank(text, position)
+    while text[position : position + 1] != "]":
+        end = decoder.raw_decode(text, position)[1]
+        yield text[position:end]
+        position = _skip_blank(text, end)
+        if text[position : position + 1] == ",":
+            position = _skip_blank(text, position + 1)
+        elif text[position : position + 1] != "]":
+            raise json.JSONDecodeError("expecting ',' or ']'", text, position)
+    if (after := _skip_blank(text, position + 1)) != len(text):
+        raise json.JSONDecodeError("extra data", text, after)
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Record(number, value)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as Parquet after row {number}: {error}; write it again") from error
+
+
+def _read_csv(path: Path) -> Iterator[Record]:
+    csv.field_size_limit(sys.maxsize)
+    number = 0
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            header = next(reader, [])
+            for number, cells in enumerate(reader, start=1):
+                if cells:
+                    yield _csv_record(number, header, cells)
+        except csv.Error as error:
+            raise DataError(f"{path} is not CSV after row {number}: {error}; quote its fields") from error
+
+
+def _csv_record(number: int, header: list[str], cells: list[str]) -> Record:
+    if len(cells) == len(header):
+        return Record(number, dict(zip(header, cells, strict=True)))
+    problem = Quarantined(Reason.MISSING_FIELD, f"{len(cells)} cells in the row, {len(header)} in the header")
+    return Record(number, {}, json.dumps(cells, ensure_ascii=False), problem)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".csv": _read_csv,
+}
+
+
+def _reader(path: Path) -> Callable[[], Iterator[Record]]:
+    read = _READERS.get(path.suffix.lower())
+    if read is None:
+        known = ", ".join(_READERS)
+        raise DataError(f"{path} has the extension {path.suffix or 'none'!r}; expected one of {known}")
+    return lambda: _guarded(read, path)
+
+
+def _guarded(read: Callable[[Path], Iterator[Record]], path: Path) -> Iterator[Record]:
+    try:
+        yield from read(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}; look at the file and its rights") from error
+
+
+def _local_files(path: str) -> list[tuple[str, Path]]:
+    """Name and place of each file that `path` stands for: a file, a folder (its files of known kinds) or a glob."""
+    place = Path(path)
+    if place.is_file():
+        return [(place.name, place)]
+    if place.is_dir():
+        return _folder_files(place)
+    matches = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
+    if not matches:
+        wanted = "matches no file" if glob.has_magic(path) else "does not exist"
+        raise DataError(f"{path} {wanted}; `path` of a data source is a file, a folder or a glob, beside the recipe")
+    fixed = _fixed_part(place)
+    return [(match.relative_to(fixed).as_posix(), match) for match in matches]
+
+
+def _folder_files(folder: Path) -> list[tuple[str, Path]]:
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [(path.relative_to(folder), path) for path in found]
+    files = [
+        (name.as_posix(), path)
+        for name, path in names
+        if path.suffix.lower() in _READERS and not any(part.startswith(".") for part in name.parts)
+    ]
+    if not files:
+        seen = ", ".join(str(name) for name, _ in names[:_NUMBER_OF_NAMES]) or "nothing"
+        raise DataError(f"the folder {folder} has no file of the kinds {', '.join(_READERS)}; it holds {seen}")
+    return files
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The folder before the first part with a wildcard."""
+    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+
+
+def _hub_file(source: DataSource) -> SourceFile:
+    assert source.hub is not None
+    name = source.hub
+    return SourceFile(name, f"{name} ({source.split})", lambda: _read_hub(source))
+
+
+def _read_hub(source: DataSource) -> Iterator[Record]:
+    try:
+        rows = datasets.load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
+    except Exception as error:  # the library raises of many kinds: no such set, split or revision, no network, no right
+        raise DataError(
+            f"the data set {source.hub} (config {source.config}, split {source.split}, revision {source.revision}) "
+            f"cannot be loaded: {error}; look at its name, or download it and use `path`"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield Record(number, row)
+
+
+def _skip_blank(text: str, position: int) -> int:
+    blank = _BLANK.match(text, position)
+    assert blank is not None
+    return blank.end()
+
+
+def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    unique = dict(items)
+    if len(unique) < len(items):
+        keys = [key for key, _ in items]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise Quarantined(Reason.DUPLICATE_KEY, f"the key `{twice}` is there twice")
+    return unique
+
+
+def _refuse_constant(name: str) -> float:
+    raise Quarantined(Reason.BAD_JSON, f"{name} is not JSON")

@@ -1,0 +1,219 @@
+"""Chat templates, and the `tokenizer` job that freezes how conversations become tokens.
+
+A template is a program of the tokenizer's publisher. It is accepted once it has shown, on probe conversations, that it
+gives the same text every time and does not look at the clock: otherwise tokens made today and tomorrow would differ
+under one fingerprint. The clock stays taken away in all later renderings.
+
+The job writes `spec.json` and `tokenizer/`, everything that tokenizing needs and nothing that it does not.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from training.contract.errors import TemplateError
+from training.contract.events import EventWriter
+from training.contract.fingerprint import fingerprint
+from training.contract.job import Job
+from training.contract.store import Made
+from training.data.messages import Message, message
+from training.data.tokenizer import control_ids, load_tokenizer, save_tokenizer, special_ids, tokenizer_fingerprint
+from training.distributed import Group
+
+SPEC_FILE, TOKENIZER_FOLDER = "spec.json", "tokenizer"
+CLOSING_MARK = "closing-probe"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_NO_CLOCK = {"strftime_now": None}
+_SPEC_FIELDS = ("train_on", "max_length", "over_length")
+
+_QUESTION, _ANSWER = message("user", "What is 6 x 7?"), message("assistant", "It is 42.\n\nFor sure: naïve 東京 👍")
+PROBES: tuple[tuple[Message, ...], ...] = (
+    (_QUESTION,),
+    (message("system", "Be brief."), _QUESTION),
+    (_QUESTION, _ANSWER),
+    (message("system", "Be brief."), _QUESTION, _ANSWER),
+    (_QUESTION, _ANSWER, message("user", "  And 7 x 6?  "), message("assistant", " <b>42</b> ")),
+    (message("system", ""), message("user", "{{ 1 }} {% raw %}"), _ANSWER, message("user", "<think>no</think>")),
+)
+
+
+class Rejected(Exception):
+    """The template does not take this conversation; the text is the template's own message."""
+
+
+class Rendered(TypedDict):
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class ChatTemplate:
+    """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs` and without a clock."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any]) -> None:
+        if not isinstance(tokenizer.chat_template, str):
+            raise TemplateError("the tokenizer has no chat template; set `tokenization.chat_template` to a .jinja file")
+        self.text, self.template_kwargs = tokenizer.chat_template, template_kwargs
+        self._names = {**tokenizer.special_tokens_map, **template_kwargs}
+
+    @property
+    def marks_turns(self) -> bool:
+        """Whether it says, by {% generation %}, what the assistant wrote."""
+        return _GENERATION.search(self.text) is not None
+
+    def render(self, turns: Sequence[Message], generation_prompt: bool = False, clock: bool = False) -> Rendered:
+        """The conversation's text, and the spans of it inside {% generation %}. Raises Rejected."""
+        names = self._names if clock else {**self._names, **_NO_CLOCK}
+        try:
+            texts, spans = render_jinja_template(
+                [list(turns)],
+                chat_template=self.text,
+                return_assistant_tokens_mask=self.marks_turns,
+                add_generation_prompt=generation_prompt,
+                **names,
+            )
+        except Exception as error:  # a template is a program: it may raise anything, and that is its answer
+            raise Rejected(str(error) or type(error).__name__) from error
+        return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
+
+    def closing(self) -> str:
+        """What it writes after the last answer of the assistant: the end of the turn, and all that follows."""
+        return self.render((_QUESTION, message("assistant", CLOSING_MARK)))["text"].rpartition(CLOSING_MARK)[2]
+
+    def fingerprint(self) -> str:
+        content = {"text": self.text, "template_kwargs": self.template_kwargs, "probes": _probe(self)}
+        return fingerprint("chat_template", content)
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    """Freeze tokenizer and template. Raises TemplateError where they cannot be used as `job.settings` asks."""
+    assert group.world == 1, "freezing a tokenizer is the work of one process"
+    events.phase("loading the tokenizer")
+    tokenizer = _load(job.locations)
+    template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
+    events.phase("checking the chat template")
+    check_template(template, job.settings["train_on"])
+    spec = {
+        **{name: job.settings[name] for name in _SPEC_FIELDS},
+        "template_kwargs": template.template_kwargs,
+        "template": template.text,
+        "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
+        "template_fingerprint": template.fingerprint(),
+        "special_ids": special_ids(tokenizer),
+        "end_of_turn": _end_of_turn(tokenizer, template),
+        "vocabulary": len(tokenizer),
+    }
+    for note in _notes(tokenizer, template, spec["end_of_turn"]):
+        events.note(note)
+    _write(job.staging, tokenizer, spec)
+    identity = {name: spec[name] for name in (*_SPEC_FIELDS, "tokenizer_fingerprint", "template_fingerprint")}
+    return Made(fingerprint("tokenization_spec", identity), {**spec, "files": job.settings.get("files", {})})
+
+
+def check_template(template: ChatTemplate, train_on: str) -> None:
+    """Raises TemplateError if it fails on a plain question, depends on the clock or on chance, or marks no turns."""
+    try:
+        template.render(PROBES[0], generation_prompt=True, clock=True)
+        marked = template.render(PROBES[2], clock=True)["spans"]
+    except Rejected as error:
+        raise TemplateError(
+            f"the chat template fails on a question and an answer: {error}; mend it, or set "
+            "`tokenization.chat_template` to another .jinja file"
+        ) from error
+    with_clock = _probe(template, clock=True)
+    if with_clock != _probe(template, clock=True):
+        raise TemplateError(
+            "the chat template gives another text each time, so its tokens cannot be reproduced; take what is random "
+            "out of it and set `tokenization.chat_template`"
+        )
+    if with_clock != _probe(template):
+        raise TemplateError(
+            "the chat template writes the date of today (strftime_now), so its tokens would change from day to day; "
+            "give a fixed date in `tokenization.template_kwargs` (often `date_string: 26 Jul 2024`), or set "
+            "`tokenization.chat_template` to a copy without strftime_now"
+        )
+    if train_on == "assistant_turns" and not marked:
+        raise TemplateError(
+            "`tokenization.train_on: assistant_turns` needs a chat template that marks what the assistant writes; put "
+            "{% generation %} and {% endgeneration %} around it and set `tokenization.chat_template`, or use "
+            "`train_on: last_response`"
+        )
+
+
+def read_spec(folder: Path) -> dict[str, Any]:
+    spec: dict[str, Any] = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
+    return spec
+
+
+def _load(locations: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """The tokenizer with the chat template that counts: the recipe's, else its own (of several, the default one)."""
+    place = locations["tokenizer"]
+    tokenizer = load_tokenizer(place, locations.get("revision"))
+    if path := locations.get("chat_template"):
+        tokenizer.chat_template = _template_file(Path(path))
+    elif isinstance(tokenizer.chat_template, dict):
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
+    if not tokenizer.chat_template:
+        raise TemplateError(
+            f"the tokenizer {place} has no chat template; set `tokenization.chat_template` to a .jinja file, or "
+            "`tokenization.tokenizer` to a tokenizer that has one"
+        )
+    return tokenizer
+
+
+def _template_file(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
+
+
+def _probe(template: ChatTemplate, clock: bool = False) -> list[str]:
+    """What the template makes of each probe, with and without a generation prompt; a refusal is an answer too."""
+    return [_answer(template, turns, prompt, clock) for turns in PROBES for prompt in (False, True)]
+
+
+def _answer(template: ChatTemplate, turns: Sequence[Message], generation_prompt: bool, clock: bool) -> str:
+    try:
+        return template.render(turns, generation_prompt, clock)["text"]
+    except Rejected as error:
+        return f"rejected: {error}"
+
+
+def _end_of_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> dict[str, int]:
+    """How often each control token stands after an answer, by its spelling."""
+    ids = tokenizer(template.closing(), add_special_tokens=False)["input_ids"]
+    control = control_ids(tokenizer)
+    return dict(Counter(tokenizer.convert_ids_to_tokens(id_) for id_ in ids if id_ in control))
+
+
+def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, end_of_turn: dict[str, int]) -> list[str]:
+    notes = []
+    if not end_of_turn:
+        notes.append("the chat template writes no control token after an answer: a model will not learn where to stop")
+    text = template.render(PROBES[0], generation_prompt=True)["text"]
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
+    if adds_bos and not text.startswith(tokenizer.bos_token):
+        notes.append(
+            "the tokenizer adds a BOS to plain text and the chat template writes none: conversations have none"
+        )
+    return notes
+
+
+def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, spec: dict[str, Any]) -> None:
+    """Write the spec and the tokenizer, and prove that what was written reads back as the same tokenizer."""
+    save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
+    again = tokenizer_fingerprint(load_tokenizer(str(folder / TOKENIZER_FOLDER)))
+    if again != spec["tokenizer_fingerprint"]:
+        raise TemplateError(
+            f"the tokenizer does not survive being saved ({spec['tokenizer_fingerprint'][:12]} became {again[:12]}); "
+            "save it with this version of transformers and set `tokenization.tokenizer` to that folder"
+        )
+    content = json.dumps(spec, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False)
+    (folder / SPEC_FILE).write_text(content + "\n", encoding="utf-8")

@@ -1,0 +1,91 @@
+"""Tokenizers: loaded without running anything of theirs, and identified by what they do.
+
+The identity is the serialized fast tokenizer (vocabulary, merges, normalizer, pre-tokenizer, added tokens) without its
+padding and truncation settings, the ids of the special tokens, and the ids it gives for probe texts, which show whether
+it adds a BOS or an EOS and how it treats special tokens in a text. Names, folders and the padding token do not count:
+they change no token of a conversation.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from training.contract.errors import TemplateError
+from training.contract.fingerprint import canonical_json, fingerprint
+
+_ORIGINS = ("name_or_path", "tokenizer_file", "vocab_file", "is_local", "local_files_only")
+_SPECIAL_ROLES = ("bos_token_id", "eos_token_id", "unk_token_id")
+_PROBE_TEXTS = (
+    "",
+    "Hello, world!",
+    "  two spaces\n\nand a line",
+    "naïve café 東京 👩‍👩‍👧 \u2028",
+    "x = [1, 20, 300]\t# tab",
+)
+
+
+def load_tokenizer(location: str, revision: str | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder or of a hub id. Raises TemplateError if it cannot be loaded or is not a fast one."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # the library raises of many kinds: no such folder, id or revision, a broken file, no network
+        raise TemplateError(
+            f"the tokenizer {location} cannot be loaded: {error}; set `tokenization.tokenizer` to a folder with "
+            "tokenizer.json and tokenizer_config.json, or to a hub id"
+        ) from error
+    if not tokenizer.is_fast:
+        raise TemplateError(
+            f"{location} is a {type(tokenizer).__name__}, not a fast tokenizer; convert it to a tokenizer.json "
+            "(transformers.convert_slow_tokenizer) and set `tokenization.tokenizer`"
+        )
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_truncation()
+    return tokenizer
+
+
+def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:
+    """The ids that have a part in a conversation: BOS, EOS and unknown."""
+    return {role: getattr(tokenizer, role) for role in _SPECIAL_ROLES}
+
+
+def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
+    """Every token that is markup rather than text, such as the ends of turns."""
+    return {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+    serialized = json.loads(tokenizer.backend_tokenizer.to_str())
+    serialized.update(padding=None, truncation=None)
+    return fingerprint(
+        "tokenizer",
+        {
+            "serialized": hashlib.sha256(canonical_json(serialized)).hexdigest(),
+            "special_ids": special_ids(tokenizer),
+            "probes": [_encodings(tokenizer, text) for text in (*_PROBE_TEXTS, _control_text(tokenizer))],
+        },
+    )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, without a trace of where they came from."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    for name in _ORIGINS:
+        config.pop(name, None)
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _encodings(tokenizer: PreTrainedTokenizerFast, text: str) -> list[Any]:
+    return [tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True)]
+
+
+def _control_text(tokenizer: PreTrainedTokenizerFast) -> str:
+    """A text with every control token, which shows whether their spelling in a text becomes the token."""
+    spelled = sorted(tokenizer.added_tokens_decoder[id_].content for id_ in control_ids(tokenizer))
+    return " a ".join(spelled)

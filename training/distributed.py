@@ -1,0 +1,126 @@
+"""The processes that do one job together, seen from each of them.
+
+Under torchrun there are `world` processes, connected by gloo on CPUs and by NCCL on GPUs, one device a local rank.
+Without torchrun there is one process and no connection, and the very same calls: whoever uses a `Group` never asks
+which of the two it is. What is exchanged are tensors; nothing is pickled.
+
+Results are reproducible bit for bit on the same machine type with the same world size: deterministic algorithms only,
+and the number of threads fixed by OMP_NUM_THREADS, since it decides the order of sums.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from training.contract.errors import TrainingError
+from training.contract.job import RENDEZVOUS
+from training.contract.recipe import DeviceName
+
+# How long one rank waits for the others: longer than any gap between two ranks' work, far less than gloo's 30 minutes.
+TIMEOUT = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process (`rank`) among `world`. Every method that exchanges is to be called on every rank, in one order."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world > 1:
+            dist.barrier()
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Replace `tensor` by its sum over the ranks, in place; it is also returned."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def broadcast_(self, tensor: Tensor) -> Tensor:
+        """Replace `tensor` by that of rank 0, in place; it is also returned."""
+        if self.world > 1:
+            dist.broadcast(tensor, src=0)
+        return tensor
+
+    def gather_rows(self, tensor: Tensor) -> Tensor:
+        """The rows of every rank, in rank order, on every rank. Ranks may have unequal numbers of rows, also none."""
+        if self.world == 1:
+            return tensor
+        counts = self._gather(torch.tensor([len(tensor)], device=tensor.device))
+        rows = [int(count) for count in counts]
+        # As bytes, since not every backend exchanges every dtype; padded, since all parts must be of one size.
+        row_bytes = tensor.new_empty(1, *tensor.shape[1:]).nbytes
+        padded = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=tensor.device)
+        padded[: tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        parts = zip(rows, self._gather(padded), strict=True)
+        return torch.cat([part[: n * row_bytes].view(tensor.dtype).view(n, *tensor.shape[1:]) for n, part in parts])
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(parts, tensor)
+        return parts
+
+
+@contextlib.contextmanager
+def group(device: DeviceName) -> Iterator[Group]:
+    """Join the processes that torchrun started, or be the only one; `auto` takes a GPU if there is one.
+
+    Raises TrainingError if `cuda` is asked for and there is none for this rank.
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    _compute_deterministically()
+    own = _device(device)
+    if world > 1:
+        on_gpu = own.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=_store(world),
+            rank=rank,
+            world_size=world,
+            timeout=TIMEOUT,
+            device_id=own if on_gpu else None,
+        )
+    yield Group(rank, world, own)
+    # Not after an exception: closing the connection fails the other ranks before this one has said what went wrong.
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def _store(world: int) -> dist.Store | None:
+    """Where the ranks find each other: the launcher's file; without one, torchrun's TCP store (any address may connect)."""
+    file = os.environ.get(RENDEZVOUS)
+    return dist.FileStore(file, world) if file else None
+
+
+def _device(wanted: DeviceName) -> torch.device:
+    local_rank, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and found == 0):
+        return torch.device("cpu")
+    if local_rank >= found:
+        raise TrainingError(
+            f"local rank {local_rank} needs a GPU of its own and this machine shows {found}; "
+            f"set `compute.processes_per_node` to at most {found}, or `compute.device: cpu`"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _compute_deterministically() -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))

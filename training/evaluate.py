@@ -1,0 +1,131 @@
+"""The `evaluation` job: how the policy does on pairs it was not trained on.
+
+1. The policy scores every held-out pair in the dtype in which the reference did; the reference's values come from the
+   table. Loss, rewards and margins come from the function that training uses.
+2. The accuracy has a 95% interval: a few hundred pairs say less than its second digit promises.
+3. A few prompts are answered by the policy (after) and by the reference model (before).
+4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people.
+
+Legend: V held-out pairs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+from transformers import PreTrainedTokenizerBase
+
+from training.contract.errors import DataError
+from training.contract.events import EventWriter
+from training.contract.fingerprint import fingerprint, short
+from training.contract.job import Job
+from training.contract.logprob_table import LogProbTable
+from training.contract.recipe import Loss
+from training.contract.store import Made
+from training.data.batches import Pairs, Side
+from training.data.template import TOKENIZER_FOLDER
+from training.data.tokenizer import load_tokenizer
+from training.distributed import Group
+from training.generate import answers, decode, spread_prompts
+from training.held_out import HeldOut, evaluate_pairs
+from training.model.load import load_model
+from training.report import Report, Sample, WorstPair, render
+
+_SHOWN_CHARACTERS = 500
+_WORST_PAIRS = 10
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+    positions_V = held_out_positions(pairs)
+    reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
+    tokenizer = AutoTokenizer.from_pretrained(
+        job.inputs["tokenized_pairs"].folder / "tokenizer", trust_remote_code=False
+    )
+    shown = spread_prompts(pairs, positions_V, job.settings["samples"])
+    prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
+
+    policy = load_model(job.inputs["policy"].folder, reference.dtype, group.device)
+    events.phase("score the held-out pairs with the policy")
+    loss = Loss.model_validate(job.settings["loss"])
+    held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)
+    events.phase("sample answers of the policy and of the reference model")
+    after = answers(policy, prompts, tokenizer, length, group)
+    del policy  # two models never have to fit at once
+    frozen = load_model(job.inputs["reference_model"].folder, reference.dtype, group.device)
+    before = answers(frozen, prompts, tokenizer, length, group)
+    if not group.is_main:
+        return Made("")
+    samples = [
+        Sample(int(pairs.rows[i]), decode(tokenizer, prompts[n]), before[n], after[n], _response(pairs, i, tokenizer))
+        for n, i in enumerate(shown)
+    ]
+    return _write(job, held_out, samples, tokenizer)
+
+
+def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
+    """The positions of the validation pairs. Raises DataError if there is none."""
+    positions_V = pairs.indices("validation")
+    if not len(positions_V):
+        raise DataError(
+            f"none of the {len(pairs):,} tokenized pairs is held out, so there is nothing to evaluate on; "
+            f"raise data.validation_fraction (0.1 holds out one prompt in ten) or add data"
+        )
+    return positions_V
+
+
+def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
+    """Put the four files into the staging folder. Whatever depends on the report's looks is not in the fingerprint."""
+    metrics, columns, interval = held_out.metrics(), held_out.columns(), held_out.interval()
+    _write_json(job.staging / "metrics.json", metrics)
+    _write_json(job.staging / "samples.json", [sample.texts() for sample in samples])
+    pq.write_table(pa.table(columns), job.staging / "pairs.parquet")
+    report = Report(
+        policy=short(job.inputs["policy"].fingerprint),
+        reference=short(job.inputs["reference_model"].fingerprint),
+        pairs=short(job.inputs["tokenized_pairs"].fingerprint),
+        metrics=metrics,
+        interval=interval,
+        margins=columns["margin"],
+        samples=samples,
+        worst=_worst_pairs(held_out, tokenizer),
+    )
+    (job.staging / "report.html").write_text(render(report), encoding="utf-8")
+    texts = [sample.texts() for sample in samples]
+    details = {
+        "metrics": metrics,
+        "interval": list(interval),
+        "samples": [{k: v[:_SHOWN_CHARACTERS] if isinstance(v, str) else v for k, v in t.items()} for t in texts],
+    }
+    return Made(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
+
+
+def _worst_pairs(held_out: HeldOut, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
+    """The pairs of greatest loss, worst first: where wrong labels and blind spots show."""
+    order = np.argsort(-held_out.outcome.losses_B.numpy(), kind="stable")[:_WORST_PAIRS]
+    pairs, worst = held_out.pairs, []
+    for at in order:
+        index = int(held_out.positions_V[at])
+        worst.append(
+            WorstPair(
+                row=int(pairs.rows[index]),
+                loss=float(held_out.outcome.losses_B[at]),
+                margin=float(held_out.outcome.margins_B[at]),
+                prompt=decode(tokenizer, pairs.prompt_ids(index))[-_SHOWN_CHARACTERS:],
+                chosen=_response(pairs, index, tokenizer)[:_SHOWN_CHARACTERS],
+                rejected=_response(pairs, index, tokenizer, "rejected")[:_SHOWN_CHARACTERS],
+            )
+        )
+    return worst
+
+
+def _response(pairs: Pairs, index: int, tokenizer: PreTrainedTokenizerBase, side: Side = "chosen") -> str:
+    return decode(tokenizer, pairs.sequence(index, side).ids_T[pairs.prompt_lengths[index] :].tolist())
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), encoding="utf-8")

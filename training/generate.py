@@ -1,0 +1,74 @@
+"""Samples: what a model answers to a few held-out prompts, greedily, so that people can see what training changed.
+
+The prompts are spread evenly over the distinct held-out ones, and dealt out to the ranks. An answer ends at a token
+that the tokenizer or the model's own generation settings call the end; none of those other settings (temperature,
+penalties) is used, since they would blur what the weights say.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from training.data.batches import Pairs
+from training.distributed import Group
+
+_NO_TOKEN = -1
+
+
+def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> list[int]:
+    """Positions of at most `count` pairs with distinct prompts, evenly spread over `among`, its first one included."""
+    first_of: dict[tuple[int, ...], int] = {}
+    for index in among:
+        first_of.setdefault(tuple(pairs.prompt_ids(index)), int(index))
+    distinct = list(first_of.values())
+    chosen = np.linspace(0, len(distinct), min(count, len(distinct)), endpoint=False).astype(int)
+    return [distinct[i] for i in chosen]
+
+
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends an answer."""
+    configured = model.generation_config.eos_token_id
+    stops = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    return sorted(token for token in stops if token is not None)
+
+
+def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_new_tokens: int) -> list[int]:
+    """The most likely continuation of `prompt`, token by token; shorter where the model has no positions left."""
+    positions = getattr(model.config, "max_position_embeddings", None) or len(prompt) + max_new_tokens
+    room = min(max_new_tokens, positions - len(prompt))
+    if room < 1:
+        return []
+    model.generation_config = GenerationConfig(
+        do_sample=False, max_new_tokens=room, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0
+    )
+    ids_1T = torch.tensor([list(prompt)], device=model.device)
+    out_1T = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=True)
+    return [int(token) for token in out_1T[0, len(prompt) :]]
+
+
+def answers(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    tokenizer: PreTrainedTokenizerBase,
+    max_new_tokens: int,
+    group: Group,
+) -> list[str]:
+    """What `model` answers to each prompt, as text; every rank does its share and gets all."""
+    stops = stop_tokens(model, tokenizer)
+    rows = torch.full((len(prompts[group.rank :: group.world]), 1 + max_new_tokens), _NO_TOKEN, dtype=torch.int64)
+    for row, at in zip(rows, range(group.rank, len(prompts), group.world), strict=True):
+        tokens = greedy(model, prompts[at], stops, max_new_tokens)
+        row[0] = at
+        row[1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+    texts = [""] * len(prompts)
+    for at, *tokens in group.gather_rows(rows.to(group.device)).tolist():
+        texts[at] = decode(tokenizer, [token for token in tokens if token != _NO_TOKEN])
+    return texts
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return text

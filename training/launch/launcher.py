@@ -1,0 +1,124 @@
+"""Launching: the seam between whoever wants an artifact and the processes that make it.
+
+A `Launcher` starts a job somewhere and gives a `Handle`. Between the two sides there are only the files of the job's
+folder: `run_job` follows `events.jsonl` while the job runs, and reads from `error.json`, or else from the log, why it failed.
+"""
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from pydantic import ValidationError
+
+from training.contract.errors import JobFailed
+from training.contract.events import Event, Follower
+from training.contract.job import Failure, Job
+
+_POLL_SECONDS = 0.1
+_LOG_LINES = 20
+_LOG_BYTES = 64 * 1024
+# An entry of the report with which torchrun ends: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
+_ENDED_BY_SIGNAL = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) ", re.MULTILINE)
+
+
+class Handle(Protocol):
+    """A job that was started. `log`: what its processes print."""
+
+    log: Path
+
+    def poll(self) -> int | None:
+        """The exit status (negative: the signal that ended the supervisor), or None while it runs."""
+
+    def cancel(self) -> None:
+        """End the job and return when none of its processes is left; nothing happens if it ended before."""
+
+
+class Launcher(Protocol):
+    def start(self, job: Job, lock: BinaryIO | None = None) -> Handle:
+        """Start the job that `job.path` describes. Its processes hold `lock` until the last of them is gone."""
+
+
+def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], lock: BinaryIO | None = None) -> None:
+    """Run `job` to its end, giving each of its events to `on_event` as it comes.
+
+    A job that goes on from checkpoints tells its earlier events again. Raises JobFailed with the root cause and the path
+    of the log; on any other exception, KeyboardInterrupt included, the job is cancelled before it is passed on.
+    """
+    prepare(job)
+    follower = Follower(job.events)
+    handle = launcher.start(job, lock)
+    try:
+        status = None
+        while status is None:
+            status = handle.poll()  # asked before reading, so that the last events are read after the end
+            for event in follower.new():
+                on_event(event)
+            if status is None:
+                time.sleep(_POLL_SECONDS)
+    finally:
+        handle.cancel()
+    if status != 0:
+        raise JobFailed(_explain(job, handle.log, status))
+
+
+def prepare(job: Job) -> None:
+    """Write job.json and remove what an earlier attempt said, but for the events of steps that checkpoints have kept."""
+    job.write()
+    job.error.unlink(missing_ok=True)
+    if not job.checkpoints.exists():
+        job.events.unlink(missing_ok=True)
+
+
+def _explain(job: Job, log: Path, status: int) -> str:
+    failure = _read_failure(job.error)
+    if failure is None:
+        text = _tail(log)
+        return f"the {job.kind} job failed: {_ending(text, status)}; its log {log} ends with\n{_last_lines(text)}"
+    if failure.traceback:
+        return (
+            f"the {job.kind} job failed on rank {failure.rank}: {failure.type}: {failure.message}; its log is {log}\n"
+            f"{failure.traceback.rstrip()}"
+        )
+    return f"the {job.kind} job failed on rank {failure.rank}: {failure.type}: {failure.message}; its log is {log}"
+
+
+def _read_failure(path: Path) -> Failure | None:
+    """What a rank wrote; None if there is nothing, or only part of it since the rank was killed meanwhile."""
+    with contextlib.suppress(FileNotFoundError, ValidationError):
+        return Failure.model_validate_json(path.read_bytes())
+    return None
+
+
+def _ending(log: str, status: int) -> str:
+    """How the processes ended, the first cause first. torchrun ends its other ranks by SIGTERM, so that comes last."""
+    ranks = [(int(rank), int(number)) for rank, number in _ENDED_BY_SIGNAL.findall(log)]
+    if ranks:
+        rank, number = min(ranks, key=lambda entry: entry[1] == signal.SIGTERM)
+        return f"rank {rank} was ended by {_signal_name(number)}"
+    if status < 0:
+        return f"its supervisor was ended by {_signal_name(-status)}"
+    if status > 128:
+        return f"it was ended by {_signal_name(status - 128)}"
+    return f"exit status {status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+    return f"{name} (the kernel does so when memory runs out)" if number == signal.SIGKILL else name
+
+
+def _tail(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        return file.read().decode(errors="replace")
+
+
+def _last_lines(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines()[-_LOG_LINES:])

@@ -1,0 +1,115 @@
+"""The `policy` job: preference tuning of the reference model, from the reference's log-probs in a table.
+
+    load      pairs, table, and the reference model as the policy to be
+    prove     before the first step, on the first batch and held out, the loss is that of zero margin (training.proof)
+    train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
+    save      a Hugging Face folder in the precision that was trained, with the tokenizer and an account of the run
+
+The same code runs in one process or in many; results differ by rounding only.
+"""
+
+import json
+import math
+import shutil
+from typing import Any
+
+from training.contract.events import EventWriter
+from training.contract.job import Job
+from training.contract.logprob_table import LogProbTable
+from training.contract.recipe import Training
+from training.contract.store import Made
+from training.data.batches import Pairs
+from training.data.packing import Batches, Positions, train_items
+from training.distributed import Group
+from training.held_out import HeldOut, evaluate_pairs
+from training.masters import Masters
+from training.objective import PreferenceObjective, pair_lengths
+from training.proof import prove_zero_margin
+from training.stepper import Stepper
+from training.trainer import Trainer, write_model
+
+_SERIES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+_REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    """Train the policy and write it into `job.staging`. Raises TrainingError where the run must not go on."""
+    events.phase("loading the reference model as the policy")
+    tuning = _Tuning(job, group, events)
+    tuning.trainer.run(tuning.observe)
+    events.phase("saving the policy")
+    return tuning.save()
+
+
+class _Tuning:
+    """The parts of one run, and what is done with them before, between and after its steps."""
+
+    def __init__(self, job: Job, group: Group, events: EventWriter) -> None:
+        self.job, self.group, self.events = job, group, events
+        self.settings = Training.model_validate(job.settings)
+        self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+        self.reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(self.pairs))
+        self.masters = Masters(job.inputs["reference_model"].folder, self.settings.precision, group.device)
+        objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group.device)
+        self.batches = self._batches()
+        self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch
+        stepper = Stepper(self.masters, objective, self.batches, self.settings, steps, group)
+        self.trainer = Trainer(job, group, events, stepper, _SERIES)
+        self.held_out = self.pairs.indices("validation")
+
+    def observe(self, step: int) -> None:
+        """Held-out metrics when they are due; before the first step the proof as well."""
+        if step == 0:
+            self._prove_first_batch()
+        if step % self.job.compute.evaluate_every == 0 or step == self.steps:
+            self._evaluate(step)
+
+    def save(self) -> Made:
+        """Write the policy's folder, on rank 0, which alone can tell the fingerprint of what it wrote."""
+        staging = self.job.staging
+        if not self.group.is_main:
+            return Made(fingerprint="")
+        with self.trainer.timed("saving"):
+            fingerprint = write_model(self.job, self.masters)
+        account = self._account()
+        written = {"training.json": self.job.settings, "recipe.json": self.job.recipe, "metrics.json": account}
+        for name, content in written.items():
+            (staging / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+        if self.job.events.is_file():
+            shutil.copyfile(self.job.events, staging / "events.jsonl")
+        return Made(fingerprint, account)
+
+    def _batches(self) -> Batches:
+        settings, items = self.settings, train_items(self.pairs)
+        return Batches(items, pair_lengths(self.pairs), settings.batch_size, settings.micro_tokens, settings.seed)
+
+    def _prove_first_batch(self) -> None:
+        self.events.phase("proof of step 0")
+        with self.trainer.timed("proof"):
+            self.trainer.facts["step0_loss"] = self._prove(self._scored(self.batches.batch(1)), "the first batch")
+
+    def _prove(self, scored: HeldOut, where: str) -> float:
+        return prove_zero_margin(scored, self.reference, self.settings, where)
+
+    def _evaluate(self, step: int) -> None:
+        if not len(self.held_out):
+            return
+        with self.trainer.timed("evaluation"):
+            scored = self._scored(self.held_out)
+            if step == 0:
+                self._prove(scored, "the held-out pairs")
+        self.trainer.facts["eval"] = scored.metrics()
+        self.events.emit("eval", step=step, **scored.metrics())
+
+    def _scored(self, positions: Positions) -> HeldOut:
+        """The pairs under the policy as it is now. Its progress is not shown: it would hide the training's."""
+        self.masters.model.eval()
+        loss, silent = self.settings.loss, EventWriter(None)
+        return evaluate_pairs(self.masters.model, self.pairs, positions, self.reference, loss, self.group, silent)
+
+    def _account(self) -> dict[str, Any]:
+        """What is told of the run: last metrics on both splits, counts, seconds, and the course of the rewards."""
+        facts = self.trainer.facts
+        rewards = [value for name in _REWARDS for value in facts["series"][name]]
+        counts = {"train": len(self.batches.items), "validation": len(self.held_out)}
+        return {**facts, "pairs": counts, "rewards_finite": all(map(math.isfinite, rewards)), "world": self.group.world}

@@ -1,0 +1,92 @@
+"""The one entry point of every job: `python -m training.main job.json`, alone or on every rank of torchrun.
+
+Each rank joins the group, does the work of the job's kind and leaves; rank 0 empties the staging folder before and
+publishes it after. What goes wrong is written to `error.json` by the first rank that fails, since the others then fail too,
+of a closed connection; the log has everybody's account.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from training import evaluate, loop, reference, sft
+from training.contract.errors import PedigreeError
+from training.contract.events import EventWriter
+from training.contract.job import SUPERVISOR, Failure, Job, JobKind
+from training.contract.store import Made, Store
+from training.data import pairs, preferences, template
+from training.distributed import Group, group
+from training.launch.processes import ancestors, die_with_parent
+
+WORK: dict[JobKind, Callable[[Job, Group, EventWriter], Made]] = {
+    "preferences": preferences.run,
+    "tokenizer": template.run,
+    "pairs": pairs.run,
+    "sft": sft.run,
+    "reference": reference.run,
+    "policy": loop.run,
+    "evaluation": evaluate.run,
+}
+# Longer than torchrun takes to notice a rank that was killed and to end the others.
+_PRECEDENCE_SECONDS = 3.0
+
+
+def main(path: Path) -> int:
+    """Do the job that `path` describes; the exit status is 0 if its artifact was published, else 1."""
+    _bind_to_launcher()
+    job = Job.read(path)
+    try:
+        with group(job.compute.device if job.distributed else "cpu") as members:
+            make(job, members)
+    except Exception as error:
+        _report(job, error)
+        return 1
+    return 0
+
+
+def make(job: Job, members: Group) -> None:
+    """The work between an empty staging folder and the published artifact."""
+    events = EventWriter(job.events if members.is_main else None, keep=job.checkpoints.exists())
+    if members.is_main:
+        shutil.rmtree(job.staging, ignore_errors=True)
+        job.staging.mkdir(parents=True)
+    members.barrier()
+    made = WORK[job.kind](job, members, events)
+    members.barrier()
+    if members.is_main:
+        Store(job.store).publish(job.staging, job.derivation, made)
+        shutil.rmtree(job.staging, ignore_errors=True)  # still there if the same contents were published before
+
+
+def _bind_to_launcher() -> None:
+    """A rank ends with its torchrun; if that, or the supervisor above it, died before this line, it ends here."""
+    if "RANK" in os.environ:
+        die_with_parent()
+    supervisor = os.environ.get(SUPERVISOR)
+    if supervisor and int(supervisor) not in ancestors():
+        sys.exit(f"the supervisor (process {supervisor}) of this job is gone; the job was cancelled")
+
+
+def _report(job: Job, error: Exception) -> None:
+    """Tell the log, and error.json unless another rank was first."""
+    expected = isinstance(error, PedigreeError)
+    account = "" if expected else "".join(traceback.format_exception(error))
+    sys.stderr.write(account or f"{type(error).__name__}: {error}\n")
+    if isinstance(error, RuntimeError) and "RANK" in os.environ:
+        # This is also what the end of another rank looks like from here. Killed, that one can say nothing: torchrun does,
+        # and ends this rank while it waits.
+        time.sleep(_PRECEDENCE_SECONDS)
+    failure = Failure(
+        type=type(error).__name__, message=str(error), rank=int(os.environ.get("RANK", 0)), traceback=account
+    )
+    with contextlib.suppress(FileExistsError), open(job.error, "x", encoding="utf-8") as file:
+        file.write(failure.model_dump_json(indent=2))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,62 @@
+"""The `sft` job: supervised tuning on the chosen responses of the train split, which makes the reference model.
+
+The loss is the mean negative log-prob over all response tokens of the global batch, so long responses weigh more than
+short ones, as everywhere in language modelling. Stepping, resuming and saving are those of preference tuning. The pair
+that carries a chosen response is the item; a response that several pairs share is trained on as often.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from training.contract.events import EventWriter
+from training.contract.job import Job
+from training.contract.recipe import SupervisedTuning
+from training.contract.store import Made
+from training.data.batches import Pairs
+from training.data.packing import Batches, Positions, train_items
+from training.distributed import Group
+from training.masters import Masters
+from training.model.logprobs import response_logprobs
+from training.stepper import Stepper
+from training.trainer import Trainer, write_model
+
+
+class ResponseObjective:
+    """The mean negative log-prob of the chosen responses' tokens."""
+
+    names: tuple[str, ...] = ("loss",)
+
+    def __init__(self, pairs: Pairs) -> None:
+        self._pairs, self._rows = pairs, pairs.rows
+
+    def count(self, items: Positions) -> int:
+        """Response tokens; the first token of a sequence is predicted by nothing and counts for none."""
+        return sum(int(self._pairs.sequence(int(item), "chosen").mask_T[1:].sum()) for item in items)
+
+    def rows(self, items: Positions) -> Positions:
+        return self._rows[items]
+
+    def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
+        sequences = [self._pairs.sequence(int(item), "chosen") for item in items]
+        return -response_logprobs(model, sequences).sums_S.to(torch.float64)[:, None]
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    """Tune the base model and write it into `job.staging`. Raises TrainingError where the run must not go on."""
+    events.phase("loading the base model")
+    settings = SupervisedTuning.model_validate(job.settings)
+    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+    masters = Masters(job.inputs["base_model"].folder, "float32", group.device)
+    lengths_I1 = pairs.lengths("chosen").astype(np.int64)[:, None]
+    batches = Batches(train_items(pairs), lengths_I1, settings.batch_size, settings.micro_tokens, settings.seed)
+    steps = settings.epochs * batches.steps_per_epoch
+    stepper = Stepper(masters, ResponseObjective(pairs), batches, settings, steps, group)
+    trainer = Trainer(job, group, events, stepper, ("loss",))
+    trainer.run()
+    if not group.is_main:
+        return Made(fingerprint="")
+    events.phase("saving the reference model")
+    fingerprint = write_model(job, masters)
+    return Made(fingerprint, trainer.facts | {"pairs": len(batches.items), "world": group.world})

@@ -1,0 +1,159 @@
+"""The command `pedigree`.
+
+Exit codes: 0 done, 1 failed, 2 wrong use. With `--json`, stdout holds one JSON object and nothing else; whatever people
+read goes to stderr.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from typing import Any, NoReturn, ParamSpec
+
+import click
+import dagster as dg
+from rich.console import Console
+
+from assets.graph import GRAPH
+from training.contract.errors import PedigreeError
+from workflows import show
+from workflows.execution import RunReport, materialize
+from workflows.inspection import inspect_row
+from workflows.lineage import status as look
+from workflows.recipes import LoadedRecipe, load_recipe, recipe_folder
+from workflows.resources import build_services, pedigree_home, settle
+from workflows.servers import dagster_server, free_port, mlflow_server, serving
+
+P = ParamSpec("P")
+
+_people = Console(stderr=True, highlight=False)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
+_recipe = click.argument("recipe")
+
+
+@click.group()
+@click.version_option(package_name="pedigree")
+def main() -> None:
+    """Keep a preference-tuned language model up to date, with the lineage of every artifact.
+
+    RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml.
+    """
+    warnings.filterwarnings("ignore", module=r"dagster.*")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    settle(pedigree_home())
+
+
+def _reporting(command: Callable[P, None]) -> Callable[P, None]:
+    """An error that a person can act on ends the command with its message and its exit code, without a traceback."""
+
+    @wraps(command)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except PedigreeError as error:
+            _fail(str(error), error.exit_code)
+
+    return reported
+
+
+@main.command()
+@_recipe
+@click.option("--select", type=click.Choice(list(GRAPH)), help="Only this asset and what it stands on.")
+@_as_json
+@_reporting
+def run(recipe: str, select: str | None, as_json: bool) -> None:
+    """Materialize a recipe: compute what changed, reuse the rest."""
+    loaded = _load(recipe)
+    with show.Progress(_people) as progress, _instance() as instance:
+        services = build_services(pedigree_home(), progress.hear)
+        report = materialize(loaded, services, instance, select)
+    if as_json:
+        _print_json(_report_json(report))
+    else:
+        show.run_report(Console(highlight=False), report)
+    if not report.succeeded:
+        sys.exit(1)
+
+
+@main.command()
+@_recipe
+@_as_json
+@_reporting
+def status(recipe: str, as_json: bool) -> None:
+    """Which assets are fresh, stale or missing, and why, as the files are at this moment."""
+    loaded = _load(recipe)
+    with _instance() as instance:
+        found = look(loaded.pipeline, build_services(pedigree_home()), instance)
+    if as_json:
+        _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
+    else:
+        show.status(Console(highlight=False), loaded.pipeline, found)
+
+
+@main.command()
+@_recipe
+@click.option("--row", type=click.IntRange(min=0), required=True, help="A row of raw_preferences.")
+@_as_json
+@_reporting
+def inspect(recipe: str, row: int, as_json: bool) -> None:
+    """One pair: its messages, tokens, trained tokens and log-probs."""
+    loaded = _load(recipe)
+    services = build_services(pedigree_home())
+    with _instance() as instance:
+        found = inspect_row(loaded.pipeline, services, instance, row)
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        show.inspected(Console(highlight=False), found)
+
+
+@main.command()
+@click.argument("recipes", nargs=-1)
+@click.option("--port", default=3000, show_default=True, help="Port of Dagster's web server.")
+@click.option("--mlflow-port", default=5000, show_default=True, help="Port of MLflow's web server.")
+@_reporting
+def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
+    """Start Dagster's and MLflow's web servers on loopback, until Ctrl-C.
+
+    RECIPES are further recipe folders to show beside those of the project.
+    """
+    home = pedigree_home()
+    if recipes:
+        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
+    tracking = build_services(home).tracker.tracking_uri
+    dagster = dagster_server(home, free_port(port))
+    servers = (
+        [dagster] if tracking.startswith("http") else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
+    )
+    _people.print("Starting the web servers; this takes about half a minute.")
+    with serving(*servers):
+        show.addresses(_people, dagster.address, tracking if len(servers) == 1 else servers[1].address)
+        show.wait_for_ctrl_c()
+
+
+def _load(recipe: str) -> LoadedRecipe:
+    return load_recipe(recipe_folder(recipe))
+
+
+def _report_json(report: RunReport) -> dict[str, Any]:
+    value = asdict(report)
+    del value["samples"]
+    return value
+
+
+def _instance() -> dg.DagsterInstance:
+    return dg.DagsterInstance.get()
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    _people.print("[bold red]error:[/] ", end="")
+    _people.print(message, markup=False)
+    sys.exit(code)

@@ -1,0 +1,50 @@
+"""`type: workflows.PreferenceTuning`: a recipe's file becomes twelve assets, a job, a schedule and a sensor."""
+
+from typing import Self
+
+import dagster as dg
+from pydantic import BaseModel
+
+from assets import data, evaluation, policy, reference, release, sources, specs
+from assets.pipeline import Pipeline
+from training.contract.recipe import Recipe
+from workflows.automation import retraining
+
+_BUILDERS = (
+    sources.preference_source,
+    sources.base_model,
+    specs.tokenization_spec,
+    specs.training_spec,
+    specs.evaluation_spec,
+    data.raw_preferences,
+    data.tokenized_pairs,
+    reference.reference_model,
+    reference.reference_logprobs,
+    policy.policy,
+    evaluation.evaluation,
+    release.released_model,
+)
+
+
+class PreferenceTuning(dg.Component):
+    """Keeps a preference-tuned language model up to date with its data, its base model and its recipe.
+
+    The attributes are a `Recipe`; Dagster validates them and names file, line and field of what is wrong. The folder's
+    name is the pipeline's.
+    """
+
+    def __init__(self, pipeline: Pipeline):
+        self.pipeline = pipeline
+
+    @classmethod
+    def get_model_cls(cls) -> type[BaseModel]:
+        return Recipe
+
+    @classmethod
+    def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
+        assert isinstance(attributes, Recipe)
+        return cls(Pipeline(context.path.name, attributes.located_at(context.path)))
+
+    def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
+        assets = [build(self.pipeline) for build in _BUILDERS]
+        return dg.Definitions.merge(dg.Definitions(assets=assets), retraining(self.pipeline))

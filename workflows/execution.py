@@ -1,0 +1,111 @@
+"""Materializing a recipe in this process, as a run that Dagster's UI shows like any other."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import dagster as dg
+
+from assets.graph import GRAPH
+from assets.pipeline import Pipeline, Services
+from assets.realize import data_version, latest_metadata
+from training.contract.errors import UsageError
+from workflows.recipes import LoadedRecipe
+
+Outcome = Literal["computed", "reused", "failed"]
+
+
+@dataclass(frozen=True)
+class AssetRun:
+    """What became of one asset; `error` is the first line a person should read where it failed."""
+
+    asset: str
+    outcome: Outcome
+    fingerprint: str | None
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    recipe: str
+    dagster_run_id: str
+    assets: list[AssetRun]
+    metrics: dict[str, float]
+    mlflow_run_id: str | None
+    model_version: str | None
+    samples: list[dict[str, str]]
+
+    @property
+    def succeeded(self) -> bool:
+        return all(asset.outcome != "failed" for asset in self.assets)
+
+
+def with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
+    """The assets that a run of `asset` goes through: itself and everything it stands on; all of them for None.
+
+    Raises UsageError for a name that is no asset.
+    """
+    if asset is None:
+        return list(GRAPH)
+    if asset not in GRAPH:
+        raise UsageError(f"there is no asset {asset!r}; expected one of {', '.join(GRAPH)}")
+    wanted = {asset}
+    for name in reversed(GRAPH):
+        if name in wanted:
+            wanted.update(GRAPH[name].needed_by(pipeline.recipe))
+    return [name for name in GRAPH if name in wanted]
+
+
+def materialize(
+    loaded: LoadedRecipe, services: Services, instance: dg.DagsterInstance, asset: str | None = None
+) -> RunReport:
+    """Run the recipe's assets, or `asset` with what it stands on. A failing asset is in the report, not an exception."""
+    pipeline = loaded.pipeline
+    selected = with_upstream(asset, pipeline)
+    definitions = dg.Definitions.merge(
+        loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
+    )
+    result = definitions.get_implicit_global_asset_job_def().execute_in_process(
+        instance=instance,
+        asset_selection=[pipeline.key(name) for name in selected],
+        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        raise_on_error=False,
+    )
+    assets = list(_asset_runs(result, pipeline, instance))
+    shown = {a.asset: latest_metadata(instance, pipeline.key(a.asset)) for a in assets if a.outcome != "failed"}
+    evaluated = {a.asset: a.fingerprint for a in assets if a.outcome != "failed"}.get("evaluation")
+    details = services.store.open("evaluation", evaluated).details if evaluated else {}
+    return RunReport(
+        recipe=pipeline.name,
+        dagster_run_id=result.run_id,
+        assets=assets,
+        metrics=details.get("metrics", {}),
+        mlflow_run_id=shown.get("policy", {}).get("mlflow_run_id"),
+        model_version=shown.get("released_model", {}).get("model_version"),
+        samples=details.get("samples", []),
+    )
+
+
+def _asset_runs(
+    result: dg.ExecuteInProcessResult, pipeline: Pipeline, instance: dg.DagsterInstance
+) -> Iterator[AssetRun]:
+    done = {
+        event.asset_key.path[-1] for event in result.get_asset_materialization_events() if event.asset_key is not None
+    }
+    failures = {step: event for event in result.filter_events(lambda e: e.is_step_failure) if (step := event.step_key)}
+    for asset in GRAPH:
+        failure = failures.get(f"{pipeline.name}__{asset}")
+        fingerprint = data_version(instance, pipeline.key(asset))
+        if failure is not None:
+            yield AssetRun(asset, "failed", fingerprint, 0.0, _reason(failure))
+        elif asset in done:
+            shown = latest_metadata(instance, pipeline.key(asset))
+            yield AssetRun(asset, shown["outcome"], fingerprint, shown["seconds"])
+
+
+def _reason(failure: dg.DagsterEvent) -> str:
+    error = failure.step_failure_data.error
+    while error is not None and error.cause is not None:
+        error = error.cause
+    return error.message.strip() if error is not None else "the step failed without an error"

@@ -1,0 +1,56 @@
+"""Where Pedigree keeps its things, and the services built on that place.
+
+Nothing is read from the environment when definitions are imported: a run asks when it starts.
+"""
+
+import os
+from pathlib import Path
+
+import dagster as dg
+
+from assets.pipeline import Listener, Services, ignore
+from model_registry.registry import Registry
+from model_registry.tracking import Tracker, tracking_uri
+from training.contract.store import Store
+from training.launch.local import LocalLauncher
+
+_DAGSTER_YAML = """\
+telemetry: {enabled: false}
+nux: {enabled: false}
+concurrency:
+  pools: {granularity: op, default_limit: 1}
+run_monitoring:
+  enabled: true
+  free_slots_after_run_end_seconds: 30
+"""
+
+
+def pedigree_home() -> Path:
+    """The folder that holds store, jobs, and Dagster's and MLflow's records: PEDIGREE_HOME, or .pedigree right here."""
+    return Path(os.environ.get("PEDIGREE_HOME") or ".pedigree").absolute()
+
+
+def settle(home: Path) -> None:
+    """Make `home` usable by this process and those it starts: absolute, and Dagster's unless DAGSTER_HOME says another."""
+    os.environ["PEDIGREE_HOME"] = str(home)
+    dagster_home = Path(os.environ.setdefault("DAGSTER_HOME", str(home / "dagster")))
+    dagster_home.mkdir(parents=True, exist_ok=True)
+    if not (dagster_home / "dagster.yaml").exists():
+        (dagster_home / "dagster.yaml").write_text(_DAGSTER_YAML, encoding="utf-8")
+
+
+def build_services(home: Path, listener: Listener = ignore) -> Services:
+    address = tracking_uri(home, os.environ)
+    return Services(
+        home=home,
+        store=Store(home / "store"),
+        launcher=LocalLauncher(),
+        tracker=Tracker(address, home / "mlflow" / "artifacts"),
+        registry=Registry(address, home / "mlflow" / "downloads"),
+        listener=listener,
+    )
+
+
+@dg.resource(description="Store, launcher, tracker and registry under PEDIGREE_HOME.")
+def services(_: dg.InitResourceContext) -> Services:
+    return build_services(pedigree_home())

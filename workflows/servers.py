@@ -1,0 +1,119 @@
+"""The two web servers: Dagster's for the graph, MLflow's for the runs, on loopback, both over the same home."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from training.contract.errors import PedigreeError
+
+HOST = "127.0.0.1"
+_READY_SECONDS = 180.0
+_STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server and how to see that it answers."""
+
+    name: str
+    command: list[str]
+    address: str
+    probe: str
+    log: Path
+
+
+def free_port(preferred: int) -> int:
+    """`preferred` if nobody listens there, else one the system gives."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((HOST, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise PedigreeError(f"no port is free on {HOST}")
+
+
+def dagster_server(home: Path, port: int) -> Server:
+    command = [sys.executable, "-m", "dagster", "dev", "-m", "workflows.definitions", "-h", HOST, "-p", str(port)]
+    address = f"http://{HOST}:{port}"
+    return Server("Dagster", command, address, f"{address}/server_info", home / "dagster" / "webserver.log")
+
+
+def mlflow_server(home: Path, tracking_uri: str, port: int) -> Server:
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
+    command += ["--default-artifact-root", (home / "mlflow" / "artifacts").as_uri(), "--no-serve-artifacts"]
+    command += ["--host", HOST, "--port", str(port), "--workers", "1"]
+    address = f"http://{HOST}:{port}"
+    return Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log")
+
+
+@contextmanager
+def serving(*servers: Server) -> Iterator[None]:
+    """Start the servers, wait until each answers, and stop them at the end with everything they started."""
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        started += [_start(server) for server in servers]
+        for server, process in zip(servers, started, strict=True):
+            _wait_until_ready(server, process)
+        yield
+    finally:
+        for process in started:
+            _stop(process)
+
+
+def _start(server: Server) -> "subprocess.Popen[bytes]":
+    server.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(server.log, "ab") as log:
+        return subprocess.Popen(
+            server.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_restore_signals,
+        )
+
+
+def _restore_signals() -> None:
+    """A shell that starts us in the background has SIGINT ignored, and a child would inherit that."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _wait_until_ready(server: Server, process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + _READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise PedigreeError(
+                f"{server.name}'s server ended with status {process.returncode}; its log is {server.log}"
+            )
+        try:
+            with urllib.request.urlopen(server.probe, timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.3)
+    raise PedigreeError(f"{server.name}'s server did not answer in {_READY_SECONDS:.0f} s; its log is {server.log}")
+
+
+def _stop(process: "subprocess.Popen[bytes]") -> None:
+    """End a server and its children, which share its session: politely first, then not."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue

@@ -1,0 +1,150 @@
+"""What people see in the terminal: bars while jobs run, tables when they are done."""
+
+import signal
+from collections.abc import Sequence
+from typing import Self
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
+from rich.progress import Progress as RichProgress
+from rich.table import Table
+
+from assets.graph import GRAPH
+from assets.pipeline import Pipeline
+from training.contract.events import Event
+from training.contract.fingerprint import short
+from workflows.execution import RunReport
+from workflows.inspection import InspectedRow, InspectedSide
+from workflows.lineage import AssetStatus
+
+_COLOURS = {
+    "computed": "green",
+    "reused": "cyan",
+    "failed": "red",
+    "fresh": "green",
+    "stale": "yellow",
+    "missing": "red",
+}
+
+
+class Progress:
+    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left."""
+
+    def __init__(self, console: Console):
+        self._bars = RichProgress(
+            TextColumn("{task.description:<20}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[unit]}  {task.fields[left]}  {task.fields[detail]}"),
+            console=console,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def hear(self, event: Event) -> None:
+        task = self._task(event["asset"])
+        match event["event"]:
+            case "phase":
+                self._bars.update(task, completed=0, total=None, unit="", left="", detail=escape(event["phase"]))
+            case "note":
+                self._bars.console.print(f"{event['asset']}: {escape(event['text'])}")
+            case "step":
+                self._bars.update(task, detail=f"loss {event['loss']:.4f}")
+            case "progress":
+                seconds = event["seconds_left"]
+                left = "" if seconds is None else f"{seconds:.0f} s left"
+                self._bars.update(task, completed=event["done"], total=event["total"], unit=event["unit"], left=left)
+
+    def _task(self, asset: str) -> TaskID:
+        if asset not in self._tasks:
+            self._tasks[asset] = self._bars.add_task(asset, total=None, unit="", left="", detail="starting")
+        return self._tasks[asset]
+
+
+def run_report(console: Console, report: RunReport) -> None:
+    """The assets with their outcome, then the held-out metrics, then answers before and after."""
+    table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
+    for asset in report.assets:
+        table.add_row(
+            asset.asset,
+            GRAPH[asset.asset].group,
+            _coloured(asset.outcome),
+            short(asset.fingerprint),
+            f"{asset.seconds:.1f}",
+        )
+    console.print(table)
+    for asset in report.assets:
+        if asset.error is not None:
+            console.print(f"[red]{asset.asset} failed:[/] {escape(asset.error)}")
+    if report.samples:
+        _samples(console, report.samples)
+    if report.metrics:
+        _metrics(console, report)
+
+
+def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
+    table = Table("prompt", "before", "after", title="Held-out answers", show_lines=True)
+    for sample in samples:
+        table.add_row(*(escape(sample[column]) for column in ("prompt", "before", "after")))
+    console.print(table)
+
+
+def _metrics(console: Console, report: RunReport) -> None:
+    table = Table("held-out metric", "value", title=f"Evaluation (MLflow run {report.mlflow_run_id or 'none'})")
+    for name, value in report.metrics.items():
+        table.add_row(name, f"{value:.4f}")
+    if report.model_version:
+        table.add_row("model version", report.model_version)
+    console.print(table)
+
+
+def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:
+    table = Table("asset", "state", "fingerprint", "cause", title=f"Recipe {pipeline.name}")
+    for asset in found:
+        causes = escape("\n".join(asset.causes))
+        table.add_row(asset.asset, _coloured(asset.state), short(asset.fingerprint), causes)
+    console.print(table)
+
+
+def inspected(console: Console, found: InspectedRow) -> None:
+    """The pair's messages, then each response with the trained tokens underlined and its log-probs."""
+    console.print(f"[bold]row {found.row}[/], {found.split} split")
+    for message in found.messages["prompt"]:
+        console.print(f"[dim]{escape(message['role'])}:[/] {escape(message['content'])}")
+    for name, side in (("chosen", found.chosen), ("rejected", found.rejected)):
+        console.print(f"\n[bold]{name}[/]: {len(side.token_ids)} tokens, {sum(side.mask)} of them trained")
+        console.print(_tokens(side), soft_wrap=True)
+        console.print(
+            f"reference log-prob {_number(side.reference_logprob)}, policy log-prob {_number(side.policy_logprob)}"
+        )
+
+
+def addresses(console: Console, dagster: str, mlflow: str) -> None:
+    """Where to look. MLflow's pages open in the mode for training runs, not in the one for traces."""
+    console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}/?workflowType=machine_learning")
+
+
+def wait_for_ctrl_c() -> None:
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+
+
+def _tokens(side: InspectedSide) -> str:
+    return " ".join(
+        f"[underline]{escape(text)}[/]" if trained else f"[dim]{escape(text)}[/]"
+        for text, trained in zip(side.texts, side.mask, strict=True)
+    )
+
+
+def _number(value: float | None) -> str:
+    return "not evaluated" if value is None else f"{value:.4f}"
+
+
+def _coloured(word: str) -> str:
+    return f"[{_COLOURS[word]}]{word}[/]"
