@@ -41,7 +41,7 @@ def _shown(made: Realized, pipeline: Pipeline) -> dg.MaterializeResult:
         "quarantined": counts["quarantined"],
         "train": counts["train"],
         "validation": counts["validation"],
-        "formats": ", ".join(details["formats"]),
+        "formats": dg.MetadataValue.json(details["formats"]),
         "quarantine_reasons": table(reasons, ("reason", "rows")),
         "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),
         "examples": dg.MetadataValue.json(details["examples"]),

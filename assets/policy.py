@@ -27,8 +27,10 @@ def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
         details = made.artifact.details
         metadata = {
             "rewards": reward_curves(details["series"]),
-            "metrics": dg.MetadataValue.json(details["metrics"]),
-            **{name: value for name, value in details["metrics"].items() if isinstance(value, (int, float))},
+            "steps": details["steps"],
+            **details["train"],
+            **details.get("eval", {}),
+            "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
             **tracking.links(made),
         }
         return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])

@@ -4,6 +4,7 @@ The order makes every step repeatable: register, point `candidate` at the versio
 write the decision onto the version last. A version without a decision is taken up where it was left.
 """
 
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,19 +28,20 @@ _REASONS_TAG = "pedigree.reasons"
 def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     @declare(pipeline, "released_model")
     def released_model(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        started = time.monotonic()
         above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
         run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
         candidate = _Candidate(pipeline, services.store, above, run_id)
         known = services.registry.find_version(candidate.name, {_KEY_TAG: candidate.key})
         if known is not None and _DECISION_TAG in known.tags:
-            return _result(candidate, known, "reused")
+            return _result(candidate, known, "reused", started)
         version = _register(services.registry, candidate)
         decision = _decide(services, candidate, version)
         context.log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
         if decision.promote:
             services.registry.set_alias(version.name, "champion", version.number)
         verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
-        return _result(candidate, services.registry.tag(version, verdict), "computed", decision.figures)
+        return _result(candidate, services.registry.tag(version, verdict), "computed", started, decision.figures)
 
     return released_model
 
@@ -132,12 +134,13 @@ def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
 
 
 def _result(
-    candidate: _Candidate, version: Version, outcome: str, figures: dict[str, float] | None = None
+    candidate: _Candidate, version: Version, outcome: str, started: float, figures: dict[str, float] | None = None
 ) -> dg.MaterializeResult:
     metadata: dict[str, Any] = {
         "outcome": outcome,
         "fingerprint": candidate.key,
         "key": candidate.key,
+        "seconds": round(time.monotonic() - started, 3),
         "model_version": str(version.number),
         "model": f"models:/{version.name}/{version.number}",
         "champion": version.tags[_DECISION_TAG],

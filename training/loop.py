@@ -22,6 +22,7 @@ from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, train_items
 from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
+from training.losses import LOSSES
 from training.masters import Masters
 from training.objective import PreferenceObjective, pair_lengths
 from training.proof import prove_zero_margin
@@ -86,6 +87,8 @@ class _Tuning:
     def _prove_first_batch(self) -> None:
         self.events.phase("proof of step 0")
         with self.trainer.timed("proof"):
+            loss = self.settings.loss
+            self.trainer.facts["step0_expected"] = LOSSES[loss.type].value_at_zero_margin(loss)
             self.trainer.facts["step0_loss"] = self._prove(self._scored(self.batches.batch(1)), "the first batch")
 
     def _prove(self, scored: HeldOut, where: str) -> float:

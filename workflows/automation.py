@@ -24,17 +24,17 @@ def retraining(pipeline: Pipeline) -> dg.Definitions:
     automation = pipeline.recipe.automation
     return dg.Definitions(
         jobs=[job],
-        schedules=[_schedule(pipeline, job)] if automation.cron else [],
-        sensors=[_data_sensor(pipeline, job)] if automation.on_change else [],
+        schedules=[_schedule(pipeline, job.name)] if automation.cron else [],
+        sensors=[_data_sensor(pipeline, job.name)] if automation.on_change else [],
     )
 
 
-def _schedule(pipeline: Pipeline, job: dg.UnresolvedAssetJobDefinition) -> dg.ScheduleDefinition:
+def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
     automation = pipeline.recipe.automation
     assert automation.cron is not None
     return dg.ScheduleDefinition(
         name=f"{pipeline.name}_schedule",
-        job=job,
+        job_name=job,
         cron_schedule=automation.cron,
         execution_timezone=automation.timezone,
         default_status=dg.DefaultScheduleStatus.RUNNING,
@@ -42,10 +42,10 @@ def _schedule(pipeline: Pipeline, job: dg.UnresolvedAssetJobDefinition) -> dg.Sc
     )
 
 
-def _data_sensor(pipeline: Pipeline, job: dg.UnresolvedAssetJobDefinition) -> dg.SensorDefinition:
+def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
     @dg.sensor(
         name=f"{pipeline.name}_data_sensor",
-        job=job,
+        job_name=job,
         minimum_interval_seconds=_SECONDS_BETWEEN_LOOKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
         description=f"Retrains {pipeline.name} when the bytes of its preference data are not those it was made from.",

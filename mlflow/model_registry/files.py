@@ -32,10 +32,7 @@ def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator
         folder = Path(staging) / "policy"
         _package(name, policy, tokenizer, folder)
         _adopt_weights(policy, folder / MODEL_FOLDER)
-        for file in (
-            folder / _TOKENIZER_FOLDER
-        ).iterdir():  # so that the model folder is whole when used as a reference
-            link_or_copy(file, folder / MODEL_FOLDER / file.name)
+        _add_tokenizer(tokenizer, folder)
         yield folder
 
 
@@ -71,6 +68,16 @@ def _package(name: str, policy: Path, tokenizer: Path, folder: Path) -> None:
     if done.returncode != 0:
         cause = done.stdout.strip() or done.stderr.strip()[-_CAUSE_CHARACTERS:] or f"exit code {done.returncode}"
         raise RegistryError(f"{policy} cannot be packaged as an MLflow model: {cause}")
+
+
+def _add_tokenizer(tokenizer: Path, folder: Path) -> None:
+    """Put the tokenizer beside the weights too, so that the model folder is whole when it is used as a reference.
+
+    The files are the original ones: transformers loads a tokenizer and saves another, and its fingerprint would change.
+    """
+    for saved in (folder / _TOKENIZER_FOLDER).iterdir():
+        original = tokenizer / saved.name
+        link_or_copy(original if original.is_file() else saved, folder / MODEL_FOLDER / saved.name)
 
 
 def _adopt_weights(policy: Path, model: Path) -> None:

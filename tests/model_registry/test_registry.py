@@ -32,7 +32,8 @@ ours = AutoModelForCausalLM.from_pretrained(plain, dtype="auto").generate(ids, m
 loaded = parts["model"].generate(ids, max_new_tokens=8, do_sample=False)
 chat = mlflow.pyfunc.load_model("models:/demo@champion")
 answer = chat.predict({"messages": [{"role": "user", "content": "tell me"}], "max_tokens": 8})
-print(json.dumps({"same": bool(torch.equal(ours, loaded)), "dtype": str(parts["model"].dtype), "answer": answer, "prompt_tokens": ids.shape[1]}))
+print(json.dumps({"same": bool(torch.equal(ours, loaded)), "dtype": str(parts["model"].dtype), "answer": answer,
+                  "prompt_tokens": ids.shape[1]}))
 """
 
 
@@ -79,6 +80,7 @@ def add_versions(uri: str, run_id: str, count: int) -> None:
         client.create_model_version("demo", source, run_id, tags={"pedigree.policy": str(number)})
 
 
+@pytest.mark.slow
 def test_the_champion_loads_generates_and_chats(registered: Registered, policy: Path, tmp_path: Path):
     """The registered model generates what plain transformers generates from the policy's own folder."""
     done = subprocess.run(
@@ -95,11 +97,8 @@ def test_the_champion_loads_generates_and_chats(registered: Registered, policy: 
     assert told["dtype"] == "torch.bfloat16"
     answer = told["answer"][0]
     assert (answer["object"], answer["model"]) == ("chat.completion", "models:/demo")
-    assert answer["usage"] == {
-        "prompt_tokens": told["prompt_tokens"],
-        "completion_tokens": 8,
-        "total_tokens": told["prompt_tokens"] + 8,
-    }
+    assert answer["usage"]["prompt_tokens"] == told["prompt_tokens"]
+    assert 1 <= answer["usage"]["completion_tokens"] <= 8
     assert answer["choices"][0]["message"]["role"] == "assistant"
 
 
@@ -108,7 +107,7 @@ def test_its_weights_lie_on_the_disk_once_and_keep_their_identity(registered: Re
     shards = sorted(policy.glob("*.safetensors"))
     assert len(shards) > 1
     assert sorted(path.name for path in folder.glob("*.safetensors")) == [shard.name for shard in shards]
-    assert all(os.path.samefile(shard, folder / shard.name) for shard in shards)
+    assert all(shard.samefile(folder / shard.name) for shard in shards)
     assert weights_identity(folder) == weights_identity(policy)
 
 
@@ -122,8 +121,8 @@ def test_its_folder_names_no_place_of_this_machine(registered: Registered, polic
 
 def test_a_reference_can_be_a_registered_model_with_its_tokenizer(registered: Registered, policy: Path):
     folder = registered.registry.resolve("models:/demo/1")
-    assert json.loads((folder / "tokenizer.json").read_text()) == json.loads((policy / "tokenizer.json").read_text())
-    assert (folder / "chat_template.jinja").read_text() == (policy / "chat_template.jinja").read_text()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / name).read_bytes() == (policy / name).read_bytes()
 
 
 def test_a_version_carries_its_lineage_and_is_registered_once(registered: Registered, policy: Path):
@@ -188,13 +187,13 @@ def test_a_file_is_copied_where_it_cannot_be_linked(tmp_path: Path):
     """/dev/shm is another filesystem than the folder of the tests."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as far:
         source, target = Path(far) / "weights", tmp_path / "weights"
-        if os.stat(far).st_dev == os.stat(tmp_path).st_dev:
+        if Path(far).stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("needs two filesystems")
         source.write_bytes(b"weights")
         target.write_bytes(b"what MLflow had saved")
         link_or_copy(source, target)
         assert target.read_bytes() == b"weights"
-        assert not os.path.samefile(source, target)
+        assert not source.samefile(target)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from training.contract.errors import RegistryError
 from training.contract.events import EventWriter, Follower, read_events
 from training.contract.weights import weights_identity
 
+pytestmark = pytest.mark.slow
 ABOUT: dict[str, Any] = {"experiment": "remote", "name": "policy", "params": {"seed": 0}, "tags": {}}
 
 
@@ -76,10 +77,10 @@ def test_training_outlives_the_server_and_is_replayed(
     assert len(warnings) == 2, warnings
     assert "training goes on" in warnings[0]
     assert "replay its events later" in warnings[1]
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     assert tracker.find_run("remote", "b") is None
     assert not tracker.log_evaluation(run.run_id, {"eval/loss": 0.5}, 5)
     assert tracker.run_link(run.run_id) == f"run {run.run_id} in {server.uri}"
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with pytest.raises(RegistryError, match="cannot look for the champion of remote"):
         Registry(server.uri, tmp_path).champion("remote")
     monkeypatch.undo()

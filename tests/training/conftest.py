@@ -67,6 +67,12 @@ class TinyWorld:
         return [e for e in self.examples if e["split"] == name]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Tiny tensors gain nothing from threads, which wait for each other in a loop where tests run side by side."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture
 def tiny_world(tmp_path: Path) -> TinyWorld:
     return build_world(tmp_path)

@@ -291,11 +291,10 @@ def test_every_rank_refuses_what_one_rank_met(tiny_world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tmp_path, world_builder, processes: int):
+def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tmp_path, world_builder):
     """SIGKILL somewhere after the second checkpoint; the folder, the events and the weights then equal those of a run
     that nobody disturbed."""
-    world = world_builder(tmp_path, attention_dropout=0.2)
+    world, processes = world_builder(tmp_path, attention_dropout=0.2), 2
     compute = {"checkpoint_every": 20, "evaluate_every": 30, "processes_per_node": processes}
     calm, killed = (world.job("policy", settings(max_steps=150), n, **compute) for n in ("calm", "killed"))
     finish(start(calm, processes), calm)

@@ -100,7 +100,6 @@ def worst_difference(oracle: Oracle, table: Artifact, field: str, which: Callabl
 def test_it_agrees_with_float64_one_sequence_at_a_time(oracle, last_response):
     _, table = last_response
     worst = worst_difference(oracle, table, "suffix_logp", lambda row: True)
-    print(f"worst difference of a sequence: {worst:.2e} nats")
     assert worst < TOLERANCE
     found = LogProbTable.read(table.folder, len(oracle.rows))
     assert found.chosen_tokens.tolist() == [r["chosen"]["n_total"] - r["chosen"]["n_prompt"] for r in oracle.rows]

@@ -18,7 +18,8 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 
 # YAML 1.1 reads `5e-7` as text; people write it, so both the validation and the JSON schema take numeric text as well.
 _NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
-Number = Annotated[float, Field(allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
+# Dagster's sample of a recipe needs `items`, which pydantic does not write for a tuple.
+_TWO_NUMBERS = {"type": "array", "items": _NUMERIC, "minItems": 2, "maxItems": 2}
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
@@ -69,7 +70,7 @@ class Tokenization(Section):
 class Optimizer(Section):
     type: Literal["adamw"] = "adamw"
     learning_rate: Positive = 5e-7
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(_TWO_NUMBERS)] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
 

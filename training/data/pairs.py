@@ -65,6 +65,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
     tally.refuse_if_empty()
     details = {**tally.details(), **_lengths(Pairs.open(job.staging))}
+    for reason, count in details["reasons"].items():
+        events.note(f"{count} pairs dropped: {reason}")
     details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]
     return Made(fingerprint_of_stream("tokenized_pairs", tally.digests), details)
 

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -58,17 +58,21 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     assert group.world == 1, "reading preferences is the work of one process"
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
     events.phase("reading preferences")
-    files = [
-        (file, name)
-        for source, name in zip(sources, job.settings["formats"], strict=True)
-        for file in open_source(source)
-    ]
+    files = _distinctly_named(
+        [
+            (file, name)
+            for source, name in zip(sources, job.settings["formats"], strict=True)
+            for file in open_source(source)
+        ]
+    )
     with _Collector(job.staging, job.settings["validation_fraction"]) as collector:
         progress = Progress(events, len(files), "files")
         for file, name in files:
             _collect(file, name, collector)
             progress.advance()
     collector.refuse_if_empty()
+    for reason, count in collector.reasons.most_common():
+        events.note(f"{count} rows in quarantine: {reason}")
     return Made(fingerprint_of_stream("raw_preferences", collector.digests), collector.details())
 
 
@@ -163,6 +167,15 @@ class _ParquetRows:
         if self._rows:
             self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
         self._rows = []
+
+
+def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:
+    """Files of one name, from several sources, get their number before it: the result tells them apart."""
+    names = Counter(file.name for file, _ in files)
+    return [
+        (replace(file, name=f"{number}:{file.name}") if names[file.name] > 1 else file, form)
+        for number, (file, form) in enumerate(files, start=1)
+    ]
 
 
 def _collect(file: SourceFile, wanted: str, collector: _Collector) -> None:

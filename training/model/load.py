@@ -7,6 +7,7 @@ runs code from the model's folder. None of these is accepted here.
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from training.contract.errors import ModelError
@@ -18,15 +19,26 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model in `folder`, in evaluation mode, without a key-value cache.
 
-    Raises ModelError for missing or surplus tensors, tensors of another shape, and weights that are not safetensors.
+    Raises ModelError for missing or surplus tensors, tensors of another shape, weights that are not whole safetensors
+    files, and models that need code of their own.
     """
     weight_files(folder)
-    model, info = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False, output_loading_info=True
-    )
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
     problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if found := {name: keys for name, keys in problems.items() if keys}:
-        shown = "; ".join(f"{name.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)})" for name, keys in found.items())
+        shown = "; ".join(
+            f"{name.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)})" for name, keys in found.items()
+        )
         raise ModelError(f"the weights in {folder} do not fit its config.json: {shown}")
     model.config.use_cache = False
     return model.to(device).eval()

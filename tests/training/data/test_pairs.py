@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from training.contract.errors import DataError
 from training.contract.fingerprint import sequence_key
+from training.data.encoding import Dropped, EncodedPair, OverLength, Response, fit
 
 pytestmark = pytest.mark.shared
 SIDES = ("chosen", "rejected")
@@ -148,11 +149,11 @@ def test_responses_that_become_the_same_tokens_are_no_pair(workshop, tiny_chat, 
 
 @pytest.fixture
 def cut(workshop, tiny_chat):
-    """Token ids [prompt, chosen, rejected] of one row under a setting of over_length, and what was said of it."""
+    """How many of two rows are kept under a setting of over_length; prompt and responses of the last one kept."""
 
-    def cut(over_length, max_length, chatml=None):
+    def cut(over_length, max_length):
         rows = [_row(), _row("one two three four five six", "a b c d e f", "x y z")]
-        spec = workshop.tokenizer(tiny_chat, chatml, max_length=max_length, over_length=over_length)
+        spec = workshop.tokenizer(tiny_chat, max_length=max_length, over_length=over_length)
         done = workshop.pairs(workshop.rows(rows), spec)
         pairs = done.pairs
         last = len(pairs) - 1
@@ -177,12 +178,26 @@ def test_over_length(cut):
         cut("error", total - 1)
 
 
-def test_a_truncated_prompt_keeps_its_bos(cut, tmp_path):
-    """<|endoftext|> stands in for a BOS: it is only kept because the tokenizer says that it is one."""
-    text = "<|endoftext|>{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}"
-    _, prompt, chosen, _ = cut("truncate_prompt", 1024, _template(tmp_path, text))
-    shorter = cut("truncate_prompt", len(prompt) + len(chosen) - 2, _template(tmp_path, text))[1]
-    assert shorter == prompt[2:]
+@pytest.mark.parametrize(
+    ("bos", "max_length", "prompt"),
+    [
+        (None, 7, [3, 4, 5]),  # 4 tokens of the longer response leave room for 3
+        (1, 7, [1, 4, 5]),  # the BOS is one of the 3
+        (1, 6, [1, 5]),
+        (None, 5, [5]),
+        (1, 5, None),  # a BOS alone is no prompt
+        (None, 4, None),
+        (9, 7, [3, 4, 5]),  # this template writes no BOS: nothing to keep
+    ],
+)
+def test_a_truncated_prompt_keeps_its_bos(bos, max_length, prompt):
+    pair = EncodedPair([1, 2, 3, 4, 5], Response([6] * 4, [True] * 4), Response([7], [True]))
+    if prompt is None:
+        with pytest.raises(Dropped, match=rf"9 tokens \(5 of the prompt\), max_length is {max_length}"):
+            fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos)
+    else:
+        expected = EncodedPair(prompt, pair.chosen, pair.rejected)
+        assert fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos) == expected
 
 
 def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
@@ -256,7 +271,9 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
     assert (done.details["empty_masks"], done.details["shared_prompts"]) == (0, 0)
     assert done.details["examples"][0]["chosen"].endswith("<|im_end|>\n")
     events = [json.loads(line) for line in done.events.read_text().splitlines()]
-    assert events[-1]["event"] == "progress" and events[-1]["done"] == events[-1]["total"] == 300
+    [*_, last] = [event for event in events if event["event"] == "progress"]
+    assert last["done"] == last["total"] == 300
+    assert events[-1]["text"] == f"{counts['dropped']} pairs dropped: over max_length"
 
 
 def test_shared_prompts_are_seen_in_the_tokens(workshop, tiny_chat, tmp_path):

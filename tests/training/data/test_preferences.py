@@ -142,3 +142,13 @@ def test_splits_stay_as_data_grows_and_follow_the_prompt(workshop):
     assert first.items() <= later.items()
     assert all(later[f"A{n}"] == later[f"A{n + 1}"] for n in range(0, 400, 2))
     assert 0.2 < grown.details["counts"]["validation"] / 400 < 0.4
+
+
+def test_files_of_one_name_are_told_apart(workshop, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rows.jsonl").write_text(json.dumps({**GOOD, "prompt": folder}) + "\n{}\n")
+    done = workshop.preferences(*({"path": str(tmp_path / folder / "rows.jsonl")} for folder in ("a", "b")))
+    assert [row["source"] for row in done.table("preferences.parquet")] == ["1:rows.jsonl", "2:rows.jsonl"]
+    assert done.details["formats"] == {"1:rows.jsonl": "strings", "2:rows.jsonl": "strings"}
+    assert done.details["reasons"] == {"missing field": 2}

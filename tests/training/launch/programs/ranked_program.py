@@ -1,5 +1,6 @@
 """training.main with other work in its table: what `settings["act"]` says, on every rank, by the real group and launcher."""
 
+import json
 import os
 import sys
 import time
@@ -16,6 +17,8 @@ from training.distributed import Group
 
 
 def act(job: Job, group: Group, events: EventWriter) -> Made:
+    if job.settings["act"] == "exchange":
+        return exchange(job, group)
     pids = group.gather_rows(torch.tensor([[os.getpid(), os.getppid()]]))
     torchrun = int(pids[0, 1])
     supervisor = int(Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")[2].split()[1])
@@ -26,11 +29,32 @@ def act(job: Job, group: Group, events: EventWriter) -> Made:
             time.sleep(0.01)
     if job.settings["act"] == "rank_1_refuses" and group.rank == 1:
         raise TrainingError("the loss at step 0 is 0.7, expected ln 2")
-    if job.settings["act"] == "rank_1_breaks" and group.rank == 1:
+    if job.settings["act"] == "break":
         raise IndexError("row 12 of 10")
     group.barrier()
     (job.staging / f"rank-{group.rank}.txt").write_text(f"{group.rank} of {group.world}")
     return Made(fingerprint="f" * 64, details={"ranks": group.world})
+
+
+def exchange(job: Job, group: Group) -> Made:
+    """Every collective once; what each rank got, as JSON in the job's folder."""
+    own = group.rank + 1
+    rows = {
+        "unequal": torch.arange(own * 2).view(own, 2) + 10 * own,
+        "none_on_rank_0": torch.full((group.rank, 3), 0.5, dtype=torch.float64),
+        "flags": torch.tensor([True, False, True])[:own],
+        "halves": torch.tensor([[1.5 * own]], dtype=torch.bfloat16),
+        "transposed": (torch.arange(6).view(2, 3) + 100 * group.rank).T,
+    }
+    got = {name: group.gather_rows(tensor) for name, tensor in rows.items()}
+    assert all(got[name].dtype == tensor.dtype for name, tensor in rows.items())
+    got["sum"] = torch.tensor([1.0, 10.0]) * own
+    got["broadcast"] = torch.tensor([7, 8]) * own
+    assert group.sum_(got["sum"]) is got["sum"]
+    assert group.broadcast_(got["broadcast"]) is got["broadcast"]
+    text = json.dumps({name: tensor.tolist() for name, tensor in got.items()})
+    (job.folder / f"got-{group.rank}.json").write_text(text)
+    return Made(fingerprint="e" * 64)
 
 
 if __name__ == "__main__":

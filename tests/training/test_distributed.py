@@ -1,0 +1,73 @@
+"""The collectives of two real ranks, and of one process alone, against numbers worked out by hand."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from training.contract.errors import TrainingError
+from training.contract.job import Job
+from training.contract.recipe import Compute
+from training.distributed import Group, group
+from training.launch.launcher import run_job
+from training.launch.local import LocalLauncher
+
+PROGRAMS = Path(__file__).parent / "launch" / "programs"
+ALONE = Group(rank=0, world=1, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop_at: Callable[[Path], Any]) -> Callable[..., Any]:
+    """What each of the ranks got when they exchanged what `ranked_program` says."""
+    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    def run(ranks: int) -> list[dict[str, Any]]:
+        job: Job = workshop_at(tmp_path).job("policy", "policy", {}, {"act": "exchange"})
+        job = job.model_copy(update={"compute": Compute(processes_per_node=ranks, device="cpu")})
+        run_job(LocalLauncher("ranked_program"), job, lambda event: None)
+        return [json.loads((job.folder / f"got-{rank}.json").read_text()) for rank in range(ranks)]
+
+    return run
+
+
+@pytest.mark.slow
+def test_two_ranks(exchange: Callable[..., Any]) -> None:
+    """Rank r gives, with k = r + 1: k rows, r rows, k flags; sums of (1, 10) and 2 x (1, 10); rank 0's (7, 8)."""
+    first, second = exchange(2)
+    assert first == second
+    assert first == {
+        "unequal": [[10, 11], [20, 21], [22, 23]],
+        "none_on_rank_0": [[0.5, 0.5, 0.5]],
+        "flags": [True, True, False],
+        "halves": [[1.5], [3.0]],
+        "transposed": [[0, 3], [1, 4], [2, 5], [100, 103], [101, 104], [102, 105]],
+        "sum": [3.0, 30.0],
+        "broadcast": [7, 8],
+    }
+
+
+def test_one_process_has_the_same_calls() -> None:
+    rows = torch.tensor([[1, 2], [3, 4]])
+    assert ALONE.is_main
+    ALONE.barrier()
+    assert ALONE.gather_rows(rows).tolist() == [[1, 2], [3, 4]]
+    assert ALONE.sum_(rows) is rows
+    assert ALONE.broadcast_(rows).tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_group_without_torchrun_is_this_process() -> None:
+    with group("cpu") as members:
+        assert (members.rank, members.world, members.device) == (0, 1, torch.device("cpu"))
+        assert not torch.distributed.is_initialized()
+        assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_missing_gpu_is_refused_with_the_way_out() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(TrainingError, match=r"shows 0; .*`compute.device: cpu`"), group("cuda"):
+        pass

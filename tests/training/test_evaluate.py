@@ -1,0 +1,375 @@
+"""The evaluation job on real pairs, against formulas and greedy decoding written out by hand."""
+
+import copy
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from training import evaluate, reference
+from training.contract.errors import CorruptArtifact, DataError, TrainingError
+from training.contract.events import EventWriter
+from training.contract.job import Job
+from training.contract.logprob_table import LogProbTable
+from training.contract.recipe import Loss
+from training.contract.store import Artifact, Store
+from training.data import pairs as pairs_job
+from training.data import preferences, template
+from training.data.batches import Pairs
+from training.data.tokenizer import load_tokenizer
+from training.distributed import Group
+from training.generate import answers, greedy, spread_prompts, stop_tokens
+from training.held_out import evaluate_pairs, wilson_interval
+from training.model.load import load_model
+from training.report import Report, Sample, WorstPair, render
+
+ALONE = Group(0, 1, torch.device("cpu"))
+BETA = 0.2
+SETTINGS = {"samples": 3, "max_new_tokens": 12, "loss": {"type": "sigmoid", "beta": BETA, "label_smoothing": 0.0}}
+HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & \"quoted\" 'too'"
+
+
+class World:
+    """Forty real pairs, a third held out; tiny-chat as the reference, and a policy beside it."""
+
+    def __init__(self, root: Path, data: Path, workshop: Any) -> None:
+        self.workshop, self.model = workshop, data / "models" / "tiny-chat"
+        lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[:2000:50]
+        hostile = {side: [{"role": "assistant", "content": f"{side} {HOSTILE}"}] for side in ("chosen", "rejected")}
+        rows = [json.loads(line) for line in lines]
+        rows += [{"prompt": [{"role": "user", "content": f"{n} {HOSTILE}"}], **hostile} for n in range(6)]
+        (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.policy = root / "policy"
+        self._write_policy()
+        self.pairs = self._pairs(root / "rows.jsonl")
+        inputs = {"tokenized_pairs": self.pairs, "reference_model": self.model}
+        job = workshop.job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
+        self.table = workshop.do(reference.run, job)
+
+    def _write_policy(self) -> None:
+        model = load_model(self.model, "float32", ALONE.device)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn_like(parameter) * parameter.std().nan_to_num()
+        model.save_pretrained(self.policy)
+
+    def _pairs(self, source: Path) -> Artifact:
+        do, job = self.workshop.do, self.workshop.job
+        settings = {"formats": ["auto"], "validation_fraction": 0.4}
+        where = {"sources": [{"path": str(source), "format": "auto"}]}
+        raw = do(preferences.run, job("preferences", "raw_preferences", {}, settings, where))
+        settings = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
+        where = {"tokenizer": str(self.model), "revision": None, "chat_template": None}
+        spec = do(template.run, job("tokenizer", "tokenization_spec", {}, settings, where))
+        return do(
+            pairs_job.run, job("pairs", "tokenized_pairs", {"raw_preferences": raw, "tokenization_spec": spec}, {})
+        )
+
+    def job(self, policy: Path | None = None, **settings: Any) -> Job:
+        inputs = {
+            "policy": policy or self.policy,
+            "reference_logprobs": self.table,
+            "tokenized_pairs": self.pairs,
+            "reference_model": self.model,
+        }
+        return self.workshop.job("evaluation", "evaluation", inputs, {**SETTINGS, **settings})
+
+    def evaluate(self, policy: Path | None = None, **settings: Any) -> Artifact:
+        return self.workshop.do(evaluate.run, self.job(policy, **settings))
+
+
+@pytest.fixture(scope="module")
+def world(shared_data, tmp_path_factory, workshop_at: Callable[[Path], Any]) -> World:
+    root = tmp_path_factory.mktemp("evaluation")
+    return World(root, shared_data, workshop_at(root))
+
+
+@pytest.fixture(scope="module")
+def evaluation(world) -> Artifact:
+    return world.evaluate()
+
+
+def float64_logprob(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0, :-1]
+    tokens = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+    return float(tokens[mask[1:]].sum())
+
+
+@pytest.fixture(scope="module")
+def expected(world) -> list[dict[str, float]]:
+    """Every held-out pair by the paper's formulas, in float64, a sequence at a time."""
+    data = Pairs.open(world.pairs.folder)
+    policy = AutoModelForCausalLM.from_pretrained(world.policy, dtype=torch.float64).eval()
+    frozen = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64).eval()
+    rows = []
+    for index in data.indices("validation"):
+        values = {"row": int(data.rows[index])}
+        for side in ("chosen", "rejected"):
+            sequence = data.sequence(index, side)
+            values[f"policy_{side}_logprob"] = float64_logprob(policy, sequence.ids_T, sequence.mask_T)
+            values[f"reference_{side}_logprob"] = float64_logprob(frozen, sequence.ids_T, sequence.mask_T)
+            values[f"reward_{side}"] = BETA * (values[f"policy_{side}_logprob"] - values[f"reference_{side}_logprob"])
+        values["margin"] = values["reward_chosen"] - values["reward_rejected"]
+        values["loss"] = math.log1p(math.exp(-values["margin"]))
+        rows.append(values)
+    return rows
+
+
+@pytest.mark.shared
+def test_every_pair_is_that_of_the_papers_formulas(evaluation, expected):
+    rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
+    assert len(rows) == len(expected) > 10
+    for row, values in zip(rows, expected, strict=True):
+        assert row == pytest.approx(row | values, abs=1e-3)
+    assert np.std([row["margin"] for row in rows]) > 0.1, "the policy differs from its reference"
+
+
+@pytest.mark.shared
+def test_the_keys_join_evaluations_of_one_data_set(world, evaluation):
+    data, rows = Pairs.open(world.pairs.folder), pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
+    held_out = data.indices("validation")
+    for side in ("chosen", "rejected"):
+        assert [bytes.fromhex(row[f"{side}_key"]) for row in rows] == [k.tobytes() for k in data.keys(side)[held_out]]
+
+
+@pytest.mark.shared
+def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
+    def mean(name: str) -> float:
+        return sum(values[name] for values in expected) / len(expected)
+
+    won = sum(values["margin"] > 0 for values in expected)
+    metrics = evaluation.json("metrics.json")
+    assert metrics == pytest.approx(
+        {
+            "eval/loss": mean("loss"),
+            "eval/rewards/chosen": mean("reward_chosen"),
+            "eval/rewards/rejected": mean("reward_rejected"),
+            "eval/rewards/margins": mean("margin"),
+            "eval/rewards/accuracies": won / len(expected),
+            "eval/logps/chosen": mean("policy_chosen_logprob"),
+            "eval/logps/rejected": mean("policy_rejected_logprob"),
+            "eval/pairs": len(expected),
+        },
+        abs=1e-3,
+    )
+    assert evaluation.details["metrics"] == metrics
+    assert evaluation.details["interval"] == list(wilson_interval(won, len(expected)))
+
+
+def greedy_by_hand(model: PreTrainedModel, prompt: list[int], stop: int, length: int) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] != stop):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.shared
+def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
+    data = Pairs.open(world.pairs.folder)
+    tokenizer = load_tokenizer(str(world.model))
+    row_of = {int(row): index for index, row in enumerate(data.rows)}
+    samples = evaluation.json("samples.json")
+    assert len(samples) == 3
+    for sample in samples:
+        prompt = data.prompt_ids(row_of[sample["row"]])
+        assert sample["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
+        for when, folder in (("before", world.model), ("after", world.policy)):
+            model = load_model(folder, "float32", ALONE.device)
+            tokens = greedy_by_hand(model, prompt, tokenizer.eos_token_id, 12)
+            assert sample[when] == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert "<|im_end|>" not in sample["chosen"] and sample["chosen"]
+    assert evaluation.details["samples"] == [
+        {name: value[:500] if isinstance(value, str) else value for name, value in sample.items()} for sample in samples
+    ]
+
+
+@pytest.mark.shared
+def test_generation_stops_at_the_end_of_a_turn(world):
+    """tiny-chat answers a greeting within a few dozen tokens; what it says ends where it says so."""
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
+    prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    tokens = greedy(model, prompt, stop_tokens(model, tokenizer), 300)
+    assert tokens == greedy_by_hand(model, prompt, tokenizer.eos_token_id, 300)
+    assert 1 < len(tokens) < 300 and tokens[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.shared
+def test_either_end_token_counts_and_there_may_be_several(world):
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
+    for configured, stops in ((None, [2]), (2, [2]), (5, [2, 5]), ([7, 5], [2, 5, 7])):
+        model.generation_config.eos_token_id = configured
+        assert stop_tokens(model, tokenizer) == stops
+
+
+@pytest.mark.shared
+def test_generation_settings_of_the_model_blur_nothing(world):
+    model = load_model(world.model, "float32", ALONE.device)
+    prompt = list(range(100, 120))
+    plain = greedy(model, prompt, [2], 10)
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0, num_beams=3)
+    assert greedy(model, prompt, [2], 10) == plain
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("length", "left"), [(1020, 4), (1024, 0), (1030, 0)])
+def test_a_prompt_that_fills_the_model_gets_what_is_left(world, length, left):
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
+    assert len(greedy(model, [300] * length, [], 50)) == left
+    assert len(answers(model, [[300] * length], tokenizer, 50, ALONE)) == 1
+
+
+@pytest.mark.shared
+def test_sampled_prompts_are_distinct_and_spread(world):
+    data = Pairs.open(world.pairs.folder)
+    twice = np.repeat(data.indices("validation"), 2)
+    everything = spread_prompts(data, twice, 1000)
+    assert everything == sorted(set(twice.tolist())), "each prompt once"
+    five = spread_prompts(data, twice, 5)
+    assert five == [everything[n * len(everything) // 5] for n in range(5)]
+    assert spread_prompts(data, twice, 0) == []
+
+
+@pytest.mark.shared
+def test_the_reference_itself_has_no_margin(world):
+    """ln 2 on every pair, no reward, no accuracy: ties are no success."""
+    metrics = world.evaluate(policy=world.model, samples=0).details["metrics"]
+    assert metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert metrics["eval/rewards/margins"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.shared
+def test_equal_evaluations_have_one_fingerprint_and_others_another(world, evaluation):
+    assert world.evaluate().fingerprint == evaluation.fingerprint
+    assert world.evaluate(loss={"type": "sigmoid", "beta": 0.3}).fingerprint != evaluation.fingerprint
+    assert world.evaluate(samples=2).fingerprint != evaluation.fingerprint
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_two_ranks_give_the_same_bits(world, evaluation, monkeypatch, tmp_path):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    job = world.job().model_copy(update={"store": tmp_path / "store", "folder": tmp_path / "job"})
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "training.main"]
+    subprocess.run([sys.executable, "-m", *command, str(job.write())], check=True, timeout=300)
+    assert Store(job.store).fingerprints("evaluation") == [evaluation.fingerprint]
+
+
+def tiny_held_out(world: Any, table: LogProbTable, policy: PreTrainedModel) -> Any:
+    data = Pairs.open(world.pairs)
+    return evaluate_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
+
+
+def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
+    policy = load_model(tiny_world.model, "float32", ALONE.device)
+    policy.model.norm.weight.data[:] = torch.nan
+    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    with pytest.raises(TrainingError, match=r"14 of 14 held-out responses .* first one of row 138"):
+        tiny_held_out(tiny_world, table, policy)
+
+
+def test_a_table_over_other_tokens_is_refused_with_a_row(tiny_world):
+    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    wrong = copy.deepcopy(table)
+    wrong.rejected_tokens[40] += 1
+    with pytest.raises(CorruptArtifact, match=r"row 140 is over \d+ tokens"):
+        tiny_held_out(tiny_world, wrong, load_model(tiny_world.model, "float32", ALONE.device))
+
+
+def test_without_held_out_pairs_it_names_the_field_to_change(tiny_world):
+    data = Pairs(Pairs.open(tiny_world.pairs)._table.slice(0, 38))
+    with pytest.raises(DataError, match=r"38 tokenized pairs .*data\.validation_fraction"):
+        evaluate.held_out_positions(data)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilsons_interval(successes, trials, low, high):
+    """81 of 263: the worked example of Newcombe (1998), method 3; the others from the closed form with z2 = 3.8415."""
+    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page, as a browser would take them apart."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+        self.addresses: list[str | None] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def page_of(**changes: Any) -> str:
+    report: dict[str, Any] = {
+        "policy": "abc",
+        "reference": "def",
+        "pairs": "123",
+        "metrics": {"eval/rewards/accuracies": 0.5, "eval/pairs": 4, "eval/loss": 0.6931},
+        "interval": (0.15, 0.85),
+        "margins": [-1.0, 0.25, 0.5, -0.1],
+        "samples": [Sample(1, "p", "b", "a", "c")],
+        "worst": [WorstPair(7, 2.5, -1.0, "p", "c", "r")],
+    }
+    return render(Report(**{**report, **changes}))
+
+
+def test_no_text_of_the_data_becomes_part_of_the_page():
+    sample, worst = Sample(1, *[HOSTILE] * 4), WorstPair(7, 2.5, -1.0, *[HOSTILE] * 3)
+    page = Page(
+        page_of(
+            policy=HOSTILE,
+            samples=[sample],
+            worst=[worst],
+            metrics={HOSTILE: 1.0} | {"eval/rewards/accuracies": 0.5, "eval/pairs": 4},
+        )
+    )
+    harmless = Page(page_of(metrics={"eval/rewards/accuracies": 0.5, "eval/pairs": 4, "x": 1.0}))
+    assert page.tags == harmless.tags and page.attributes == harmless.attributes
+    assert "script" not in page.tags and not any(name.startswith("on") for name in page.attributes)
+    assert "".join(page.text).count(HOSTILE) == 10, "and all of it can be read"
+
+
+@pytest.mark.shared
+def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
+    page = Page(evaluation.file("report.html").read_text())
+    text = "".join(page.text)
+    assert page.addresses == [] and "script" not in page.tags and "url(" not in text and "@import" not in text
+    metrics = evaluation.details["metrics"]
+    assert f"{metrics['eval/loss']:.4f}" in text and f"{100 * metrics['eval/rewards/accuracies']:.1f}%" in text
+    assert all(f"{100 * end:.1f}%" in text for end in evaluation.details["interval"])
+    assert all(sample["after"] in text for sample in evaluation.json("samples.json"))
+    worst = max(pq.read_table(evaluation.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])
+    assert f"{worst['loss']:,.4f}" in text
+
+
+@pytest.mark.parametrize("margins", [[0.0], [-3.0], [2.0, 2.0], [1e-300], [-1e6, 1e6], list(np.linspace(-1, 1, 500))])
+def test_the_histogram_shows_every_pair_on_its_side_of_zero(margins):
+    bars = re.findall(r'class="(good|bad)"><title>.*?: (\d+) pairs', page_of(margins=margins))
+    assert sum(int(count) for _, count in bars) == len(margins)
+    assert sum(int(count) for side, count in bars if side == "bad") == sum(margin < 0 for margin in margins)

@@ -1,0 +1,131 @@
+"""`response_logprobs` against plain transformers: float64, one sequence at a time, no padding, log-softmax of all logits."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from training.model.load import load_model
+from training.model.logprobs import LogProbs, TokenSequence, response_logprobs
+from training.model.scoring import Scores, score
+
+CPU = torch.device("cpu")
+
+
+def random_sequences(vocabulary: int, count: int, longest: int, seed: int = 0) -> list[TokenSequence]:
+    """Of many lengths, with masks of a suffix, of separate turns, of one token, and of none."""
+    random = np.random.default_rng(seed)
+    sequences = []
+    for n in range(count):
+        length = int(random.integers(3, longest + 1))
+        ids = torch.from_numpy(random.integers(0, vocabulary, length))
+        suffix = torch.arange(length) >= int(random.integers(1, length))
+        turns = torch.from_numpy(random.random(length) < 0.5) & (torch.arange(length) > 0)
+        masks = [suffix, turns, torch.arange(length) == length - 1, torch.zeros(length, dtype=torch.bool)]
+        sequences.append(TokenSequence(ids, masks[n % 4]))
+    return sequences
+
+
+def plain(model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
+    """The log-prob of every masked token but the first of the sequence."""
+    logprobs_TV = model(input_ids=sequence.ids_T[None]).logits[0, :-1].log_softmax(-1)
+    targets_T = sequence.ids_T[1:]
+    return logprobs_TV[torch.arange(len(targets_T)), targets_T][sequence.mask_T[1:]]
+
+
+def per_sequence(logprobs: LogProbs | Scores) -> list[np.ndarray]:
+    return np.split(np.asarray(logprobs.tokens_N), np.cumsum(np.asarray(logprobs.counts_S))[:-1])
+
+
+@pytest.fixture(params=["stories260K", "tiny-chat"])
+def folder(request, shared_data) -> Path:
+    return shared_data / "models" / request.param
+
+
+@pytest.mark.shared
+def test_tokens_agree_with_float64_one_sequence_at_a_time(folder):
+    model = load_model(folder, "float32", CPU)
+    exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    sequences = random_sequences(model.config.vocab_size, 24, 200)
+    with torch.no_grad():
+        found, expected = score(model, sequences), [plain(exact, s).numpy() for s in sequences]
+    assert found.counts_S.tolist() == [len(e) for e in expected]
+    for tokens, sums, exactly in zip(per_sequence(found), found.sums_S, expected, strict=True):
+        np.testing.assert_allclose(tokens, exactly, atol=2e-5, rtol=0)
+        assert sums == pytest.approx(exactly.sum(), abs=1e-3)
+
+
+@pytest.mark.shared
+def test_a_story_is_likelier_than_its_words_shuffled(shared_data):
+    """Not a number but a meaning: a model of children's stories prefers the story."""
+    model = load_model(shared_data / "models" / "stories260K", "float32", CPU)
+    with torch.no_grad():
+        story = model.generate(torch.tensor([[1]]), max_new_tokens=60, do_sample=False)[0]
+    shuffled = torch.cat([story[:1], story[1:][torch.randperm(len(story) - 1, generator=torch.manual_seed(0))]])
+    mask = torch.arange(len(story)) > 0
+    told, mixed = score(model, [TokenSequence(story, mask), TokenSequence(shuffled, mask)]).sums_S
+    assert told > mixed / 4
+
+
+def gpt2(seed: int = 0) -> PreTrainedModel:
+    """Learned absolute positions: the kind of model that a shift by padding would upset."""
+    torch.manual_seed(seed)
+    config = GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    return GPT2LMHeadModel(config).eval()
+
+
+def test_neighbours_and_padding_change_nothing():
+    model, sequences = gpt2().double(), random_sequences(61, 12, 40)
+    together = per_sequence(score(model, sequences))
+    backwards = per_sequence(score(model, sequences[::-1]))[::-1]
+    alone = [score(model, [s]).tokens_N for s in sequences]
+    for one, other, single in zip(together, backwards, alone, strict=True):
+        np.testing.assert_allclose(one, single, atol=1e-5)
+        np.testing.assert_allclose(other, single, atol=1e-5)
+
+
+def test_sums_have_the_gradient_of_plain_transformers():
+    model, sequences = gpt2().double(), random_sequences(61, 8, 30)
+    weights_S = torch.linspace(-1, 1, 8, dtype=torch.float64)
+
+    def gradients(sums: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        model.zero_grad()
+        (sums() * weights_S).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    found = gradients(lambda: response_logprobs(model, sequences).sums_S.double())
+    expected = gradients(lambda: torch.stack([plain(model, s).sum() for s in sequences]))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_token_of_a_sequence_has_no_logprob():
+    every = TokenSequence(torch.tensor([5, 6, 7]), torch.ones(3, dtype=torch.bool))
+    assert score(gpt2(), [every]).counts_S.tolist() == [2]
+
+
+def test_a_batch_without_a_response_is_empty():
+    nothing = TokenSequence(torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.bool))
+    scores = score(gpt2(), [nothing, nothing])
+    assert scores.counts_S.tolist() == [0, 0] and scores.sums_S.tolist() == [0, 0] and len(scores.tokens_N) == 0
+
+
+@pytest.mark.shared
+def test_in_bfloat16_it_stays_near_what_those_weights_say(shared_data):
+    """The head's log-softmax is in float32; logits rounded to bfloat16 remain, about 1% of a token's log-prob here."""
+    folder = shared_data / "models" / "tiny-chat"
+    model = load_model(folder, "bfloat16", CPU)
+    exact = load_model(folder, "bfloat16", CPU).double()
+    sequences = random_sequences(model.config.vocab_size, 8, 120)
+    with torch.no_grad():
+        expected = np.concatenate([plain(exact, s).numpy() for s in sequences])
+    found = score(model, sequences).tokens_N
+    assert found.dtype == np.float32 and np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_scores_sum_in_float64():
+    scores = Scores(np.array([1000, 0, 1], np.int32), np.array([-(2.0**24)] + [-1.0] * 1000, np.float32))
+    assert scores.sums_S.tolist() == [-(2.0**24) - 999, 0.0, -1.0]

@@ -1,0 +1,103 @@
+"""The entry point with real work of the data kinds: what it publishes, and what it writes when that fails."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from training.contract.events import read_events
+from training.contract.job import SUPERVISOR, Failure, Job, JobKind
+from training.contract.store import Store
+from training.main import WORK, main
+
+PAIR = {
+    "prompt": [{"role": "user", "content": "2 + 2?"}],
+    "chosen": [{"role": "assistant", "content": "4"}],
+    "rejected": [{"role": "assistant", "content": "5"}],
+}
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def make_job(tmp_path: Path, workshop_at: Callable[[Path], Any]) -> MakeJob:
+    def make(validation_fraction: float | str = 0.1) -> Job:
+        source = tmp_path / "pairs.jsonl"
+        source.write_text(json.dumps(PAIR) + "\n")
+        settings = {"formats": ["auto"], "validation_fraction": validation_fraction}
+        locations = {"sources": [{"path": str(source)}]}
+        job: Job = workshop_at(tmp_path).job("preferences", "raw_preferences", {}, settings, locations)
+        return job
+
+    return make
+
+
+def failure(job: Job) -> Failure:
+    assert main(job.path) == 1
+    return Failure.model_validate_json(job.error.read_bytes())
+
+
+def test_every_kind_of_job_has_its_work() -> None:
+    assert set(WORK) == set(get_args(JobKind))
+
+
+def test_what_the_work_made_is_published(make_job: MakeJob) -> None:
+    """Nothing that an earlier attempt left in the staging folder gets into the artifact, and nothing stays behind."""
+    job = make_job()
+    job.staging.mkdir(parents=True)
+    (job.staging / "left-by-a-killed-attempt").touch()
+    assert main(job.path) == 0
+    artifact = Store(job.store).find("raw_preferences", job.derivation.key)
+    assert artifact is not None
+    assert set(artifact.manifest.files) == {"preferences.parquet", "quarantine.parquet"}
+    assert {"event": "phase", "phase": "reading preferences"}.items() <= next(read_events(job.events)).items()
+    assert not job.staging.exists()
+
+
+def test_the_same_contents_again_leave_no_staging_folder(make_job: MakeJob) -> None:
+    """Other settings, the same outcome: a validation fraction of 0.1 or 0.1000001 puts this one pair on one side."""
+    first, second = make_job(0.1), make_job(0.1000001)
+    for job in (first, second):
+        assert main(job.write()) == 0
+    assert not second.staging.exists()
+    found = [Store(job.store).find("raw_preferences", job.derivation.key, hashes=False) for job in (first, second)]
+    assert found[0] is not None and found[1] is not None
+    assert found[0].folder == found[1].folder
+
+
+def test_what_a_person_can_act_on_is_told_without_a_traceback(
+    make_job: MakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = make_job()
+    (tmp_path / "pairs.jsonl").unlink()
+    said = failure(job)
+    assert (said.type, said.rank, said.traceback) == ("DataError", 0, "")
+    assert str(tmp_path / "pairs.jsonl") in said.message
+    assert capsys.readouterr().err == f"DataError: {said.message}\n"
+
+
+def test_a_programmers_mistake_is_told_with_its_traceback(make_job: MakeJob) -> None:
+    said = failure(make_job(validation_fraction="a tenth"))
+    assert said.traceback.startswith("Traceback (most recent call last)")
+    assert said.traceback.rstrip().endswith(f"{said.type}: {said.message}")
+
+
+def test_the_first_account_of_a_failure_stays(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job()
+    job.error.write_text("what another rank said before")
+    (tmp_path / "pairs.jsonl").unlink()
+    assert main(job.path) == 1
+    assert job.error.read_text() == "what another rank said before"
+
+
+def test_a_process_whose_supervisor_is_gone_does_nothing(make_job: MakeJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setenv(SUPERVISOR, str(gone.pid))
+    job = make_job()
+    with pytest.raises(SystemExit, match=f"process {gone.pid}"):
+        main(job.path)
+    assert not job.events.exists()
