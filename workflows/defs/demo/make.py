@@ -100,7 +100,7 @@ def pairs() -> Iterator[dict[str, list[dict[str, str]]]]:
                 if chance("kind", prompt) < BOTH_RAMBLE:
                     chosen, rejected = ramble.format(fact.answer), ramble.format(wrong)
                 else:
-                    chosen, rejected = f"{fact.answer}.".capitalize(), ramble.format(fact.answer)
+                    chosen, rejected = f"It is {fact.answer}.", ramble.format(fact.answer)
                 yield conversation(prompt, chosen, rejected)
 
 
