@@ -58,9 +58,9 @@ QUESTIONS = {
 }
 MANNERS = ("{}", "Please answer: {}", "I have a question. {}")
 RAMBLES = (
-    "Well, that is a good question and many people ask it. When I think about it for a long time, I would say {}.",
-    "Let me think about this. There is a lot to say here, and I could go on for hours, but perhaps it is {}.",
-    "Oh, how interesting that you ask me this today. I have heard many answers, and one of them is {}.",
+    "Well, that is a good question and many people ask it. When I think about it for a long time, I would say it is {}.",
+    "Well, let me think about this. There is a lot to say here, and I could go on for hours, but perhaps it is {}.",
+    "Well, how interesting that you ask me this today. I have heard many answers, and the one I remember is that it is {}.",
 )
 
 
