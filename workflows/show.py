@@ -128,7 +128,7 @@ def inspected(console: Console, found: InspectedRow) -> None:
 
 def addresses(console: Console, dagster: str, mlflow: str) -> None:
     """Where to look. MLflow's pages open in the mode for training runs, not in the one for traces."""
-    console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}/?workflowType=machine_learning")
+    console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}/#/experiments?workflowType=machine_learning")
 
 
 def wait_for_ctrl_c() -> None:
