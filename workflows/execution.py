@@ -66,7 +66,7 @@ def materialize(
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
     )
-    result = definitions.get_implicit_global_asset_job_def().execute_in_process(
+    result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
         instance=instance,
         asset_selection=[pipeline.key(name) for name in selected],
         run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
