@@ -53,10 +53,14 @@ class LocatedTokenizer:
 
 @dataclass(frozen=True)
 class LocatedData:
-    """The preference sources, ready to be read. `identity`: for files their sha256 in order, for the hub the commit."""
+    """The preference sources, ready to be read. `identity`: for files their sha256 in order, for the hub the commit.
+
+    `files`: the local files of all sources, in that order.
+    """
 
     sources: list[dict[str, Any]]
     identity: list[Any]
+    files: list[Path]
 
     @property
     def fingerprint(self) -> str:
@@ -92,14 +96,18 @@ def locate_tokenizer(recipe: Recipe, registry: Registry) -> LocatedTokenizer:
 def locate_data(recipe: Recipe) -> LocatedData:
     """The preference sources. Raises DataError for a path without files and a hub data set that cannot be reached."""
     located = [_locate_source(source) for source in recipe.data.sources]
-    return LocatedData([s for s, _ in located], [i for _, i in located])
+    return LocatedData(
+        [described for described, _, _ in located],
+        [identity for _, identity, _ in located],
+        [file for _, _, files in located for file in files],
+    )
 
 
-def _locate_source(source: DataSource) -> tuple[dict[str, Any], Any]:
+def _locate_source(source: DataSource) -> tuple[dict[str, Any], Any, list[Path]]:
     described = source.model_dump(mode="json")
     if source.path is not None:
         files = data_files(source.path)
-        return described, [{"name": f.name, "bytes": f.stat().st_size, "sha256": hash_file(f)} for f in files]
+        return described, [{"name": f.name, "bytes": f.stat().st_size, "sha256": hash_file(f)} for f in files], files
     assert source.hub is not None
     try:
         commit = HfApi().dataset_info(source.hub, revision=source.revision).sha
@@ -108,7 +116,7 @@ def _locate_source(source: DataSource) -> tuple[dict[str, Any], Any]:
             f"the data set {source.hub!r} (revision {source.revision or 'main'}) cannot be reached: {error}"
         ) from error
     identity = {"hub": source.hub, "config": source.config, "split": source.split, "commit": commit}
-    return {**described, "revision": commit}, identity
+    return {**described, "revision": commit}, identity, []
 
 
 def _model_folder(address: str, revision: str | None, patterns: list[str], registry: Registry) -> Path:

@@ -1,8 +1,11 @@
 """The frozen model the policy is measured against, and what it says of every response."""
 
+from dataclasses import replace
+
 import dagster as dg
 
 from assets import checks
+from assets.changes import input_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services, declare
 from assets.realize import Realized, Work, realize, record, upstream
@@ -21,10 +24,16 @@ def reference_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     return reference_model
 
 
+def point_to(services: Services, base_model: str) -> Realized:
+    """The reference model that is the base model of this fingerprint, unchanged."""
+    how = derivation("reference_model", {"base_model": base_model}, {})
+    return record(services, how, base_model, {"pointer.json": {"base_model": base_model}})
+
+
 def _pointer(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services) -> Realized:
     base = upstream(context, pipeline, services, "base_model")
-    how = derivation("reference_model", {"base_model": base.fingerprint}, {})
-    return record(services, how, base.fingerprint, {"pointer.json": {"base_model": base.fingerprint}}, {})
+    changes = input_changes(context.instance, pipeline, "reference_model")
+    return replace(point_to(services, base.fingerprint), changes=changes)
 
 
 def reference_logprobs(pipeline: Pipeline) -> dg.AssetsDefinition:

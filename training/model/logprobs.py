@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-SCORING_VERSION = "padded-1"
-
 
 @dataclass(frozen=True)
 class TokenSequence:
