@@ -133,7 +133,7 @@ def make(
         found = find_sound(services, derivation, log)
         if found is None:
             log.info(f"{derivation.kind}: nothing of key {short(derivation.key)} in the store; job in {job.folder}")
-            _run(services, job, work, lock, log)
+            run_work(services, job, work, lock, log)
     artifact = found or services.store.find(derivation.kind, derivation.key, hashes=False)
     if artifact is None:
         raise StoreError(f"the job of {derivation.kind} ended well but published nothing; its log is {job.log}")
@@ -232,7 +232,8 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
     return located.folder
 
 
-def _run(services: Services, job: Job, work: Work, lock: BinaryIO, log: Log) -> None:
+def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Log) -> None:
+    """Run `job` to its end, with its events told to the log, the services' listener and whoever `work` names."""
     events = _EventLog(log, job.artifact)
     with work.during(job) if work.during else nullcontext(ignore) as listener:
 

@@ -8,6 +8,7 @@ make, only that it will be made is known, and so of everything that reads it.
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -
     return planned
 
 
-def sentence(planned: list[PlannedAsset]) -> str:
+def sentence(planned: Sequence[PlannedAsset]) -> str:
     """The plan as one sentence: what would be done, and which assets of the data, of models and of figures are reused."""
     doing = [words for asset in planned if asset.action == "compute" and (words := _doing(asset))]
     reused = [asset.asset for asset in planned if asset.action == "reuse" and asset.asset not in ROOTS]
