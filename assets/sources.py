@@ -40,7 +40,7 @@ def base_model(pipeline: Pipeline) -> dg.AssetsDefinition:
             derivation("base_model", {}, located.identity),
             located.fingerprint,
             {"identity.json": located.identity},
-            {"files": len(located.identity["files"])},
+            {name: located.identity["weights"][name] for name in ("tensors", "bytes")},
         )
         return made.result(
             {
