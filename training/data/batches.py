@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from training.contract.errors import DataError
-from training.model.logprobs import TokenSequence
+from training.model.prefix import TokenSequence
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
