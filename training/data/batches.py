@@ -89,6 +89,12 @@ class Pairs:
         prompt = self._list("chosen_ids", index)[: self._prompt_lengths[index]]
         return [int(token) for token in prompt]
 
+    def prompt_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A number for each of the pairs at `positions`, the same for two of them if and only if their prompts are."""
+        numbers: dict[bytes, int] = {}
+        prompts = (self._list("chosen_ids", int(at))[: self._prompt_lengths[at]].tobytes() for at in positions)
+        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
+
     def lengths(self, side: Side) -> NDArray[np.int64]:
         """Tokens of each sequence, prompt included."""
         chunks = self._table.column(f"{side}_ids").chunks

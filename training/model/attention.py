@@ -31,8 +31,30 @@ from training.model.prefix import Plan
 
 SHARED_PREFIX = "pedigree_shared_prefix"
 VERIFIED = frozenset(
-    "cohere cohere2 gemma gemma3_text glm4 gpt2 gpt_neox granite llama mistral mixtral olmo olmo2 olmo3 phi phi3 "
-    "qwen2 qwen2_moe qwen3 qwen3_moe smollm3 starcoder2".split()
+    {
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma3_text",
+        "glm4",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    }
 )
 _LAYERS = {"full_attention", "sliding_attention"}
 _FORBIDDEN = ("softcap", "s_aux", "position_bias")

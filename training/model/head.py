@@ -17,11 +17,12 @@ Cut Cross-Entropy (Wijmans et al. 2024).
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
@@ -79,20 +80,12 @@ def token_logprobs(hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Bud
     return logprobs_N
 
 
-class _Context(FunctionCtx):
-    """What one call keeps, beside tensors, until its backward pass."""
+class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """`ctx` keeps the bounds of the tiles, the first of them with the peaks they are relative to, and the row-sized tensors."""
 
-    head: Head
-    tiles: list[tuple[int, int]]
-    kept: list[tuple[Tensor, Tensor]]
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-
-class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
+        ctx: Any,
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
@@ -121,7 +114,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return target_logits_N - lse_N
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, _, _ = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -138,7 +131,14 @@ class _TokenLogProbs(torch.autograd.Function):
             if weight_grad is not None:
                 _write_product(weight_grad[start:end], grad_NW.T, hidden_NH)
             del exact_NW, grad_NW  # else it would still be there while the next one is made
-        return None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype), weight_grad, bias_grad, None, None, None
+        return (
+            None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype),
+            weight_grad,
+            bias_grad,
+            None,
+            None,
+            None,
+        )
 
 
 def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
@@ -211,4 +211,4 @@ def _cut(vocabulary: int, column_bytes: int, tile_bytes: int) -> list[tuple[int,
     width = max(1, tile_bytes // max(1, column_bytes))
     tiles = -(-vocabulary // width)
     bounds = [vocabulary * n // tiles for n in range(tiles + 1)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(bounds))

@@ -7,8 +7,8 @@ Legend: S sequences, N response tokens of all sequences together, T tokens of a 
     pick        the hidden states that predict a response token: no other row goes through the head
     score       head and log-softmax, the vocabulary in tiles                                           (head.py)
 
-Policy and reference, training and evaluation all come through here, so what cancels in a reward does cancel. A model that cannot
-share prefixes runs each sequence in a row of its own, in the attention it came with: slower, and the same result.
+Policy and reference, training and evaluation all come through here, so what cancels in a reward does cancel. A model that
+cannot share prefixes runs each sequence in a row of its own, in the attention it came with: slower, and the same result.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
     P1 C1 R1 P2 C2 R2 ...        P a shared prefix, C and R what the responses to it add; no padding
 
-A group is any number of sequences with a common beginning; its prefix is their longest common one, found by comparing tokens, so it
+A group is any number of sequences with a common beginning; its prefix is the longest, found by comparing tokens, so it
 may reach into the responses. Positions of each response go on from the end of its prefix, and it attends to its prefix and
 to itself: its hidden states are those it would have alone. Tokens after the last one that is asked for are left out:
 nothing looks at them.
@@ -135,7 +135,9 @@ def lay_out(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> 
                 start += len(run) - shared
     tensors = (torch.cat(parts).to(device) for parts in (ids, positions, rows, targets))
     ids_T, positions_T, rows_N, targets_N = tensors
-    return Row(ids_T, positions_T, Plan(tuple(segments), device), rows_N, targets_N, torch.tensor(counts, device=device))
+    return Row(
+        ids_T, positions_T, Plan(tuple(segments), device), rows_N, targets_N, torch.tensor(counts, device=device)
+    )
 
 
 def common_prefix(runs: Sequence[Tensor]) -> int:

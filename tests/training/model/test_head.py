@@ -141,7 +141,9 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
-        known = [t.untyped_storage()._cdata for t in itertools.chain(args, (kwargs or {}).values()) if torch.is_tensor(t)]
+        known = [
+            t.untyped_storage()._cdata for t in itertools.chain(args, (kwargs or {}).values()) if torch.is_tensor(t)
+        ]
         for tensor in made if isinstance(made, tuple) else (made,):
             if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in known:
                 self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
