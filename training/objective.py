@@ -62,5 +62,5 @@ class PreferenceObjective:
 
 def pair_tokens(pairs: Pairs) -> Tokens:
     """Tokens of every pair: of both sequences, and what is run of them, the prompt once."""
-    sequences_I = np.sum([pairs.lengths(side) for side in SIDES], axis=0, dtype=np.int64)
+    sequences_I = pairs.lengths("chosen").astype(np.int64) + pairs.lengths("rejected")
     return Tokens(sequences_I, sequences_I - pairs.prompt_lengths)

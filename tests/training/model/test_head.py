@@ -179,5 +179,5 @@ def test_a_head_that_is_no_linear_map_is_refused():
     config = T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8)
     model = T5ForConditionalGeneration(config)
     model.lm_head = torch.nn.Bilinear(8, 8, 32)
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration is Bilinear; expected one torch.nn.Linear"):
+    with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is Bilinear; expected one torch\.nn\.Linear"):
         head_of(model)
