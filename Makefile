@@ -1,4 +1,4 @@
-# Everything goes into .venv; nothing outside this folder is changed but Debian packages that `make system` installs.
+# Everything goes into this folder: the environment into .venv, what runs make into .pedigree.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,6 @@ install: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip --constraint constraints.txt
 	$(BIN)/pip install --quiet torch --constraint constraints.txt
 	$(BIN)/pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	@touch $@
@@ -20,6 +19,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python workflows/defs/demo/make.py
 	$(BIN)/pedigree run demo
+	@echo "Look at it: type 'make ui', then open"
+	@echo "  Dagster  http://127.0.0.1:3000/asset-groups"
+	@echo "  MLflow   http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"
 
 ui: install
 	$(BIN)/pedigree ui

@@ -57,7 +57,7 @@ class _Tracking:
             with self._run(derivation, made.artifact.json("recipe.json")) as run:
                 run.replay(read_events(made.artifact.file("events.jsonl")))
             run_id = run.run_id
-        return {} if run_id is None else {"mlflow_run_id": run_id, "mlflow": self._services.tracker.run_link(run_id)}
+        return {} if run_id is None else {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._services.tracker.run_link(run_id))}
 
     def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
         pairs = upstream(self._context, self._pipeline, self._services, "tokenized_pairs")

@@ -46,7 +46,7 @@ class Realized:
         about = artifact_metadata(self.artifact, "reused" if self.reused else "computed", self.seconds)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(self.artifact.fingerprint),
-            metadata={**about, **(metadata or {})},
+            metadata={**(metadata or {}), **about},
             check_results=checks or [],
         )
 

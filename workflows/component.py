@@ -46,5 +46,10 @@ class PreferenceTuning(dg.Component):
         return cls(Pipeline(context.path.name, attributes.located_at(context.path)))
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        assets = [build(self.pipeline) for build in _BUILDERS]
-        return dg.Definitions.merge(dg.Definitions(assets=assets), retraining(self.pipeline))
+        return pipeline_definitions(self.pipeline)
+
+
+def pipeline_definitions(pipeline: Pipeline) -> dg.Definitions:
+    """The assets of a pipeline with its job, schedule and sensor."""
+    assets = [build(pipeline) for build in _BUILDERS]
+    return dg.Definitions.merge(dg.Definitions(assets=assets), retraining(pipeline))

@@ -1,10 +1,14 @@
 """Materializing a recipe in this process, as a run that Dagster's UI shows like any other."""
 
+import logging
+import platform
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import dagster as dg
+import psutil
 
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
@@ -12,6 +16,9 @@ from assets.realize import data_version, latest_metadata
 from training.contract.errors import UsageError
 from workflows.recipes import LoadedRecipe
 
+_SECONDS_BETWEEN_LOOKS = 1.0
+_log = logging.getLogger(__name__)
+PROCESS_TAG = "pedigree/process"
 Outcome = Literal["computed", "reused", "failed"]
 
 
@@ -66,9 +73,12 @@ def materialize(
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
     )
-    result = definitions.get_implicit_global_asset_job_def().execute_in_process(
+    close_dead_runs(instance)
+    wait_for_pools({pool for name in selected if (pool := GRAPH[name].pool)}, instance)
+    result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
         instance=instance,
         asset_selection=[pipeline.key(name) for name in selected],
+        tags={PROCESS_TAG: _this_process()},
         run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
         raise_on_error=False,
     )
@@ -85,6 +95,47 @@ def materialize(
         model_version=shown.get("released_model", {}).get("model_version"),
         samples=details.get("samples", []),
     )
+
+
+def close_dead_runs(instance: dg.DagsterInstance) -> None:
+    """Mark runs as failed whose process on this machine is gone, and free their places in the pools.
+
+    A process that was killed cannot say so itself: its run would count as started for ever, and whoever wants its place in
+    the pool `gpu` would wait as long.
+    """
+    unfinished = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
+    for run in instance.get_runs(dg.RunsFilter(statuses=unfinished)):
+        if PROCESS_TAG in run.tags and not _is_alive(run.tags[PROCESS_TAG]):
+            instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
+            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+
+
+def wait_for_pools(pools: set[str], instance: dg.DagsterInstance) -> None:
+    """Return when every pool has a free place. Dagster waits as well, but deaf to Ctrl-C until the place is there."""
+    for pool in sorted(pools):
+        info = instance.event_log_storage.get_concurrency_info(pool)
+        if info.slot_count and info.active_slot_count >= info.slot_count:
+            _log.warning("waiting for the pool %s, taken by run %s", pool, ", ".join(sorted(info.active_run_ids)))
+        while info.slot_count and info.active_slot_count >= info.slot_count:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            close_dead_runs(instance)
+            info = instance.event_log_storage.get_concurrency_info(pool)
+
+
+def _this_process() -> str:
+    """Host, process id, and when the process began, since ids are used again."""
+    process = psutil.Process()
+    return f"{platform.node()} {process.pid} {process.create_time()}"
+
+
+def _is_alive(process: str) -> bool:
+    host, pid, began = process.rsplit(" ", 2)
+    if host != platform.node():
+        return True
+    try:
+        return psutil.Process(int(pid)).create_time() == float(began)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _asset_runs(

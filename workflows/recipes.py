@@ -9,7 +9,7 @@ import dagster as dg
 
 from assets.pipeline import Pipeline
 from training.contract.errors import RecipeError, UsageError
-from workflows.component import PreferenceTuning
+from workflows.component import PreferenceTuning, pipeline_definitions
 
 DEFS = Path(__file__).parent / "defs"
 RECIPE_FILE = "defs.yaml"
@@ -37,15 +37,15 @@ def load_recipe(folder: Path) -> LoadedRecipe:
     place.__file__ = None
     tree = dg.ComponentTree.from_module(place, folder)
     try:
-        definitions = tree.build_defs()
         components = tree.get_all_components(of_type=PreferenceTuning)
-    except Exception as error:
-        raise RecipeError(_root_cause(error)) from error
+        definitions = [pipeline_definitions(component.pipeline) for component in components]
+    except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
+        raise RecipeError(f"{folder / RECIPE_FILE}: {_root_cause(error)}") from error
     if len(components) != 1:
         raise RecipeError(
             f"{folder / RECIPE_FILE} holds {len(components)} components of type workflows.PreferenceTuning, expected one"
         )
-    return LoadedRecipe(components[0].pipeline, definitions)
+    return LoadedRecipe(components[0].pipeline, definitions[0])
 
 
 def extra_recipes() -> list[Path]:

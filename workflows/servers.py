@@ -80,6 +80,7 @@ def _start(server: Server) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"},
             start_new_session=True,
             preexec_fn=_restore_signals,
         )

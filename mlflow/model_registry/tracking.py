@@ -24,6 +24,7 @@ from model_registry.connection import Connection, is_server, shown
 from model_registry.records import DatasetUsed, flatten, tags_of
 from model_registry.run import RunPlan, TrackedRun
 
+LOCAL_PAGE = "http://127.0.0.1:5000"
 KEY_TAG = "pedigree.key"
 _log = logging.getLogger(__name__)
 
@@ -93,17 +94,16 @@ class Tracker:
         return found[0] if found else None
 
     def run_link(self, run_id: str) -> str:
-        """Where a person finds the run: its page on the server, or in words where there is only a database."""
-        address = shown(self.tracking_uri).rstrip("/")
-        found = [f"run {run_id} in {address}"]
+        """The page of the run: on the tracking server, or, for a database, where `pedigree ui` serves it by default."""
+        address = shown(self.tracking_uri).rstrip("/") if is_server(self.tracking_uri) else LOCAL_PAGE
+        found = [address]
 
         def work(client: MlflowClient) -> None:
             experiment_id = client.get_run(run_id).info.experiment_id
             # Without the last part, MLflow opens its pages in the form made for chat traces.
             found.append(f"{address}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning")
 
-        if is_server(self.tracking_uri):
-            self._connection.attempt("find the page of a run", work)
+        self._connection.attempt("find the page of a run", work)
         return found[-1]
 
     def log_evaluation(self, run_id: str, metrics: Mapping[str, float], step: int) -> bool:

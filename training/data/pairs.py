@@ -1,11 +1,11 @@
 """The `pairs` job: every preference pair as token ids and masks, in one file that is mapped into memory.
 
     pairs.arrow       the pairs (training/data/batches.py has the columns and the reader)
-    dropped.parquet   row, reason, detail: pairs = rows of raw_preferences - dropped
     tokenizer/        the tokenizer that made them
 
 The fingerprint covers rows, splits, ids and masks and nothing else: an edit of the template or of the data that changes
-no token leaves everything below as it is.
+no token leaves everything below as it is. The rows of `raw_preferences` that are not among the pairs were dropped; how many
+and why is in the details, which belong to this derivation, while the files belong to everyone who made the same tokens.
 """
 
 import hashlib
@@ -36,8 +36,6 @@ from training.distributed import Group
 
 __all__ = ["Pairs", "run"]
 
-DROPPED_FILE = "dropped.parquet"
-DROPPED_SCHEMA = pa.schema([("row", pa.int64()), ("reason", pa.string()), ("detail", pa.string())])
 _BATCH_ROWS = 256
 _BINS = 24
 _PERCENTILES = (50, 90, 95, 99, 100)
@@ -142,7 +140,6 @@ def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, even
             rows = batch.to_pylist()
             stream.write_batch(pa.RecordBatch.from_pylist(list(_lines(rows, encoder, tally)), PAIRS_SCHEMA))
             progress.advance(len(rows))
-    pq.write_table(pa.Table.from_pylist(tally.dropped, DROPPED_SCHEMA), folder / DROPPED_FILE)
 
 
 def _lines(rows: list[SourceRow], encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:

@@ -4,8 +4,8 @@
     quarantine.parquet    source, line, reason, detail, text (the row as it was read)
 
 Rows read = pairs + quarantined, always. A pair's split is decided by the hash of its prompt alone, so it never changes
-as data grows, and pairs that share a prompt never stand on both sides. The fingerprint covers the pairs and their
-splits in order, not the names of the files they came from.
+as data grows, and pairs that share a prompt never stand on both sides. The fingerprint covers the pairs with their
+splits and line numbers and the quarantined rows, in order, not the names of the files they came from.
 """
 
 import hashlib
@@ -73,7 +73,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     collector.refuse_if_empty()
     for reason, count in collector.reasons.most_common():
         events.note(f"{count} rows in quarantine: {reason}")
-    return Made(fingerprint_of_stream("raw_preferences", collector.digests), collector.details())
+    return Made(fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details())
 
 
 def split_of(prompt: Sequence[Message], validation_fraction: float) -> str:
@@ -89,6 +89,7 @@ class _Collector:
     folder: Path
     validation_fraction: float
     digests: list[bytes] = field(default_factory=list)
+    refused: list[bytes] = field(default_factory=list)
     formats: dict[str, str] = field(default_factory=dict)
     splits: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -110,7 +111,7 @@ class _Collector:
         split = split_of(pair.prompt, self.validation_fraction)
         turns = {"prompt": list(pair.prompt), "chosen": list(pair.chosen), "rejected": list(pair.rejected)}
         self._pairs.add({"row": len(self.digests), **turns, "split": split, "source": source, "line": line})
-        self.digests.append(hashlib.sha256(canonical_json({**turns, "split": split})).digest())
+        self.digests.append(hashlib.sha256(canonical_json({**turns, "split": split, "line": line})).digest())
         self.splits[split] += 1
         if len(self.examples) < _PAIR_EXAMPLES:
             self.examples.append(turns)
@@ -119,6 +120,7 @@ class _Collector:
         reason, text = problem.reason.value, record.text
         row = {"source": source, "line": record.line, "reason": reason, "detail": problem.detail, "text": text}
         self._quarantine.add(row)
+        self.refused.append(hashlib.sha256(canonical_json([record.line, reason, text])).digest())
         self.reasons[reason] += 1
         if len(self.quarantine_examples) < _QUARANTINE_EXAMPLES:
             self.quarantine_examples.append({**row, "text": text[:_EXAMPLE_CHARACTERS]})

@@ -17,7 +17,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model in `folder`, in evaluation mode, without a key-value cache.
+    """The model in `folder`, in evaluation mode.
 
     Raises ModelError for missing or surplus tensors, tensors of another shape, weights that are not whole safetensors
     files, and models that need code of their own.
@@ -40,7 +40,6 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
             f"{name.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)})" for name, keys in found.items()
         )
         raise ModelError(f"the weights in {folder} do not fit its config.json: {shown}")
-    model.config.use_cache = False
     return model.to(device).eval()
 
 

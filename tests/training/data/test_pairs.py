@@ -105,7 +105,7 @@ def test_a_template_that_rewrites_the_prompt_is_caught_with_the_tokens(workshop,
     rows = [_row(), _row("Who?", "<think>me", "<think>you")]
     done = workshop.pairs(workshop.rows(rows), workshop.tokenizer(tiny_chat, _template(tmp_path, text)))
     assert done.details["prefix_violations"] == 1
-    [drop] = done.table("dropped.parquet")
+    [drop] = done.details["dropped_examples"]
     assert (drop["row"], drop["reason"]) == (0, "prompt is not a prefix")
     prompt = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
@@ -122,7 +122,7 @@ def test_rows_the_template_refuses_carry_its_words(workshop, tiny_chat, tmp_path
     )
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
     done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind.")]), spec)
-    assert done.table("dropped.parquet") == [
+    assert done.details["dropped_examples"] == [
         {"row": 1, "reason": "rejected by the template", "detail": "System role not supported"}
     ]
 
@@ -137,7 +137,7 @@ def test_rows_the_template_refuses_carry_its_words(workshop, tiny_chat, tmp_path
 def test_control_tokens_in_a_response_are_caught(workshop, tiny_chat, row, reason):
     done = workshop.pairs(workshop.rows([_row(), row]), workshop.tokenizer(tiny_chat))
     assert done.details["reasons"] == {reason: 1}
-    assert "'<|im_end|>' 2 times" in done.table("dropped.parquet")[0]["detail"]
+    assert "'<|im_end|>' 2 times" in done.details["dropped_examples"][0]["detail"]
 
 
 def test_responses_that_become_the_same_tokens_are_no_pair(workshop, tiny_chat, tmp_path):
@@ -257,8 +257,8 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
         workshop.rows(real_rows(range(300)), fraction=0.5), workshop.tokenizer(tiny_chat, max_length=256)
     )
     pairs, counts = done.pairs, done.details["counts"]
-    assert {path.name for path in done.folder.iterdir()} == {"pairs.arrow", "dropped.parquet", "tokenizer"}
-    assert counts["pairs"] + counts["dropped"] == 300 and counts["dropped"] == len(done.table("dropped.parquet"))
+    assert {path.name for path in done.folder.iterdir()} == {"pairs.arrow", "tokenizer"}
+    assert counts["pairs"] + counts["dropped"] == 300 and sum(done.details["reasons"].values()) == counts["dropped"]
     train, validation = pairs.indices("train"), pairs.indices("validation")
     assert (len(train), len(validation)) == (counts["train"], counts["validation"])
     assert sorted([*train, *validation]) == list(range(len(pairs)))

@@ -95,8 +95,9 @@ def test_the_fingerprint_is_of_the_pairs_and_not_of_the_files(workshop, tmp_path
         "prompt": [{"role": "user", "content": "Why?"}], "rejected": [{"role": "assistant", "content": "No idea."}],
         "chosen": [{"role": "assistant", "content": "Because."}],
     }  # fmt: skip
-    same = [workshop.rows([GOOD]), workshop.rows(["{", GOOD]), workshop.rows([conversation])]
+    same = [workshop.rows([GOOD]), workshop.rows([conversation])]
     assert len({done.made.fingerprint for done in same}) == 1
+    assert workshop.rows([GOOD, "{"]).made.fingerprint not in {done.made.fingerprint for done in same}
     others = [
         workshop.rows([GOOD, {**GOOD, "prompt": "Who?"}]), workshop.rows([{**GOOD, "prompt": "Who?"}, GOOD]),
         workshop.rows([{**GOOD, "chosen": "So."}]), workshop.rows([GOOD], fraction=0.9999),

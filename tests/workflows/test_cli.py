@@ -1,0 +1,42 @@
+"""Wrong use is told in one message that names the place, with the right exit code."""
+
+import pytest
+
+from tests.workflows.conftest import ATTRIBUTES, write_recipe
+
+
+@pytest.fixture(scope="module")
+def home(new_home):
+    return new_home()
+
+
+def test_an_unknown_recipe_names_the_known_ones(home):
+    done = home.pedigree("status", "nowhere")
+    assert done.returncode == 2
+    assert "'nowhere'" in done.stderr and "demo" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_unknown_asset_is_wrong_use(home):
+    done = home.pedigree("run", "demo", "--select", "polcy")
+    assert done.returncode == 2
+    assert "polcy" in done.stderr and "policy" in done.stderr
+
+
+def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
+    attributes = {**ATTRIBUTES, "training": {"optimizer": {"learning_rate": "fast"}, "batchsize": 3}}
+    folder = write_recipe(tmp_path / "wrong", attributes)
+    lines = (folder / "defs.yaml").read_text().splitlines()
+    done = home.pedigree("run", str(folder))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    message = done.stderr.replace("\n", "")
+    for field, value in (("learning_rate", "fast"), ("batchsize", "3")):
+        [number] = [n for n, line in enumerate(lines, 1) if line.strip().startswith(f"{field}: {value}")]
+        assert field in message and f"defs.yaml:{number}" in message
+
+
+@pytest.mark.slow
+def test_missing_data_fails_with_the_path(home, tmp_path):
+    folder = write_recipe(tmp_path / "empty", ATTRIBUTES)
+    done = home.pedigree("run", str(folder), "--select", "raw_preferences")
+    assert done.returncode == 1
+    assert str(folder / "preferences.jsonl").replace("\n", "") in done.stdout.replace("\n", "")

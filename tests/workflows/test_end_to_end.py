@@ -1,0 +1,131 @@
+"""One recipe from its files to a champion, through the command, with real processes and a real database."""
+
+import json
+import math
+from pathlib import Path
+
+import mlflow.transformers
+import pytest
+from mlflow import MlflowClient
+
+from tests.workflows.conftest import ATTRIBUTES, write_recipe
+
+pytestmark = pytest.mark.slow
+
+ASSETS = [
+    "preference_source",
+    "base_model",
+    "tokenization_spec",
+    "training_spec",
+    "evaluation_spec",
+    "raw_preferences",
+    "tokenized_pairs",
+    "reference_model",
+    "reference_logprobs",
+    "policy",
+    "evaluation",
+    "released_model",
+]
+
+
+def steps_of(home, report):
+    """The step events that the policy keeps, in order."""
+    [policy] = [asset for asset in report["assets"] if asset["asset"] == "policy"]
+    lines = (home.path / "store" / "policy" / policy["fingerprint"] / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == "step"]
+
+
+def test_everything_is_computed_once(materialized, small_recipe):
+    home, first = materialized
+    assert [(a["asset"], a["outcome"]) for a in first["assets"]] == [(name, "computed") for name in ASSETS]
+    again = home.json("run", str(small_recipe))
+    assert [(a["asset"], a["outcome"]) for a in again["assets"]] == [(name, "reused") for name in ASSETS]
+    assert [a["fingerprint"] for a in again["assets"]] == [a["fingerprint"] for a in first["assets"]]
+    assert (again["metrics"], again["mlflow_run_id"]) == (first["metrics"], first["mlflow_run_id"])
+    assert again["model_version"] == first["model_version"] == "1"
+
+
+def test_it_learns(materialized):
+    """ln 2 is the loss of a policy that is the reference."""
+    _, report = materialized
+    assert report["metrics"]["eval/loss"] < math.log(2)
+    assert report["metrics"]["eval/rewards/accuracies"] > 0.5
+
+
+def test_one_line_a_step(materialized):
+    home, report = materialized
+    steps = steps_of(home, report)
+    assert [event["step"] for event in steps] == list(range(1, 13))
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_one_and_two_processes_give_the_same_losses(materialized, small_recipe, new_home, tmp_path):
+    home, report = materialized
+    alone = {**ATTRIBUTES, "compute": {**ATTRIBUTES["compute"], "processes_per_node": 1}}
+    folder = write_recipe(tmp_path / "small", alone)
+    for name in ("preferences.jsonl", "base"):
+        (folder / name).symlink_to(small_recipe / name)
+    other = new_home()
+    losses = [e["loss"] for e in steps_of(other, other.json("run", str(folder), "--select", "policy"))]
+    assert losses == pytest.approx([e["loss"] for e in steps_of(home, report)], abs=1e-5)
+
+
+def test_the_rewards_are_in_mlflow(materialized):
+    home, report = materialized
+    client = MlflowClient(f"sqlite:///{home.path}/mlflow/mlflow.db")
+    run = client.get_run(report["mlflow_run_id"])
+    steps = steps_of(home, report)
+    for name in ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "grad_norm"):
+        history = {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
+        assert history == {event["step"]: event[name] for event in steps}
+    assert run.data.params["training.loss.beta"] == "0.1"
+    assert run.data.metrics["eval/loss"] == report["metrics"]["eval/loss"]
+    fingerprints = {asset["asset"]: asset["fingerprint"] for asset in report["assets"]}
+    assert run.data.tags["tokenized_pairs"] == fingerprints["tokenized_pairs"]
+    [used] = run.inputs.dataset_inputs
+    assert fingerprints["tokenized_pairs"].startswith(used.dataset.digest)
+
+
+def test_the_champion_loads_and_answers(materialized, monkeypatch):
+    home, _ = materialized
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home.path}/mlflow/mlflow.db")
+    pipeline = mlflow.transformers.load_model("models:/small@champion")
+    [answer] = pipeline("What is the opposite of hot?", max_new_tokens=3)
+    assert isinstance(answer["generated_text"], str)
+
+
+def test_the_weights_lie_on_the_disk_once(materialized):
+    home, report = materialized
+    [policy] = [asset for asset in report["assets"] if asset["asset"] == "policy"]
+    ours = home.path / "store" / "policy" / policy["fingerprint"] / "model.safetensors"
+    released = [p for p in Path(home.path, "mlflow", "artifacts").rglob("model.safetensors") if p.samefile(ours)]
+    assert len(released) == 1
+
+
+def test_status_names_the_field_that_changed(materialized, small_recipe, tmp_path):
+    home, _ = materialized
+    fresh = home.json("status", str(small_recipe))
+    assert [(a["asset"], a["state"], a["causes"]) for a in fresh["assets"]] == [(name, "fresh", []) for name in ASSETS]
+    edited = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
+    folder = write_recipe(tmp_path / "small", edited)
+    for name in ("preferences.jsonl", "base"):
+        (folder / name).symlink_to(small_recipe / name)
+    found = {a["asset"]: (a["state"], a["causes"]) for a in home.json("status", str(folder))["assets"]}
+    assert found["training_spec"] == ("stale", ["loss.beta 0.1 -> 0.2"])
+    assert found["reference_logprobs"] == ("fresh", [])
+    assert found["policy"][0] == "stale" and "loss.beta 0.1 -> 0.2" in found["policy"][1]
+    assert found["evaluation"] == ("stale", ["policy must be made first"])
+
+
+def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):
+    """The whole of a row: the masked tokens are the response, and both log-probs are there for a held-out pair."""
+    home, _ = materialized
+    rows = [home.json("inspect", str(small_recipe), "--row", str(row)) for row in (0, 1, 2, 3)]
+    for number, row in enumerate(rows):
+        assert row["row"] == number
+        for side in ("chosen", "rejected"):
+            assert len(row[side]["token_ids"]) == len(row[side]["mask"]) == len(row[side]["texts"])
+            assert row[side]["mask"][0] is False and row[side]["mask"][-1] is True
+            assert row[side]["reference_logprob"] < 0
+            assert (row[side]["policy_logprob"] is None) == (row["split"] == "train")
+    assert home.pedigree("inspect", str(small_recipe), "--row", "9999").returncode == 2

@@ -1,0 +1,110 @@
+"""A run that is interrupted, in whatever way, leaves no process behind, and the next run takes it up."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, Home, write_recipe
+
+pytestmark = pytest.mark.slow
+SECONDS_ALLOWED = 5.0
+LONG = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "max_steps": 4000}}
+
+
+@pytest.fixture
+def long_recipe(tmp_path, small_recipe):
+    folder = write_recipe(tmp_path / "small", LONG)
+    for name in ("preferences.jsonl", "base"):
+        (folder / name).symlink_to(small_recipe / name)
+    return folder
+
+
+@pytest.fixture
+def without_policy(materialized, tmp_path):
+    """A copy of the home in which everything was made, less the policy."""
+    home = Home(tmp_path / "home")
+    shutil.copytree(materialized[0].path, home.path)
+    for place in ("store/policy", "store/keys/policy", "jobs"):
+        shutil.rmtree(home.path / place)
+    return home
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """Every process that was started for this home, wherever it hangs in the process tree."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("PEDIGREE_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def until_steps(home: Path, count: int) -> Path:
+    """Wait until the policy's job has taken `count` steps; gives its events."""
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline:
+        for events in home.glob("jobs/policy-*/events.jsonl"):
+            if sum('"event": "step"' in line for line in events.read_text().splitlines()) >= count:
+                return events
+        time.sleep(0.2)
+    raise AssertionError(f"no {count} steps in {list(home.glob('jobs/*/*'))}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
+def test_no_process_survives_the_parent(long_recipe, without_policy, number):
+    home = without_policy
+    process = subprocess.Popen(
+        [PEDIGREE, "run", str(long_recipe), "--json"],
+        env=home.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    until_steps(home.path, 3)
+    ranks = [p for p in processes_of(home.path) if "training.main" in " ".join(p.cmdline())]
+    assert len(ranks) >= 3, "torchrun and two ranks"
+    # Ctrl-C in a terminal reaches the whole foreground group; the command is the leader of its own.
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+    deadline = time.monotonic() + SECONDS_ALLOWED
+    while (left := [p for p in processes_of(home.path) if p.pid != process.pid]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    process.wait(60)
+    assert process.returncode != 0
+
+
+def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_policy, materialized):
+    """The losses of the resumed run are those of the run that was never disturbed, bit for bit."""
+    home, (undisturbed, report) = without_policy, materialized
+    process = subprocess.Popen(
+        [PEDIGREE, "run", str(small_recipe), "--json"],
+        env=home.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    until_steps(home.path, 5)
+    process.kill()
+    process.wait(60)
+    again = home.json("run", str(small_recipe))
+    assert [steps_of(home, again)] == [steps_of(undisturbed, report)]
+    assert fingerprint(again, "policy") == fingerprint(report, "policy")
+
+
+def fingerprint(report, asset):
+    return next(a["fingerprint"] for a in report["assets"] if a["asset"] == asset)
+
+
+def steps_of(home, report):
+    events = home.path / "store" / "policy" / fingerprint(report, "policy") / "events.jsonl"
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    return [(event["step"], event["loss"]) for event in found if event["event"] == "step"]

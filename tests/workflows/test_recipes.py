@@ -1,0 +1,126 @@
+"""A recipe's folder as a pipeline: what it declares, and how two of them live in one graph."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from assets.graph import GRAPH
+from tests.workflows.conftest import ATTRIBUTES, ROOT, write_recipe
+from training.contract.errors import RecipeError
+from workflows.recipes import DEFS, load_recipe
+from workflows.resources import services
+
+# Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
+EXPECTED = {
+    "preference_source": ("sources", set(), False),
+    "base_model": ("sources", set(), False),
+    "tokenization_spec": ("specs", set(), False),
+    "training_spec": ("specs", set(), False),
+    "evaluation_spec": ("specs", set(), False),
+    "raw_preferences": ("data", {"preference_source"}, False),
+    "tokenized_pairs": ("data", {"raw_preferences", "tokenization_spec"}, False),
+    "reference_model": ("reference", {"base_model", "tokenized_pairs"}, True),
+    "reference_logprobs": ("reference", {"tokenized_pairs", "reference_model"}, True),
+    "policy": ("training", {"tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"}, True),
+    "evaluation": (
+        "evaluation",
+        {"policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"},
+        True,
+    ),
+    "released_model": ("release", {"policy", "evaluation", "tokenization_spec"}, False),
+}
+
+
+def graph_of(*folders):
+    """The asset graph of recipes side by side, as `workflows.definitions` puts them together."""
+    loaded = [load_recipe(folder).definitions for folder in folders]
+    return dg.Definitions.merge(*loaded, dg.Definitions(resources={"services": services})).resolve_asset_graph()
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return graph_of(DEFS / "demo")
+
+
+def test_the_graph_of_the_demo(demo):
+    found = {
+        key.path[1]: (
+            demo.get(key).group_name,
+            {parent.path[1] for parent in demo.get(key).parent_keys},
+            demo.get(key).pools == {"gpu"},
+        )
+        for key in demo.get_all_asset_keys()
+    }
+    assert found == EXPECTED
+    assert list(GRAPH) == list(EXPECTED)
+
+
+def test_every_asset_is_described(demo):
+    for key in demo.get_all_asset_keys():
+        node = demo.get(key)
+        assert node.description and node.owners and node.kinds and node.code_version
+
+
+def test_without_supervised_tuning_the_reference_needs_no_pairs(tmp_path):
+    graph = graph_of(write_recipe(tmp_path / "plain", ATTRIBUTES))
+    parents = graph.get(dg.AssetKey(["plain", "reference_model"])).parent_keys
+    assert parents == {dg.AssetKey(["plain", "base_model"])}
+
+
+def test_paths_are_taken_from_the_file(tmp_path):
+    (tmp_path / "shared-model").mkdir()
+    attributes = {**ATTRIBUTES, "reference": {"model": "../shared-model"}}
+    recipe = load_recipe(write_recipe(tmp_path / "here", attributes)).pipeline.recipe
+    assert recipe.data.sources[0].path == str(tmp_path / "here" / "preferences.jsonl")
+    assert recipe.reference.model == str(tmp_path / "shared-model")
+
+
+def test_scientific_notation_is_a_number(tmp_path):
+    folder = write_recipe(tmp_path / "small", ATTRIBUTES)
+    text = (folder / "defs.yaml").read_text().replace("learning_rate: 0.001", "learning_rate: 5e-7")
+    assert "5e-7" in text
+    (folder / "defs.yaml").write_text(text)
+    assert load_recipe(folder).pipeline.recipe.training.optimizer.learning_rate == 5e-7
+
+
+@pytest.mark.parametrize(
+    ("group", "field", "value"),
+    [
+        ("data", "validation_fraction", 1.5),
+        ("training", "batch_size", 0),
+        ("training", "precision", "float8"),
+        ("tokenization", "over_length", "cut"),
+        ("release", "model_name", "a/b"),
+        ("automation", "cron", "every monday"),
+    ],
+)
+def test_a_wrong_value_is_refused_where_it_stands(tmp_path, group, field, value):
+    attributes = {**ATTRIBUTES, group: {**ATTRIBUTES.get(group, {}), field: value}}
+    with pytest.raises(RecipeError, match=field):
+        load_recipe(write_recipe(tmp_path / "wrong", attributes))
+
+
+def test_two_recipes_side_by_side(tmp_path):
+    graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "two")))
+    assert {key.path[0] for key in graph.get_all_asset_keys()} == {"one", "two"}
+    assert len(graph.get_all_asset_keys()) == 2 * len(EXPECTED)
+
+
+def test_every_shipped_recipe_loads():
+    for file in DEFS.glob("*/defs.yaml"):
+        load_recipe(file.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["check", "yaml"], ["check", "defs"], ["list", "defs"]])
+def test_dg_finds_the_definitions(command):
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("dg")), *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == ["list", "defs"]:
+        for name in ("demo/released_model", "demo_schedule", "demo_data_sensor"):
+            assert name in done.stdout

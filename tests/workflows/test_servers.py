@@ -1,0 +1,142 @@
+"""Both web servers, real ones, over a home in which a recipe was run: what a person sees there."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+import urllib.request
+
+import pytest
+
+from tests.workflows.conftest import PEDIGREE
+from tests.workflows.test_recipes import EXPECTED
+from workflows.servers import free_port
+
+pytestmark = pytest.mark.slow
+
+QUERY = """{
+  assetNodes { assetKey { path } staleStatus
+               assetMaterializations(limit: 1) { runId }
+               assetChecksOrError { ... on AssetChecks {
+                 checks { name blocking executionForLatestMaterialization { status } } } } }
+  repositoriesOrError { ... on RepositoryConnection { nodes {
+    schedules { name scheduleState { status } } sensors { name sensorState { status } } } } }
+}"""
+
+
+@pytest.fixture(scope="module")
+def servers(materialized, small_recipe):
+    """`pedigree ui` with the small recipe beside the project's; gives the two addresses it prints."""
+    home, _ = materialized
+    ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
+    process = subprocess.Popen(
+        [PEDIGREE, "ui", str(small_recipe), *ports],
+        env=home.environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stderr is not None
+        printed = [process.stderr.readline() for _ in range(3)]
+        addresses = re.findall(r"http://127\.0\.0\.1:\d+", "".join(printed))
+        assert len(addresses) == 2, printed
+        yield addresses
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def graphql(address, query, **variables):
+    body = json.dumps({"query": query, "variables": variables}).encode()
+    request = urllib.request.Request(f"{address}/graphql", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["data"]
+
+
+def test_dagster_shows_every_asset_fresh_with_its_checks(servers):
+    found = graphql(servers[0], QUERY)
+    nodes = {
+        node["assetKey"]["path"][1]: node for node in found["assetNodes"] if node["assetKey"]["path"][0] == "small"
+    }
+    assert set(nodes) == set(EXPECTED)
+    assert {node["staleStatus"] for node in nodes.values()} == {"FRESH"}
+    assert all(node["assetMaterializations"] for node in nodes.values())
+    checks = {c["name"]: c for node in nodes.values() for c in node["assetChecksOrError"].get("checks", [])}
+    assert len(checks) == 8
+    assert {c["executionForLatestMaterialization"]["status"] for c in checks.values()} == {"SUCCEEDED"}
+    assert {name for name, c in checks.items() if not c["blocking"]} == {"held_out_accuracy_above_chance"}
+
+
+def test_dagster_shows_the_schedule_and_the_sensor(servers):
+    [repository] = graphql(servers[0], QUERY)["repositoriesOrError"]["nodes"]
+    schedules = {s["name"]: s["scheduleState"]["status"] for s in repository["schedules"]}
+    sensors = {s["name"]: s["sensorState"]["status"] for s in repository["sensors"]}
+    assert schedules == {"demo_schedule": "RUNNING", "small_schedule": "RUNNING"}
+    assert sensors == {"demo_data_sensor": "RUNNING", "small_data_sensor": "RUNNING"}
+
+
+def test_a_run_started_in_the_web_ui_reuses_everything(servers):
+    launch = """mutation ($params: ExecutionParams!) { launchPipelineExecution(executionParams: $params) {
+      __typename ... on LaunchRunSuccess { run { runId } } } }"""
+    selector = {
+        "repositoryLocationName": "workflows.definitions",
+        "repositoryName": "__repository__",
+        "jobName": "small_retrain",
+    }
+    launched = graphql(servers[0], launch, params={"selector": selector, "mode": "default"})["launchPipelineExecution"]
+    assert launched["__typename"] == "LaunchRunSuccess"
+    run = f'{{ runOrError(runId: "{launched["run"]["runId"]}") {{ ... on Run {{ status }} }} }}'
+    deadline = time.monotonic() + 180
+    while (status := graphql(servers[0], run)["runOrError"]["status"]) not in ("SUCCESS", "FAILURE"):
+        assert time.monotonic() < deadline, status
+        time.sleep(1)
+    assert status == "SUCCESS"
+    outcomes = graphql(
+        servers[0],
+        """{ assetNodes { assetKey { path } assetMaterializations(limit: 1) {
+           metadataEntries { label ... on TextMetadataEntry { text } } } } }""",
+    )["assetNodes"]
+    labels = [
+        entry["text"]
+        for node in outcomes
+        if node["assetKey"]["path"][0] == "small"
+        for entry in node["assetMaterializations"][0]["metadataEntries"]
+        if entry["label"] == "outcome"
+    ]
+    assert labels == ["reused"] * len(EXPECTED)
+
+
+@pytest.mark.parametrize(
+    ("server", "page", "words"),
+    [
+        (0, "/assets/small/policy", ["policy", "rewards"]),
+        (1, "/#/experiments?workflowType=machine_learning", ["small"]),
+    ],
+)
+def test_the_pages_in_a_browser(servers, tmp_path, server, page, words):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert chromium, "no browser: apt-get install -y chromium"
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    done = subprocess.run(
+        [
+            chromium,
+            *flags.split(),
+            "--disable-component-update",
+            "--disable-sync",
+            f"--user-data-dir={tmp_path}",
+            "--timeout=20000",
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+            servers[server] + page,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    text = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
+    assert all(word in text for word in words), text[-2000:]
