@@ -4,12 +4,20 @@ import dagster as dg
 
 from assets import checks
 from assets.graph import GRAPH
-from assets.locate import locate_data
 from assets.metadata import length_histogram, rendered_pairs, table
 from assets.pipeline import Pipeline, Services, declare
 from assets.realize import Realized, Work, data_version, realize
+from assets.world import Found, look
 from training.contract.errors import DataError
 from training.contract.fingerprint import short
+
+PAIRS_WORK = Work("pairs", settings={})
+
+
+def preferences_work(pipeline: Pipeline, source: Found) -> Work:
+    """The job that reads the files of `source`, a `preference_source`."""
+    settings = GRAPH["raw_preferences"].reads(pipeline.recipe)
+    return Work("preferences", settings, locations={"sources": source.places["sources"]})
 
 
 def raw_preferences(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -17,16 +25,14 @@ def raw_preferences(pipeline: Pipeline) -> dg.AssetsDefinition:
     def raw_preferences(
         context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]
     ) -> dg.MaterializeResult:
-        located = locate_data(pipeline.recipe)
+        found = look(pipeline, services, "preference_source")
         observed = data_version(context.instance, pipeline.key("preference_source"))
-        if observed is not None and observed != located.fingerprint:
+        if observed is not None and observed != found.fingerprint:
             raise DataError(
-                f"the preference files are {short(located.fingerprint)}, but {pipeline.name}/preference_source recorded "
+                f"the preference files are {short(found.fingerprint)}, but {pipeline.name}/preference_source recorded "
                 f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences"
             )
-        settings = GRAPH["raw_preferences"].reads(pipeline.recipe)
-        work = Work("preferences", settings, locations={"sources": located.sources})
-        made = realize(context, pipeline, services, work)
+        made = realize(context, pipeline, services, preferences_work(pipeline, found))
         return _shown(made, pipeline)
 
     return raw_preferences
@@ -56,7 +62,7 @@ def tokenized_pairs(pipeline: Pipeline) -> dg.AssetsDefinition:
     def tokenized_pairs(
         context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]
     ) -> dg.MaterializeResult:
-        made = realize(context, pipeline, services, Work("pairs", settings={}))
+        made = realize(context, pipeline, services, PAIRS_WORK)
         details = made.artifact.details
         dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
         metadata = {

@@ -6,18 +6,20 @@ The key's lock is held from the question to the answer, and by the job's own pro
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import dagster as dg
 
+from assets.changes import changes_since, input_changes, shown_changes
 from assets.graph import GRAPH
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata
 from assets.pipeline import Listener, Pipeline, Services, ignore
+from assets.world import Found, count_source_rows
 from training.contract.errors import CorruptArtifact, StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
@@ -27,17 +29,29 @@ from training.contract.store import Artifact, Made
 from training.launch.launcher import run_job
 
 # A model or a checkpoint that is not what was published is refused; anything else can be made again without loss.
-_IRREPLACEABLE = {"policy", "reference_model"}
+IRREPLACEABLE = {"policy", "reference_model"}
 _SECONDS_BETWEEN_LINES = 5.0
+
+
+class Log(Protocol):
+    """Where a person reads what happens: Dagster's log of a run, or Python's."""
+
+    def info(self, msg: str) -> None: ...
+
+    def warning(self, msg: str) -> None: ...
 
 
 @dataclass(frozen=True)
 class Realized:
-    """An artifact, whether it was there already, and the seconds it took to have it."""
+    """An artifact, whether it was there already, and the seconds it took to have it.
+
+    `changes`: in words, what is not as it was at the latest materialization; None for the first one.
+    """
 
     artifact: Artifact
     reused: bool
     seconds: float
+    changes: Sequence[str] | None = None
 
     def result(
         self, metadata: dict[str, Any] | None = None, checks: list[dg.AssetCheckResult] | None = None
@@ -46,7 +60,7 @@ class Realized:
         about = artifact_metadata(self.artifact, "reused" if self.reused else "computed", self.seconds)
         return dg.MaterializeResult(
             data_version=dg.DataVersion(self.artifact.fingerprint),
-            metadata={**(metadata or {}), **about},
+            metadata={**(metadata or {}), **about, "changes": shown_changes(self.changes)},
             check_results=checks or [],
         )
 
@@ -76,6 +90,12 @@ def latest_metadata(instance: dg.DagsterInstance, key: dg.AssetKey) -> dict[str,
     return {name: value.value for name, value in event.asset_materialization.metadata.items()}
 
 
+def latest_key(instance: dg.DagsterInstance, key: dg.AssetKey) -> str | None:
+    """The key of the derivation that the latest materialization of `key` gave; None if there is none."""
+    found = latest_metadata(instance, key).get("key")
+    return None if found is None else str(found)
+
+
 def upstream(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, asset: str) -> Artifact:
     """The artifact of `asset` as last materialized, verified. Raises UsageError if it never was."""
     key = pipeline.key(asset)
@@ -85,26 +105,75 @@ def upstream(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Se
     return services.store.open(asset, found)
 
 
-def realize(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, work: Work) -> Realized:
-    """The artifact of the asset in `context`: from the store if its derivation is known, else by a job."""
+def realize(
+    context: dg.AssetExecutionContext,
+    pipeline: Pipeline,
+    services: Services,
+    work: Work,
+    changes: Sequence[str] | None = None,
+) -> Realized:
+    """The artifact of the asset in `context`: from the store if its derivation is known, else by a job.
+
+    Unless `changes` are given, those of the inputs as Dagster recorded them are told.
+    """
+    asset = context.asset_key.path[-1]
+    inputs = {name: upstream(context, pipeline, services, name) for name in GRAPH[asset].needed_by(pipeline.recipe)}
+    made = make(pipeline, services, asset, work, inputs, context.log)
+    return replace(made, changes=changes if changes is not None else input_changes(context.instance, pipeline, asset))
+
+
+def make(
+    pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact], log: Log
+) -> Realized:
+    """`asset` made from `inputs`, in the store: nothing of it is known to Dagster, which is for the caller to tell."""
     started = time.monotonic()
-    job = _job(context, pipeline, services, work)
+    job = describe_job(pipeline, services, asset, work, inputs)
     derivation = job.derivation
     with services.store.lock(derivation.kind, derivation.key) as lock:
-        found = find_sound(context, services, derivation)
+        found = find_sound(services, derivation, log)
         if found is None:
-            context.log.info(
-                f"{derivation.kind}: nothing of key {short(derivation.key)} in the store; job in {job.folder}"
-            )
-            _run(context, services, job, work, lock)
+            log.info(f"{derivation.kind}: nothing of key {short(derivation.key)} in the store; job in {job.folder}")
+            run_work(services, job, work, lock, log)
     artifact = found or services.store.find(derivation.kind, derivation.key, hashes=False)
     if artifact is None:
         raise StoreError(f"the job of {derivation.kind} ended well but published nothing; its log is {job.log}")
     return Realized(artifact, reused=found is not None, seconds=time.monotonic() - started)
 
 
+def record_found(
+    services: Services, found: Found, instance: dg.DagsterInstance | None = None, pipeline: Pipeline | None = None
+) -> Realized:
+    """The artifact of a source or a spec that no job has to make.
+
+    With an instance and a pipeline it is told what changed since the latest materialization.
+    """
+    assert found.fingerprint is not None, f"{found.asset} is made by a job"
+    known = None if instance is None or pipeline is None else latest_key(instance, pipeline.key(found.asset))
+    changes = None if known is None else changes_since(services.store, known, found)
+    made = record(services, found.derivation, found.fingerprint, found.files, lambda: _facts(found))
+    return replace(made, changes=changes)
+
+
+def _facts(found: Found) -> dict[str, Any]:
+    if found.asset == "base_model":
+        weights = found.derivation.settings["weights"]
+        return {name: weights[name] for name in ("tensors", "bytes")}
+    if found.asset != "preference_source":
+        return {}
+    files = found.places["files"].values()
+    return {
+        "files": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+        "rows": count_source_rows(found),
+    }
+
+
 def record(
-    services: Services, derivation: Derivation, fingerprint: str, files: dict[str, Any], details: dict[str, Any]
+    services: Services,
+    derivation: Derivation,
+    fingerprint: str,
+    files: dict[str, Any],
+    details: Callable[[], dict[str, Any]] = dict,
 ) -> Realized:
     """An artifact of a few small JSON files whose content is known already: no job is needed."""
     started = time.monotonic()
@@ -115,30 +184,29 @@ def record(
         with services.store.staging() as staging:
             for name, content in files.items():
                 (staging / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-            artifact = services.store.publish(staging, derivation, Made(fingerprint, details))
+            artifact = services.store.publish(staging, derivation, Made(fingerprint, details()))
     return Realized(artifact, reused=False, seconds=time.monotonic() - started)
 
 
-def find_sound(context: dg.AssetExecutionContext, services: Services, derivation: Derivation) -> Artifact | None:
+def find_sound(services: Services, derivation: Derivation, log: Log) -> Artifact | None:
     """What the store has for `derivation`; a corrupt cache is set aside, with a warning, as if it had never been."""
     try:
         return services.store.find(derivation.kind, derivation.key)
     except CorruptArtifact as error:
-        if derivation.kind in _IRREPLACEABLE:
+        if derivation.kind in IRREPLACEABLE:
             raise
         place = services.store.set_aside_key(derivation.kind, derivation.key)
-        context.log.warning(f"{error}. Set aside in {place}; it is made again.")
+        log.warning(f"{error}. Set aside in {place}; it is made again.")
         return None
 
 
-def _job(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, work: Work) -> Job:
-    asset = context.asset_key.path[-1]
-    inputs = {name: _input(context, pipeline, services, name) for name in GRAPH[asset].needed_by(pipeline.recipe)}
+def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact]) -> Job:
+    """The job that makes `asset`, which may be no asset of the graph but something made from some of them."""
     job = Job(
         kind=work.kind,
         artifact=asset,
-        code_version=GRAPH[asset].version,
-        inputs=inputs,
+        code_version=GRAPH[asset].version if asset in GRAPH else "1",
+        inputs={name: _input(pipeline, services, name, artifact) for name, artifact in inputs.items()},
         settings=work.settings,
         locations=work.locations,
         compute=pipeline.recipe.compute,
@@ -149,8 +217,7 @@ def _job(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Servic
     return job.model_copy(update={"folder": job.folder / f"{asset}-{short(job.derivation.key)}"})
 
 
-def _input(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, name: str) -> Input:
-    artifact = upstream(context, pipeline, services, name)
+def _input(pipeline: Pipeline, services: Services, name: str, artifact: Artifact) -> Input:
     folder = artifact.folder
     if name == "base_model" or "pointer.json" in artifact.manifest.files:
         folder = _base_model_folder(pipeline, services, artifact)
@@ -168,12 +235,13 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
     return located.folder
 
 
-def _run(context: dg.AssetExecutionContext, services: Services, job: Job, work: Work, lock: BinaryIO) -> None:
-    log = _EventLog(context)
+def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Log) -> None:
+    """Run `job` to its end, with its events told to the log, the services' listener and whoever `work` names."""
+    events = _EventLog(log, job.artifact)
     with work.during(job) if work.during else nullcontext(ignore) as listener:
 
         def hear(event: Event) -> None:
-            log.hear(event)
+            events.hear(event)
             services.listener({**event, "asset": job.artifact})
             listener(event)
 
@@ -181,21 +249,19 @@ def _run(context: dg.AssetExecutionContext, services: Services, job: Job, work: 
 
 
 class _EventLog:
-    """Writes a job's events into the Dagster log: phases and notes at once, progress every few seconds."""
+    """Writes a job's events into the log of a run: phases and notes at once, progress every few seconds."""
 
-    def __init__(self, context: dg.AssetExecutionContext):
-        self._context, self._asset, self._last = context, context.asset_key.path[-1], 0.0
+    def __init__(self, log: Log, asset: str):
+        self._log, self._asset, self._last = log, asset, 0.0
         self._step = ""
 
     def hear(self, event: Event) -> None:
         kind = event["event"]
         if kind in ("phase", "note"):
-            self._context.log.info(f"{self._asset}: {event.get('phase') or event.get('text')}")
+            self._log.info(f"{self._asset}: {event.get('phase') or event.get('text')}")
         elif kind == "step":
             self._step = f", loss {event['loss']:.4f}"
         elif kind == "progress" and (event["time"] - self._last > _SECONDS_BETWEEN_LINES):
             self._last = event["time"]
             left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
-            self._context.log.info(
-                f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}"
-            )
+            self._log.info(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")

@@ -1,7 +1,8 @@
 """From an evaluated policy to a version in the registry, and the gate's decision whether it becomes champion.
 
 The order makes every step repeatable: register, point `candidate` at the version, decide, point `champion` at it, and
-write the decision onto the version last. A version without a decision is taken up where it was left.
+write the decision onto the version last. A version without a decision is taken up where it was left. One that a person has
+rolled back stays so: materializing it again promotes nothing.
 """
 
 import time
@@ -12,15 +13,17 @@ from typing import Any
 import dagster as dg
 import pyarrow.parquet as pq
 
+from assets.changes import input_changes, shown_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services, declare
 from assets.realize import latest_metadata, upstream
 from model_registry.gate import Decision, decide
-from model_registry.registry import Registry, Version
+from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
+from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
 
-_KEY_TAG = "pedigree.release"
+RELEASE_KEY_TAG = "pedigree.release"
 _DECISION_TAG = "pedigree.champion"
 _REASONS_TAG = "pedigree.reasons"
 
@@ -32,18 +35,30 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
         run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
         candidate = _Candidate(pipeline, services.store, above, run_id)
-        known = services.registry.find_version(candidate.name, {_KEY_TAG: candidate.key})
-        if known is not None and _DECISION_TAG in known.tags:
-            return _result(candidate, known, "reused", started)
+        changes = input_changes(context.instance, pipeline, "released_model")
+        known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
+        if known is not None and _has_decision(known):
+            return _result(candidate, known, "reused", started, changes)
         version = _register(services.registry, candidate)
         decision = _decide(services, candidate, version)
         context.log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
         if decision.promote:
             services.registry.set_alias(version.name, "champion", version.number)
         verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
-        return _result(candidate, services.registry.tag(version, verdict), "computed", started, decision.figures)
+        version = services.registry.tag(version, verdict)
+        return _result(candidate, version, "computed", started, changes, decision.figures)
 
     return released_model
+
+
+def is_decided(registry: Registry, pipeline: Pipeline, key: str) -> bool:
+    """Whether the derivation `key` of `released_model` has its version in the registry, and that its decision."""
+    known = registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
+    return known is not None and _has_decision(known)
+
+
+def _has_decision(version: Version) -> bool:
+    return _DECISION_TAG in version.tags or ROLLED_BACK_TAG in version.tags
 
 
 @dataclass(frozen=True)
@@ -58,9 +73,13 @@ class _Candidate:
         return self.pipeline.recipe.release.model_name
 
     @cached_property
-    def key(self) -> str:
+    def derivation(self) -> Derivation:
         inputs = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        return derivation("released_model", inputs, GRAPH["released_model"].reads(self.pipeline.recipe)).key
+        return derivation("released_model", inputs, GRAPH["released_model"].reads(self.pipeline.recipe))
+
+    @property
+    def key(self) -> str:
+        return self.derivation.key
 
     @cached_property
     def lineage(self) -> dict[str, str]:
@@ -85,7 +104,7 @@ def _register(registry: Registry, candidate: _Candidate) -> Version:
         candidate.name,
         candidate.above["policy"].folder,
         candidate.run_id,
-        identity={_KEY_TAG: candidate.key},
+        identity={RELEASE_KEY_TAG: candidate.key},
         tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in candidate.lineage.items()},
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
     )
@@ -134,17 +153,27 @@ def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
 
 
 def _result(
-    candidate: _Candidate, version: Version, outcome: str, started: float, figures: dict[str, float] | None = None
+    candidate: _Candidate,
+    version: Version,
+    outcome: str,
+    started: float,
+    changes: list[str] | None,
+    figures: dict[str, float] | None = None,
 ) -> dg.MaterializeResult:
+    champion, reasons = version.tags.get(_DECISION_TAG, "no"), version.tags.get(_REASONS_TAG, "")
+    if ROLLED_BACK_TAG in version.tags:
+        champion, reasons = "no", "; ".join(["it was champion and was rolled back", *([reasons] if reasons else [])])
     metadata: dict[str, Any] = {
         "outcome": outcome,
         "fingerprint": candidate.key,
         "key": candidate.key,
+        "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
         "seconds": round(time.monotonic() - started, 3),
         "model_version": str(version.number),
         "model": f"models:/{version.name}/{version.number}",
-        "champion": version.tags[_DECISION_TAG],
-        "reasons": version.tags[_REASONS_TAG],
+        "champion": champion,
+        "reasons": reasons,
+        "changes": shown_changes(changes),
         **(figures or {}),
     }
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)

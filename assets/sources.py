@@ -7,50 +7,44 @@ because one run can hold an observation or materializations, not both, and a ret
 
 import dagster as dg
 
-from assets.graph import derivation
-from assets.locate import locate_base_model, locate_data
 from assets.metadata import table
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import record
+from assets.realize import record_found
+from assets.world import look, named_files
 
 
 def preference_source(pipeline: Pipeline) -> dg.AssetsDefinition:
     @declare(pipeline, "preference_source")
-    def preference_source(services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        located = locate_data(pipeline.recipe)
-        files = [entry for source in located.identity if isinstance(source, list) for entry in source]
-        made = record(
-            services,
-            derivation("preference_source", {}, {"sources": located.identity}),
-            located.fingerprint,
-            {"sources.json": located.identity},
-            {"files": len(files), "bytes": sum(entry["bytes"] for entry in files)},
+    def preference_source(
+        context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]
+    ) -> dg.MaterializeResult:
+        found = look(pipeline, services, "preference_source")
+        made = record_found(services, found, context.instance, pipeline)
+        rows = made.artifact.details["rows"]
+        files = [
+            {**entry, "name": name, "rows": rows.get(name), "sha256": str(entry["sha256"])[:12]}
+            for name, entry in named_files(found.derivation.settings["sources"]).items()
+        ]
+        return made.result(
+            {
+                "sources": dg.MetadataValue.json(found.places["sources"]),
+                "files": table(files, ("name", "bytes", "rows", "sha256")),
+            }
         )
-        return made.result({"sources": dg.MetadataValue.json(located.sources), "files": _file_table(files)})
 
     return preference_source
 
 
 def base_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     @declare(pipeline, "base_model")
-    def base_model(services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        located = locate_base_model(pipeline.recipe, services.registry)
-        made = record(
-            services,
-            derivation("base_model", {}, located.identity),
-            located.fingerprint,
-            {"identity.json": located.identity},
-            {name: located.identity["weights"][name] for name in ("tensors", "bytes")},
-        )
+    def base_model(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        found = look(pipeline, services, "base_model")
+        made = record_found(services, found, context.instance, pipeline)
         return made.result(
             {
-                "model": dg.MetadataValue.path(str(located.folder)),
-                "config": dg.MetadataValue.json(located.identity["config"]),
+                "model": dg.MetadataValue.path(str(found.places["folder"])),
+                "config": dg.MetadataValue.json(found.derivation.settings["config"]),
             }
         )
 
     return base_model
-
-
-def _file_table(files: list[dict[str, object]]) -> dg.TableMetadataValue:
-    return table([{**entry, "sha256": str(entry["sha256"])[:12]} for entry in files], ("name", "bytes", "sha256"))

@@ -5,16 +5,15 @@ A run imports the definitions anew, so a file that is edited between two steps w
 
 import dagster as dg
 
-from assets.graph import GRAPH, derivation
-from assets.locate import LocatedTokenizer, locate_tokenizer
+from assets.changes import changes_since
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import Work, realize, record
-from training.contract.fingerprint import fingerprint
+from assets.realize import Work, latest_key, realize, record_found
+from assets.world import Found, look
 
 
-def tokenization_settings(pipeline: Pipeline, tokenizer: LocatedTokenizer) -> dict[str, object]:
-    """What the tokenization spec is made of: the recipe's rules and the bytes of the tokenizer's and template's files."""
-    return {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **tokenizer.identity}
+def tokenizer_work(found: Found) -> Work:
+    """The job that freezes the tokenizer and the template in `found`."""
+    return Work("tokenizer", found.derivation.settings, found.places)
 
 
 def tokenization_spec(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -22,18 +21,10 @@ def tokenization_spec(pipeline: Pipeline) -> dg.AssetsDefinition:
     def tokenization_spec(
         context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]
     ) -> dg.MaterializeResult:
-        tokenizer = locate_tokenizer(pipeline.recipe, services.registry)
-        template = tokenizer.chat_template
-        work = Work(
-            "tokenizer",
-            settings=tokenization_settings(pipeline, tokenizer),
-            locations={
-                "tokenizer": str(tokenizer.folder),
-                "revision": None,
-                "chat_template": template and str(template),
-            },
-        )
-        made = realize(context, pipeline, services, work)
+        found = look(pipeline, services, "tokenization_spec")
+        before = latest_key(context.instance, context.asset_key)
+        changes = None if before is None else changes_since(services.store, before, found)
+        made = realize(context, pipeline, services, tokenizer_work(found), changes)
         spec = made.artifact.json("spec.json")
         return made.result(
             {
@@ -55,9 +46,9 @@ def evaluation_spec(pipeline: Pipeline) -> dg.AssetsDefinition:
 
 def _frozen_slice(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
     @declare(pipeline, asset)
-    def frozen_slice(services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        fields = GRAPH[asset].reads(pipeline.recipe)
-        made = record(services, derivation(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields}, {})
-        return made.result({"spec": dg.MetadataValue.json(fields)})
+    def frozen_slice(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        found = look(pipeline, services, asset)
+        made = record_found(services, found, context.instance, pipeline)
+        return made.result({"spec": dg.MetadataValue.json(found.files["spec.json"])})
 
     return frozen_slice

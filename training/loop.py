@@ -1,7 +1,8 @@
 """The `policy` job: preference tuning of the reference model, from the reference's log-probs in a table.
 
     load      pairs, table, and the reference model as the policy to be; its log-probs must be those of plain transformers
-    prove     before the first step, on the first batch and held out, the loss is that of zero margin (training.proof)
+    prove     before the first step, on the first batch, on pairs spread over the others and on those held out, the loss is
+              that of zero margin, and each log-prob that of the table (training.proof)
     train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
     save      a Hugging Face folder in the precision that was trained, with the tokenizer and an account of the run
 
@@ -12,6 +13,8 @@ import json
 import math
 import shutil
 from typing import Any
+
+import numpy as np
 
 from training.contract.events import EventWriter
 from training.contract.job import Job
@@ -26,11 +29,12 @@ from training.losses import LOSSES
 from training.masters import Masters
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
-from training.proof import prove_zero_margin
+from training.proof import prove_zero_margin, spread
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
 
 _SERIES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+_PROVEN_PAIRS = 16
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 
 
@@ -63,7 +67,7 @@ class _Tuning:
     def observe(self, step: int) -> None:
         """Held-out metrics when they are due; before the first step the proof as well."""
         if step == 0:
-            self._prove_first_batch()
+            self._prove_train_split()
         if step % self.job.compute.evaluate_every == 0 or step == self.steps:
             self._evaluate(step)
 
@@ -87,12 +91,15 @@ class _Tuning:
         tokens = pair_tokens(self.pairs)
         return Batches(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
 
-    def _prove_first_batch(self) -> None:
+    def _prove_train_split(self) -> None:
         self.events.phase("proof of step 0")
         with self.trainer.timed("proof"):
-            loss = self.settings.loss
+            loss, first = self.settings.loss, self.batches.batch(1)
             self.trainer.facts["step0_expected"] = LOSSES[loss.type].value_at_zero_margin(loss)
-            self.trainer.facts["step0_loss"] = self._prove(self._scored(self.batches.batch(1)), "the first batch")
+            self.trainer.facts["step0_loss"] = self._prove(self._scored(first), "the first batch")
+            others = spread(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
+            if len(others):
+                self._prove(self._scored(others), f"{len(others)} pairs spread over those after the first batch")
 
     def _prove(self, scored: HeldOut, where: str) -> float:
         return prove_zero_margin(scored, self.reference, self.settings, where)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from training import evaluate, loop, reference, sft
+from training import evaluate, loop, reference, rescore, sft
 from training.contract.errors import PedigreeError
 from training.contract.events import EventWriter
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
@@ -31,6 +31,7 @@ WORK: dict[JobKind, Callable[[Job, Group, EventWriter], Made]] = {
     "reference": reference.run,
     "policy": loop.run,
     "evaluation": evaluate.run,
+    "proof": rescore.run,
 }
 # Longer than torchrun takes to notice a rank that was killed and to end the others.
 _PRECEDENCE_SECONDS = 3.0
@@ -61,6 +62,7 @@ def make(job: Job, members: Group) -> None:
     if members.is_main:
         Store(job.store).publish(job.staging, job.derivation, made)
         shutil.rmtree(job.staging, ignore_errors=True)  # still there if the same contents were published before
+        shutil.rmtree(job.checkpoints, ignore_errors=True)  # nothing is taken up from them any more
 
 
 def _bind_to_launcher() -> None:

@@ -7,6 +7,9 @@ cancel in it to first order; so each response is held against its reference too.
 Both log-probs are sums over n response tokens of values with independent rounding errors, so they may differ by
 `tolerance * sqrt(n)` nats: 0.001 in float32, 0.05 where policy or reference run in bfloat16. The loss may be off by
 beta times the mean over the pairs of what their two responses may be.
+
+Three sets of pairs are held against their reference: the first batch, pairs spread over the rest of the train split, and
+the held-out ones. So every part of the table that is used is looked at, whatever the order of the data.
 """
 
 from dataclasses import dataclass
@@ -28,7 +31,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _Deviations:
+class Deviations:
     """Per pair and side (chosen, rejected): both log-probs in nats, and by how much they may differ."""
 
     policy_I2: Floats
@@ -47,7 +50,7 @@ def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Traini
     """The loss of pairs scored before training. Raises TrainingError that shows the worst rows if it is off."""
     loss = float(scored.outcome.losses_B.mean())
     expected = LOSSES[settings.loss.type].value_at_zero_margin(settings.loss)
-    found = _deviations(scored, reference, TOLERANCE_NATS[_coarser(settings.precision, reference.dtype)])
+    found = deviations(scored, reference, TOLERANCE_NATS[_coarser(settings.precision, reference.dtype)])
     allowed = settings.loss.beta * float(found.allowed_I2.sum(axis=1).mean())
     wrong = int((found.excess_I > 1).sum())
     if abs(loss - expected) <= allowed and not wrong:
@@ -61,19 +64,26 @@ def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Traini
     )
 
 
-def _deviations(scored: HeldOut, reference: LogProbTable, nats: float) -> _Deviations:
+def spread(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """At most `count` of the positions, evenly spaced, the first and the last among them."""
+    at = np.linspace(0, len(positions) - 1, min(count, len(positions))).round().astype(np.int64)
+    return positions[at]
+
+
+def deviations(scored: HeldOut, reference: LogProbTable, nats: float) -> Deviations:
+    """Scores made now beside the reference's in the table, each with `nats` times the root of its token count as leeway."""
     at, logprobs = scored.positions_V, scored.logprobs
     policy_I2 = torch.stack([logprobs.policy_chosen_B, logprobs.policy_rejected_B], dim=1).numpy()
     reference_I2 = torch.stack([logprobs.reference_chosen_B, logprobs.reference_rejected_B], dim=1).numpy()
     tokens_I2 = np.stack([reference.chosen_tokens[at], reference.rejected_tokens[at]], axis=1)
-    return _Deviations(policy_I2, reference_I2, nats * np.sqrt(np.maximum(tokens_I2, 1)))
+    return Deviations(policy_I2, reference_I2, nats * np.sqrt(np.maximum(tokens_I2, 1)))
 
 
 def _coarser(precision: str, reference: str) -> str:
     return max(precision, reference, key=TOLERANCE_NATS.__getitem__)
 
 
-def _worst(found: _Deviations, rows: npt.NDArray[np.int64]) -> str:
+def _worst(found: Deviations, rows: npt.NDArray[np.int64]) -> str:
     worst = np.argsort(-found.excess_I, kind="stable")[:_SHOWN]
     return "\n".join(
         f"  row {rows[at]}: chosen policy {found.policy_I2[at, 0]:.4f} reference {found.reference_I2[at, 0]:.4f}, "

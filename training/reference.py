@@ -28,11 +28,11 @@ from training.contract.fingerprint import fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Hits, Memo, scoring_rule
+from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Made, Store
 from training.data.batches import SIDES, Pairs, Side
 from training.distributed import Group
 from training.model.load import load_model
-from training.model.logprobs import SCORING_VERSION
 from training.model.prefix import TokenSequence
 from training.model.scoring import Batch, Prompts, Scores, deal, score, shared_batches
 from training.model.selfcheck import demand_exact

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
 import click
@@ -19,14 +20,18 @@ import dagster as dg
 from rich.console import Console
 
 from assets.graph import GRAPH
+from assets.page import write_page
 from training.contract.errors import PedigreeError
 from workflows import show
 from workflows.execution import RunReport, materialize
-from workflows.inspection import inspect_row
+from workflows.gc import collect
+from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
+from workflows.plan import plan as make_plan
 from workflows.recipes import LoadedRecipe, load_recipe, recipe_folder
 from workflows.resources import build_services, pedigree_home, settle
 from workflows.servers import dagster_server, free_port, mlflow_server, serving
+from workflows.verify import verify as do_verify
 
 P = ParamSpec("P")
 
@@ -96,19 +101,89 @@ def status(recipe: str, as_json: bool) -> None:
 
 @main.command()
 @_recipe
-@click.option("--row", type=click.IntRange(min=0), required=True, help="A row of raw_preferences.")
 @_as_json
 @_reporting
-def inspect(recipe: str, row: int, as_json: bool) -> None:
+def plan(recipe: str, as_json: bool) -> None:
+    """What a run would compute and reuse, with counts; rows and tokens are made for it, no model runs."""
+    loaded = _load(recipe)
+    with show.Progress(_people) as progress, _instance() as instance:
+        planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
+    if as_json:
+        _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
+    else:
+        show.plan(Console(highlight=False), loaded.pipeline, planned)
+
+
+@main.command()
+@_recipe
+@click.option("--rows", type=click.IntRange(min=0), default=16, show_default=True, help="Pairs to score again.")
+@_as_json
+@_reporting
+def verify(recipe: str, rows: int, as_json: bool) -> None:
+    """Hash everything the recipe stands on again, and score some pairs again with the reference model."""
+    loaded = _load(recipe)
+    with show.Progress(_people) as progress, _instance() as instance:
+        found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        show.verification(Console(highlight=False), found)
+    if not found.ok:
+        sys.exit(1)
+
+
+@main.command()
+@_recipe
+@click.option("--row", type=click.IntRange(min=0), required=True, help="A row of raw_preferences.")
+@click.option("--score", is_flag=True, help="Compute the policy's log-probs where its evaluation does not have them.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the pair as a page to this file.")
+@_as_json
+@_reporting
+def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
     loaded = _load(recipe)
-    services = build_services(pedigree_home())
-    with _instance() as instance:
-        found = inspect_row(loaded.pipeline, services, instance, row)
+    with show.Progress(_people) as progress, _instance() as instance:
+        services = build_services(pedigree_home(), progress.hear)
+        found = inspect_row(loaded.pipeline, services, instance, row, score)
+    if html is not None:
+        _people.print(f"Written: {write_page(html, inspection_page(loaded.pipeline, found)).absolute()}", markup=False)
     if as_json:
         _print_json(asdict(found))
     else:
         show.inspected(Console(highlight=False), found)
+
+
+@main.command()
+@click.argument("name")
+@_as_json
+@_reporting
+def rollback(name: str, as_json: bool) -> None:
+    """Make the previous champion of the registered model NAME champion again."""
+    registry = build_services(pedigree_home()).registry
+    left = registry.champion(name)
+    restored = registry.rollback(name)
+    if as_json:
+        _print_json({"model": name, "champion": restored.number, "rolled_back": left.number if left else None})
+    else:
+        _people.print(
+            f"Version {restored.number} of {name} is champion again; version {left.number if left else '-'} is "
+            "marked as rolled back and is not promoted again.",
+            markup=False,
+        )
+
+
+@main.command()
+@click.option("--delete", is_flag=True, help="Remove it; without this, only say what would go.")
+@_as_json
+@_reporting
+def gc(delete: bool, as_json: bool) -> None:
+    """Find what no registered version, no latest materialization and no running job refers to."""
+    with _instance() as instance:
+        found = collect(build_services(pedigree_home()), instance, delete)
+    if as_json:
+        _print_json(asdict(found))
+    else:
+        show.collection(Console(highlight=False), found)
 
 
 @main.command()

@@ -1,35 +1,32 @@
-"""One row of a recipe's data, from the messages to the log-probs: what `pedigree inspect` shows."""
+"""One row of a recipe's data, from the messages to the log-probs: what `pedigree inspect` shows.
+
+The policy's log-probs of held-out pairs are in its evaluation. Those of pairs it was trained on nobody needs but whoever looks
+here, so they are computed on demand, by a job; without it they are None.
+"""
 
 from dataclasses import dataclass
 from typing import Any
 
 import dagster as dg
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from safetensors.numpy import load_file
-from tokenizers import Tokenizer
 
+from assets.page import render_page
 from assets.pipeline import Pipeline, Services
 from assets.realize import data_version
+from assets.rescoring import rescore
+from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
 from training.contract.errors import UsageError
 from training.contract.fingerprint import short
 from training.contract.store import Artifact
 
-_SIDES = ("chosen", "rejected")
+_TO_SCORE = ("tokenized_pairs", "reference_logprobs", "policy")
 
 
 @dataclass(frozen=True)
-class InspectedSide:
-    """A response: tokens of prompt and response as ids and as text, which are trained, and the log-probs in nats.
+class InspectedSide(TokenizedSide):
+    """`policy_logprob` is None where the policy was not evaluated on the pair and nobody asked for a score."""
 
-    `policy_logprob` is None for a pair outside the held-out split: only those are evaluated.
-    """
-
-    token_ids: list[int]
-    texts: list[str]
-    mask: list[bool]
-    reference_logprob: float | None
     policy_logprob: float | None
 
 
@@ -42,50 +39,64 @@ class InspectedRow:
     rejected: InspectedSide
 
 
-def inspect_row(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, row: int) -> InspectedRow:
-    """Row `row` of `raw_preferences`. Raises UsageError where it is not there, was dropped, or nothing was materialized."""
-    return _Reader(pipeline, services, instance).read(row)
+def inspect_row(
+    pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, row: int, score: bool = False
+) -> InspectedRow:
+    """Row `row` of `raw_preferences`; with `score`, the policy's log-probs are computed where they are not known.
+
+    Raises UsageError where the row is not there, was dropped, or nothing was materialized.
+    """
+    return _Inspector(pipeline, services, instance).read(row, score)
 
 
-class _Reader:
+def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
+    """The row as a page that needs nothing else."""
+    policy = {found.row: (found.chosen.policy_logprob, found.rejected.policy_logprob)}
+    row = TokenizedRow(found.row, found.split, found.chosen, found.rejected)
+    return render_page(f"{pipeline.name}: row {found.row}", [row], policy)
+
+
+class _Inspector:
     def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance):
-        self._pipeline, self._store, self._instance = pipeline, services.store, instance
+        self._pipeline, self._services, self._instance = pipeline, services, instance
 
-    def read(self, row: int) -> InspectedRow:
+    def read(self, row: int, score: bool) -> InspectedRow:
         raw = self._demanded("raw_preferences")
         messages = _row(pq.read_table(raw.file("preferences.parquet")), row)
         if messages is None:
             raise UsageError(f"there is no row {row} in raw_preferences {short(raw.fingerprint)}")
         pairs = self._demanded("tokenized_pairs")
-        with pa.memory_map(str(pairs.file("pairs.arrow"))) as source:
-            table = pa.ipc.open_stream(source).read_all()
-            index = _index(table, row)
-            if index is None:
-                raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized")
-            tokens = table.slice(index, 1).to_pylist()[0]
-        evaluated = self._evaluated(row)
-        tokenizer = Tokenizer.from_file(str(pairs.file("tokenizer/tokenizer.json")))
-        sides = {}
-        for side in _SIDES:
-            ids = tokens[f"{side}_ids"]
-            sides[side] = InspectedSide(
-                token_ids=ids,
-                texts=[tokenizer.decode([token], skip_special_tokens=False) for token in ids],
-                mask=tokens[f"{side}_mask"],
-                reference_logprob=self._reference(index, side),
-                policy_logprob=None if evaluated is None else evaluated[f"policy_{side}_logprob"],
-            )
-        return InspectedRow(row, tokens["split"], messages, sides["chosen"], sides["rejected"])
+        tokens = PairReader(self._services.store, pairs, self._table_of(pairs)).read(row)
+        if tokens is None:
+            raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized")
+        policy = self._evaluated(row)
+        if policy is None and score:
+            policy = self._scored(row)
+        chosen, rejected = policy or (None, None)
+        return InspectedRow(
+            row,
+            tokens.split,
+            messages,
+            InspectedSide(**vars(tokens.chosen), policy_logprob=chosen),
+            InspectedSide(**vars(tokens.rejected), policy_logprob=rejected),
+        )
 
-    def _reference(self, index: int, side: str) -> float | None:
-        logprobs = self._materialized("reference_logprobs")
-        if logprobs is None:
+    def _table_of(self, pairs: Artifact) -> Artifact | None:
+        """The table of log-probs, unless it is one of other pairs, as it is while a run has come half its way."""
+        table = self._materialized("reference_logprobs")
+        if table is None or table.manifest.made_from.inputs["tokenized_pairs"].fingerprint != pairs.fingerprint:
             return None
-        return float(load_file(logprobs.file("logprobs.safetensors"))[f"{side}_logprobs"][index])
+        return table
 
-    def _evaluated(self, row: int) -> dict[str, Any] | None:
+    def _evaluated(self, row: int) -> tuple[float, float] | None:
         evaluation = self._materialized("evaluation")
-        return None if evaluation is None else _row(pq.read_table(evaluation.file("pairs.parquet")), row)
+        found = None if evaluation is None else _row(pq.read_table(evaluation.file("pairs.parquet")), row)
+        return None if found is None else (found["policy_chosen_logprob"], found["policy_rejected_logprob"])
+
+    def _scored(self, row: int) -> tuple[float, float]:
+        inputs = {name: self._demanded(name) for name in _TO_SCORE}
+        [scored] = rescore(self._pipeline, self._services, inputs, [row]).rows
+        return scored["chosen"]["live"], scored["rejected"]["live"]
 
     def _demanded(self, asset: str) -> Artifact:
         artifact = self._materialized(asset)
@@ -96,14 +107,9 @@ class _Reader:
 
     def _materialized(self, asset: str) -> Artifact | None:
         found = data_version(self._instance, self._pipeline.key(asset))
-        return None if found is None else self._store.open(asset, found)
+        return None if found is None else self._services.store.open(asset, found)
 
 
 def _row(table: pa.Table, row: int) -> dict[str, Any] | None:
-    index = _index(table, row)
+    index = find_row(table, row)
     return None if index is None else table.slice(index, 1).to_pylist()[0]
-
-
-def _index(table: pa.Table, row: int) -> int | None:
-    found = pc.index(table["row"], row).as_py()
-    return None if found < 0 else found

@@ -1,8 +1,17 @@
 """What of a recipe is fresh, stale or missing, and why, as the world is at this moment.
 
-The sources are looked at and hashed; from there every asset's derivation follows, in the order of the graph, as its body
+The sources and specs are looked at; from there every asset's derivation follows, in the order of the graph, as its body
 would compute it. An asset is fresh if the artifact that derivation gives is the one that was last materialized. Where
-something above has still to be made, what it will be is unknown, and so is everything below that reads it.
+something above has still to be made, what it will be is unknown, and so is everything below that reads it: it counts
+as stale, although the run may find that the new artifact is the old one.
+
+A cause is told where it arises and again, behind the name of that asset, wherever it leads:
+
+    training_spec    stale    loss.beta 0.1 -> 0.2
+    policy           stale    training_spec: loss.beta 0.1 -> 0.2
+    evaluation       stale    training_spec: loss.beta 0.1 -> 0.2
+
+So whatever is stale names what a person did, however far above, and never an asset that is stale itself for another reason.
 """
 
 from collections.abc import Iterator
@@ -11,16 +20,23 @@ from typing import Any, Literal
 
 import dagster as dg
 
+from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
-from assets.locate import locate_base_model, locate_data, locate_tokenizer
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_metadata
-from assets.specs import tokenization_settings
+from assets.realize import IRREPLACEABLE, data_version, latest_key, latest_metadata
+from assets.world import ROOTS, Found, hash_cache, look
 from training.contract.errors import CorruptArtifact
-from training.contract.fingerprint import fingerprint, short
-from training.contract.manifest import Derivation, Source
+from training.contract.fingerprint import short
+from training.contract.hash_cache import HashCache
+from training.contract.manifest import Derivation, read_manifest
+from training.contract.store import Store
 
 State = Literal["fresh", "stale", "missing"]
+
+NEVER = "never materialized"
+LOST = "its files are no longer in the store"
+# Which spec holds the settings of an asset that reads none of the recipe's fields itself.
+_SPECS = {"policy": "training_spec", "evaluation": "evaluation_spec"}
 
 
 @dataclass(frozen=True)
@@ -34,108 +50,163 @@ class AssetStatus:
 
 
 @dataclass(frozen=True)
-class _Outcome:
-    """What a run would give: the derivation (None if an input is unknown) and, if it is known, the fingerprint."""
+class Outcome:
+    """What a run would give: the derivation (None if an input is unknown) and, if it is known, the fingerprint.
+
+    `settings`: the fields of the recipe that the asset reads itself; `found`: what a source or a spec was seen to be.
+    """
 
     derivation: Derivation | None
     fingerprint: str | None
+    settings: dict[str, Any]
+    found: Found | None = None
     fault: str | None = None
+
+
+Outlook = dict[str, Outcome]
+
+
+def outlook(pipeline: Pipeline, services: Services) -> Outlook:
+    """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises."""
+    outcomes: Outlook = {}
+    cache = hash_cache(services)
+    for asset in GRAPH:
+        outcomes[asset] = (
+            _root(asset, pipeline, services, cache)
+            if asset in ROOTS
+            else _made(asset, pipeline, services, outcomes, cache)
+        )
+    return outcomes
 
 
 def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[AssetStatus]:
     """The state of every asset, in the order of the graph. Raises what looking at the sources raises."""
-    outcomes: dict[str, _Outcome] = {}
-    found = []
-    for asset in GRAPH:
-        outcomes[asset] = _outcome(asset, pipeline, services, outcomes)
-        found.append(_judge(asset, pipeline, services, instance, outcomes))
-    return found
+    return judge(pipeline, services, instance, outlook(pipeline, services))
 
 
-def _outcome(asset: str, pipeline: Pipeline, services: Services, above: dict[str, _Outcome]) -> _Outcome:
-    recipe = pipeline.recipe
-    if asset == "preference_source":
-        data = locate_data(recipe)
-        return _Outcome(derivation(asset, {}, {"sources": data.identity}), data.fingerprint)
-    if asset == "base_model":
-        model = locate_base_model(recipe, services.registry)
-        return _Outcome(derivation(asset, {}, model.identity), model.fingerprint)
-    settings = GRAPH[asset].reads(recipe)
-    if asset in ("training_spec", "evaluation_spec"):
-        return _Outcome(derivation(asset, {}, settings), fingerprint(asset, settings))
-    if asset == "tokenization_spec":
-        settings = tokenization_settings(pipeline, locate_tokenizer(recipe, services.registry))
-    inputs = {name: above[name].fingerprint for name in GRAPH[asset].needed_by(recipe)}
+def judge(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, outcomes: Outlook) -> list[AssetStatus]:
+    """The state of every asset, if a run would give `outcomes`."""
+    judged = _Judge(pipeline, services.store, instance, outcomes)
+    return [judged.asset(asset) for asset in GRAPH]
+
+
+def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Outcome:
+    found = look(pipeline, services, asset, cache)
+    settings = GRAPH[asset].reads(pipeline.recipe)
+    if found.fingerprint is not None:
+        return Outcome(found.derivation, found.fingerprint, settings, found)
+    return _look_up(services, found.derivation, settings, cache, found)
+
+
+def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, cache: HashCache) -> Outcome:
+    settings = GRAPH[asset].reads(pipeline.recipe)
+    inputs = {name: above[name].fingerprint for name in GRAPH[asset].needed_by(pipeline.recipe)}
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
-        return _Outcome(None, None)
-    return _look_up(services, derivation(asset, known, {**settings, **_spec_settings(asset, pipeline)}))
+        return Outcome(None, None, settings)
+    frozen = GRAPH[_SPECS[asset]].reads(pipeline.recipe) if asset in _SPECS else {}
+    return _look_up(services, derivation(asset, known, {**settings, **frozen}), settings, cache)
 
 
-def _spec_settings(asset: str, pipeline: Pipeline) -> dict[str, Any]:
-    """What a body reads from its frozen spec, which holds these fields of the recipe and no others."""
-    spec = {"policy": "training_spec", "evaluation": "evaluation_spec"}.get(asset)
-    return GRAPH[spec].reads(pipeline.recipe) if spec else {}
-
-
-def _look_up(services: Services, how: Derivation) -> _Outcome:
+def _look_up(
+    services: Services, how: Derivation, settings: dict[str, Any], cache: HashCache, found: Found | None = None
+) -> Outcome:
     if how.kind == "released_model":
-        return _Outcome(how, how.key)
+        return Outcome(how, how.key, settings)
     try:
-        artifact = services.store.find(how.kind, how.key)
+        artifact = services.store.find(how.kind, how.key, cache=cache)
     except CorruptArtifact as error:
-        return _Outcome(how, None, str(error))
-    return _Outcome(how, None if artifact is None else artifact.fingerprint)
+        return Outcome(how, None, settings, found, _fault(services.store, how, error))
+    return Outcome(how, None if artifact is None else artifact.fingerprint, settings, found)
 
 
-def _judge(
-    asset: str, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, outcomes: dict[str, _Outcome]
-) -> AssetStatus:
-    materialized = data_version(instance, pipeline.key(asset))
-    outcome = outcomes[asset]
-    if materialized is None:
-        return AssetStatus(asset, "missing", ("never materialized",), None)
-    if outcome.fault is not None:
-        return AssetStatus(asset, "stale", (outcome.fault,), materialized)
-    if outcome.fingerprint == materialized:
-        return AssetStatus(asset, "fresh", (), materialized)
-    if outcome.derivation is None:
-        unknown = [n for n in GRAPH[asset].needed_by(pipeline.recipe) if outcomes[n].fingerprint is None]
-        return AssetStatus(asset, "stale", tuple(f"{name} must be made first" for name in unknown), materialized)
-    known_key = latest_metadata(instance, pipeline.key(asset)).get("key")
-    before = services.store.derivation(asset, str(known_key))
-    causes = tuple(_differences(before, outcome.derivation)) if before else ()
-    return AssetStatus(asset, "stale", causes or ("its files are no longer in the store",), materialized)
+def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
+    record = store.record(how.kind, how.key)
+    assert record is not None, "what was never made cannot be corrupt"
+    text = corrupt_file(store, how.kind, record.fingerprint, error)
+    return f"{text}; it is refused until it is moved away" if how.kind in IRREPLACEABLE else text
 
 
-def _differences(before: Derivation, now: Derivation) -> Iterator[str]:
-    if before.code_version != now.code_version:
-        yield f"code version {before.code_version} -> {now.code_version}"
-    for name in sorted(before.inputs.keys() | now.inputs.keys()):
-        old, new = before.inputs.get(name), now.inputs.get(name)
-        if old != new:
-            yield f"{name} {_source(old)} -> {_source(new)}"
-    old_fields, new_fields = dict(_leaves(before.settings)), dict(_leaves(now.settings))
-    for field in sorted(old_fields.keys() | new_fields.keys()):
-        if old_fields.get(field) != new_fields.get(field):
-            yield f"{field} {_shown(old_fields.get(field))} -> {_shown(new_fields.get(field))}"
+def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifact) -> str:
+    """Which file of an artifact `error` speaks of, in a few words."""
+    folder = store.folder(kind, fingerprint)
+    try:
+        names = read_manifest(folder).files
+    except CorruptArtifact:
+        return "the manifest of its artifact is corrupt"
+    name = next((name for name in names if str(error).startswith(f"{folder / name} ")), None)
+    return f"its artifact is corrupt: {error}" if name is None else f"file {name} of its artifact is corrupt"
 
 
-def _source(source: Source | None) -> str:
-    return "none" if source is None else short(source.fingerprint)
+class _Judge:
+    """Judges assets in the order of the graph: the causes of those above are known when those below ask for them."""
 
+    def __init__(self, pipeline: Pipeline, store: Store, instance: dg.DagsterInstance, outcomes: Outlook):
+        self._pipeline, self._store, self._instance, self._outcomes = pipeline, store, instance, outcomes
+        self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{prefix}[{index}]")
-    else:
-        yield prefix, value
+    def asset(self, asset: str) -> AssetStatus:
+        materialized = data_version(self._instance, self._pipeline.key(asset))
+        if materialized is None:
+            self._causes[asset] = [(asset, NEVER)]
+            return AssetStatus(asset, "missing", (NEVER,), None)
+        if self._outcomes[asset].fingerprint == materialized:
+            self._causes[asset] = []
+            return AssetStatus(asset, "fresh", (), materialized)
+        found = list(dict.fromkeys(self._find_causes(asset)))
+        self._causes[asset] = found
+        words = tuple(text if origin == asset else f"{origin}: {text}" for origin, text in found)
+        return AssetStatus(asset, "stale", words, materialized)
 
+    def _find_causes(self, asset: str) -> Iterator[tuple[str, str]]:
+        outcome, key = self._outcomes[asset], latest_key(self._instance, self._pipeline.key(asset))
+        if outcome.fault is not None:
+            yield asset, outcome.fault
+            return
+        if outcome.found is not None and not self._is_lost(asset, key):
+            yield from ((asset, words) for words in changes_since(self._store, key, outcome.found))
+            return
+        before = self._before(asset, key)
+        own = (
+            []
+            if before is None
+            else own_changes(self._without_spec(asset, before), GRAPH[asset].version, outcome.settings)
+        )
+        above = list(self._inherited(asset, before))
+        yield from ((asset, words) for words in own)
+        yield from above
+        if not own and not above:
+            yield asset, LOST if before is not None or asset in ROOTS else NO_RECORD
 
-def _shown(value: Any) -> str:
-    text = str(value)
-    return short(text) if len(text) == 64 else text
+    def _is_lost(self, asset: str, key: str | None) -> bool:
+        """Whether the very derivation that was materialized is asked for, and what it gave is gone."""
+        how = self._outcomes[asset].derivation
+        return how is not None and how.key == key and self._outcomes[asset].fingerprint is None
+
+    def _before(self, asset: str, key: str | None) -> Derivation | None:
+        if key is None or asset in ROOTS:
+            return None
+        if asset == "released_model":  # its artifact is in the registry, so its derivation is with the materialization
+            told = latest_metadata(self._instance, self._pipeline.key(asset)).get("derivation")
+            return None if told is None else Derivation.model_validate(told)
+        return self._store.derivation(asset, key)
+
+    def _without_spec(self, asset: str, before: Derivation) -> Derivation:
+        """Fields that come out of a spec are the spec's to explain."""
+        return before.model_copy(update={"settings": {}}) if asset in _SPECS else before
+
+    def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
+        inputs = GRAPH[asset].needed_by(self._pipeline.recipe)
+        for name in inputs:
+            now = self._outcomes[name].fingerprint
+            old = before.inputs.get(name) if before is not None else None
+            if before is not None and old is None:
+                yield asset, f"{name} is an input now"
+            elif old is not None and old.fingerprint == now:
+                continue
+            elif self._causes[name]:
+                yield from self._causes[name]
+            elif old is not None:
+                yield asset, f"it was made from {name} {short(old.fingerprint)}, which is {short(now)} now"
+        for name in sorted(before.inputs.keys() - set(inputs)) if before is not None else ():
+            yield asset, f"{name} is no input any more"

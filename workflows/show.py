@@ -16,8 +16,11 @@ from assets.pipeline import Pipeline
 from training.contract.events import Event
 from training.contract.fingerprint import short
 from workflows.execution import RunReport
+from workflows.gc import Collection
 from workflows.inspection import InspectedRow, InspectedSide
 from workflows.lineage import AssetStatus
+from workflows.plan import PlannedAsset, sentence
+from workflows.verify import Verification, agrees
 
 _COLOURS = {
     "computed": "green",
@@ -26,7 +29,14 @@ _COLOURS = {
     "fresh": "green",
     "stale": "yellow",
     "missing": "red",
+    "compute": "yellow",
+    "reuse": "cyan",
+    "ok": "green",
+    "differs": "red",
 }
+
+
+_FINGERPRINT_DIGITS = 64
 
 
 class Progress:
@@ -114,6 +124,57 @@ def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -
     console.print(table)
 
 
+def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) -> None:
+    """One sentence, then the assets with their work and why."""
+    console.print(f"{escape(pipeline.name)}: {sentence(planned)}")
+    table = Table("asset", "action", "work", "cause", title=f"Plan of {pipeline.name}")
+    for asset in planned:
+        work = ", ".join(f"{_count(count)} {name}" for name, count in asset.work.items())
+        table.add_row(asset.asset, _coloured(asset.action), work, escape("\n".join(asset.causes)))
+    console.print(table)
+
+
+def verification(console: Console, found: Verification) -> None:
+    """What was hashed again, and what was scored again, with what differs."""
+    table = Table("asset", "fingerprint", "", "fault", title=f"Recipe {found.recipe}: hashed again")
+    for asset in found.artifacts:
+        table.add_row(
+            asset.asset, short(asset.fingerprint), _coloured("ok" if asset.ok else "differs"), escape(asset.fault or "")
+        )
+    console.print(table)
+    if not found.rescored:
+        console.print("No pair was scored again.")
+        return
+    table = Table("row", "chosen stored", "live", "rejected stored", "live", "", title="Scored again, in nats")
+    for row in found.rescored:
+        values = [f"{row[side][name]:.5f}" for side in ("chosen", "rejected") for name in ("stored", "live")]
+        table.add_row(str(row["row"]), *values, _coloured("ok" if agrees(row) else "differs"))
+    console.print(table)
+    console.print(f"Tolerance: {found.tolerance} nats times the square root of the response's number of tokens")
+
+
+def collection(console: Console, found: Collection) -> None:
+    table = Table("kind", "fingerprint or folder", "bytes", title="Deleted" if found.deleted else "Would be deleted")
+    for item in found.garbage:
+        table.add_row(escape(_short_kind(item.kind)), escape(_short_name(item.fingerprint)), f"{item.bytes:,}")
+    if found.garbage:
+        console.print(table)
+    verb = "freed" if found.deleted else "would be freed with --delete"
+    console.print(f"{len(found.garbage)} items, {found.bytes:,} bytes {verb}; {found.kept} artifacts are kept")
+
+
+def _short_kind(kind: str) -> str:
+    return f"memo/{short(kind.removeprefix('memo/'))}" if kind.startswith("memo/") else kind
+
+
+def _short_name(name: str) -> str:
+    return short(name) if len(name) == _FINGERPRINT_DIGITS else name
+
+
+def _count(count: int | None) -> str:
+    return "unknown" if count is None else f"{count:,}"
+
+
 def inspected(console: Console, found: InspectedRow) -> None:
     """The pair's messages, then each response with the trained tokens underlined and its log-probs."""
     console.print(f"[bold]row {found.row}[/], {found.split} split")
@@ -122,9 +183,13 @@ def inspected(console: Console, found: InspectedRow) -> None:
     for name, side in (("chosen", found.chosen), ("rejected", found.rejected)):
         console.print(f"\n[bold]{name}[/]: {len(side.token_ids)} tokens, {sum(side.mask)} of them trained")
         console.print(_tokens(side), soft_wrap=True)
+        if any(value is not None for value in side.reference_token_logprobs):
+            console.print(f"[dim]reference, nats a token:[/] {_token_logprobs(side)}", soft_wrap=True)
         console.print(
             f"reference log-prob {_number(side.reference_logprob)}, policy log-prob {_number(side.policy_logprob)}"
         )
+    if found.chosen.policy_logprob is None:
+        console.print("[dim]The policy was evaluated on held-out pairs only; --score computes its log-probs here.[/]")
 
 
 def addresses(console: Console, dagster: str, mlflow: str) -> None:
@@ -147,8 +212,13 @@ def _tokens(side: InspectedSide) -> str:
     )
 
 
+def _token_logprobs(side: InspectedSide) -> str:
+    pairs = zip(side.texts, side.reference_token_logprobs, strict=True)
+    return " ".join(f"{escape(repr(text))} {value:.2f}" for text, value in pairs if value is not None)
+
+
 def _number(value: float | None) -> str:
-    return "not evaluated" if value is None else f"{value:.4f}"
+    return "not computed" if value is None else f"{value:.4f}"
 
 
 def _coloured(word: str) -> str:

@@ -84,6 +84,16 @@ class Registry:
             versions = [_version(found) for found in client.search_model_versions(f"name = '{name}'")]
         return max((v for v in versions if wanted <= v.tags.items()), key=lambda v: v.number, default=None)
 
+    def versions(self) -> list[Version]:
+        """Every version of every registered model."""
+        with self._asking("list the versions of its models") as client:
+            found, token = [], None
+            while True:
+                page = client.search_model_versions(page_token=token)
+                found += [_version(version) for version in page]
+                if not (token := page.token):
+                    return found
+
     def champion(self, name: str) -> Version | None:
         with self._asking(f"look for the champion of {name}") as client:
             registered = _registered(client, name)

@@ -17,7 +17,7 @@ from training.contract.recipe import Compute
 RENDEZVOUS = "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; torchrun's own way if unset
 SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the process without which a rank must not go on; none if unset
 
-JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation"]
+JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "proof"]
 
 
 class Input(BaseModel):
@@ -91,7 +91,7 @@ class Job(BaseModel):
     @property
     def distributed(self) -> bool:
         """Whether torchrun starts it, on `compute.processes_per_node` processes; data work is one plain process."""
-        return self.kind in ("sft", "reference", "policy", "evaluation")
+        return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
 
     def write(self) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -133,6 +133,10 @@ class Store:
         artifact = self.open(kind, record.fingerprint, hashes, cache)
         return replace(artifact, derivation=record.derivation, details=record.details)
 
+    def record(self, kind: str, key: str) -> "Record | None":
+        """What was written down when `key` was made, whether or not the artifact is still there. Raises CorruptArtifact."""
+        return self._read_record(kind, key)
+
     def derivation(self, kind: str, key: str) -> Derivation | None:
         """How the artifact of `key` was made; None if it never was. Raises CorruptArtifact."""
         record = self._read_record(kind, key)

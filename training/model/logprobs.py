@@ -23,8 +23,6 @@ from training.model.attention import refusal, shared_prefixes
 from training.model.head import head_of, token_logprobs
 from training.model.prefix import Row, TokenSequence, lay_out
 
-SCORING_VERSION = "shared-prefix-1"
-
 
 @dataclass(frozen=True)
 class LogProbs:

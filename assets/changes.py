@@ -1,0 +1,175 @@
+"""What is different, in words: a source or a spec as it was materialized against the world as it is now.
+
+What it was stands in the store, frozen: the derivation of its key, and for a tokenization spec the template's text and the
+tokenizer's files. Neither torch nor transformers is needed to compare them. The words for each kind:
+
+    preference_source    preferences.jsonl differs (1,092 -> 1,147 rows read); extra.jsonl added
+    base_model           model.safetensors differs; config rope_theta 10000.0 -> 500000.0
+    tokenization_spec    chat template changed: line 14; tokenizer gained token <|tool|>; max_length 128 -> 256
+    *_spec               loss.beta 0.1 -> 0.2
+    every asset          code version 1 -> 2
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+
+from assets.graph import GRAPH
+from assets.pipeline import Pipeline
+from assets.tokenizer_changes import tokenizer_changes
+from assets.world import Found, count_source_rows, named_files
+from training.contract.errors import StoreError
+from training.contract.fingerprint import short
+from training.contract.manifest import Derivation
+from training.contract.store import Record, Store
+
+NO_RECORD = "the record of how it was made is no longer in the store"
+_INPUT_TAG, _CODE_TAG = "dagster/input_data_version/", "dagster/code_version"
+_FINGERPRINT_DIGITS = 64
+
+
+def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
+    """How `found` differs from the artifact of the same asset whose derivation has `key`; empty if in nothing."""
+    record = None if key is None else store.record(found.asset, key)
+    if record is None:
+        return [NO_RECORD]
+    if record.derivation == found.derivation:
+        return []
+    before, now = record.derivation.settings, found.derivation.settings
+    words = list(_code_version(record.derivation, found.derivation.code_version))
+    if found.asset == "preference_source":
+        words += _data_changes(record, found)
+    elif found.asset == "base_model":
+        words += _model_changes(before, now, found.places["folder"])
+    elif found.asset == "tokenization_spec":
+        words += _tokenization_changes(store, record, found)
+    else:
+        words += setting_changes(before, now)
+    return words
+
+
+def own_changes(before: Derivation, code_version: str, settings: Mapping[str, Any]) -> list[str]:
+    """How an asset's own algorithm and fields of the recipe differ from those of `before`."""
+    return [*_code_version(before, code_version), *setting_changes(before.settings, settings)]
+
+
+def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """`field old -> new` for every field, by its dotted name, that is not what it was."""
+    old, new = dict(_leaves(before)), dict(_leaves(now))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name) or (name in old) != (name in new):
+            yield f"{name} {_shown(old, name)} -> {_shown(new, name)}"
+
+
+def input_changes(instance: dg.DagsterInstance, pipeline: Pipeline, asset: str) -> list[str] | None:
+    """Which inputs of `asset`, and whether its code version, are not those of its latest materialization, if any."""
+    event = instance.get_latest_materialization_event(pipeline.key(asset))
+    if event is None or event.asset_materialization is None:
+        return None
+    tags, node = event.asset_materialization.tags or {}, GRAPH[asset]
+    words = []
+    if (old := tags.get(_CODE_TAG)) != (new := node.code_version(pipeline.recipe)):
+        words.append(f"code version {old} -> {new}")
+    for name in node.needed_by(pipeline.recipe):
+        before = tags.get(_INPUT_TAG + pipeline.key(name).to_user_string())
+        now = _latest_version(instance, pipeline.key(name))
+        if before != now:
+            words.append(f"{name} {short(before)} -> {short(now)}")
+    return words
+
+
+def shown_changes(words: Sequence[str] | None) -> dg.MarkdownMetadataValue:
+    """The words as the UI shows them: each in a block of its own, so that a template's text is not taken for markup.
+
+    None stands for an asset that was never materialized before.
+    """
+    if not words:
+        return dg.MetadataValue.md("first materialization" if words is None else "nothing")
+    return dg.MetadataValue.md("\n\n".join(f"~~~~text\n{word.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for word in words))
+
+
+def _latest_version(instance: dg.DagsterInstance, key: dg.AssetKey) -> str | None:
+    event = instance.get_latest_materialization_event(key)
+    tags = event.asset_materialization.tags if event and event.asset_materialization else None
+    return (tags or {}).get("dagster/data_version")
+
+
+def _code_version(before: Derivation, now: str) -> Iterator[str]:
+    if before.code_version != now:
+        yield f"code version {before.code_version} -> {now}"
+
+
+def _data_changes(record: Record, found: Found) -> Iterator[str]:
+    old, new = record.derivation.settings["sources"], found.derivation.settings["sources"]
+    old_files, new_files = named_files(old), named_files(new)
+    known, rows = record.details.get("rows", {}), None
+    for name in sorted(old_files.keys() | new_files.keys()):
+        if name not in new_files:
+            yield f"{name} removed"
+        elif name not in old_files:
+            yield f"{name} added"
+        elif old_files[name]["sha256"] != new_files[name]["sha256"]:
+            rows = rows or count_source_rows(found)
+            yield f"{name} differs{_row_counts(known.get(name), rows[name])}"
+    old_hubs, new_hubs = ([source for source in sources if isinstance(source, dict)] for sources in (old, new))
+    yield from setting_changes(_by_number(old_hubs), _by_number(new_hubs))
+    if old_files.keys() == new_files.keys() and list(old_files) != list(new_files):
+        yield "the order of the files changed"
+
+
+def _by_number(hubs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"hub data set" if len(hubs) == 1 else f"hub data set {n}": hub for n, hub in enumerate(hubs, 1)}
+
+
+def _row_counts(before: int | None, now: int | None) -> str:
+    return "" if before is None or now is None else f" ({before:,} -> {now:,} rows read)"
+
+
+def _model_changes(before: dict[str, Any], now: dict[str, Any], folder: Path) -> Iterator[str]:
+    old, new = before.get("files", {}), now.get("files", {})
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            yield f"{name} {'added' if name not in old else 'removed' if name not in new else 'differs'}"
+    if before.get("weights") != now.get("weights"):
+        names = sorted(file.name for file in folder.glob("*.safetensors"))
+        yield f"{names[0]} differs" if len(names) == 1 else f"the weights in {len(names)} files differ"
+    for words in setting_changes(before["config"], now["config"]):
+        yield f"config {words}"
+
+
+def _tokenization_changes(store: Store, record: Record, found: Found) -> Iterator[str]:
+    before, now = dict(record.derivation.settings), dict(found.derivation.settings)
+    old_files, new_files = ({**s.pop("files"), "template": s.pop("chat_template")} for s in (before, now))
+    assert found.tokenizer is not None
+    if old_files != new_files:
+        try:
+            artifact = store.open("tokenization_spec", record.fingerprint)
+        except StoreError:
+            yield "tokenizer or chat template changed; how they were is no longer in the store"
+        else:
+            differing = {n for n in old_files.keys() | new_files.keys() if old_files.get(n) != new_files.get(n)}
+            yield from tokenizer_changes(artifact, found.tokenizer, differing)
+    yield from setting_changes(before, now)
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+    elif isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
+        for index, inner in enumerate(value):
+            yield from _leaves(inner, f"{prefix}[{index}]")
+    elif prefix:
+        yield prefix, value
+
+
+def _shown(leaves: dict[str, Any], name: str) -> str:
+    if name not in leaves:
+        return "absent"
+    value = leaves[name]
+    if value is None:
+        return "null"
+    text = str(value)
+    return short(text) if len(text) == _FINGERPRINT_DIGITS else text

@@ -1,0 +1,33 @@
+"""A few pairs scored again, live, by a job of one process: never from the store, since being live is the point."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from assets.pipeline import Pipeline, Services
+from assets.realize import Work, describe_job, run_work
+from training.contract.errors import StoreError
+from training.contract.store import Artifact
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Rescored:
+    """`rows` as `training/rescore.py` writes them; `tolerance`: nats by the root of the count of response tokens."""
+
+    rows: list[dict[str, Any]]
+    tolerance: float
+
+
+def rescore(pipeline: Pipeline, services: Services, inputs: dict[str, Artifact], rows: int | list[int]) -> Rescored:
+    """Score `rows`, named ones or so many spread over the table, with the policy in `inputs`, else the reference model."""
+    work = Work("proof", {"rows": rows})
+    job = describe_job(pipeline, services, "proof", work, inputs)
+    job = job.model_copy(update={"compute": job.compute.model_copy(update={"processes_per_node": 1})})
+    with services.store.lock("proof", job.derivation.key) as lock:
+        run_work(services, job, work, lock, _LOG)
+        made = services.store.find("proof", job.derivation.key)
+        if made is None:
+            raise StoreError(f"the job of proof ended well but published nothing; its log is {job.log}")
+        return Rescored(made.json("rescored.json"), made.details["tolerance"])

@@ -1,0 +1,93 @@
+"""Pairs as a person looks at them: tokens as text, which are trained, and the reference's log-prob of each.
+
+Everything is read from the store and without torch: tokens from `tokenized_pairs`, sums from the table of reference
+log-probs, the log-probs of single tokens from the memo that the table was made of.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from tokenizers import Tokenizer
+
+from training.contract.logprob_table import LogProbTable
+from training.contract.memo import Memo
+from training.contract.store import Artifact, Store
+
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class TokenizedSide:
+    """A sequence: tokens of prompt and response as ids and as text, which are trained, and log-probs in nats.
+
+    `reference_token_logprobs` has an entry a token, None for those that are not trained; all are None, as the sum is,
+    where the reference has not scored the pair.
+    """
+
+    token_ids: list[int]
+    texts: list[str]
+    mask: list[bool]
+    reference_logprob: float | None
+    reference_token_logprobs: list[float | None]
+
+
+@dataclass(frozen=True)
+class TokenizedRow:
+    row: int
+    split: str
+    chosen: TokenizedSide
+    rejected: TokenizedSide
+
+
+class PairReader:
+    """Reads pairs of one `tokenized_pairs`, with the log-probs of the `reference_logprobs` made from it, if there are any."""
+
+    def __init__(self, store: Store, pairs: Artifact, table: Artifact | None) -> None:
+        with pa.memory_map(str(pairs.file("pairs.arrow"))) as source, pa.ipc.open_stream(source) as stream:
+            self._pairs = stream.read_all()
+        self._tokenizer = Tokenizer.from_file(str(pairs.file("tokenizer/tokenizer.json")))
+        self._table = None if table is None else LogProbTable.read(table.folder, len(self._pairs))
+        self._memo = None if self._table is None else Memo(store, self._table.rule)
+
+    def spread(self, count: int) -> list[int]:
+        """At most `count` rows, evenly spaced."""
+        rows = self._pairs["row"].to_numpy()
+        return [int(row) for row in rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)]]
+
+    def read(self, row: int) -> TokenizedRow | None:
+        """The pair made from row `row` of `raw_preferences`; None if it was dropped."""
+        at = find_row(self._pairs, row)
+        if at is None:
+            return None
+        pair = self._pairs.slice(at, 1).to_pylist()[0]
+        chosen, rejected = (self._side(pair, at, side) for side in SIDES)
+        return TokenizedRow(row, pair["split"], chosen, rejected)
+
+    def _side(self, pair: dict[str, Any], at: int, side: str) -> TokenizedSide:
+        ids, mask = pair[f"{side}_ids"], pair[f"{side}_mask"]
+        return TokenizedSide(
+            token_ids=ids,
+            texts=[self._tokenizer.decode([token], skip_special_tokens=False) for token in ids],
+            mask=mask,
+            reference_logprob=None if self._table is None else float(getattr(self._table, f"{side}_logprobs")[at]),
+            reference_token_logprobs=self._token_logprobs(mask, pair[f"{side}_key"]),
+        )
+
+    def _token_logprobs(self, mask: list[bool], key: bytes) -> list[float | None]:
+        """The memo's values at the places of the trained tokens; the first token of a sequence never has one."""
+        known = None if self._memo is None else self._memo.token_logprobs(key)
+        scored = [at for at, trained in enumerate(mask) if trained and at > 0]
+        values: list[float | None] = [None] * len(mask)
+        if known is not None and len(known) == len(scored):
+            for at, value in zip(scored, known, strict=True):
+                values[at] = float(value)
+        return values
+
+
+def find_row(table: pa.Table, row: int) -> int | None:
+    """The position of `row` in a table with that column."""
+    found = pc.index(table["row"], row).as_py()
+    return None if found < 0 else int(found)

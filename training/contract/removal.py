@@ -1,0 +1,71 @@
+"""Taking artifacts out of a store while others use it: what somebody is making or reading under a key's lock stays.
+
+An artifact goes by being renamed out of its place, so that nobody ever sees half of one; its keys go first, so that nobody
+is sent to a place where there is nothing.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections import defaultdict
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from training.contract.store import Record, Store
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a living process holds the lock in the file `lock`."""
+    try:
+        file = open(lock, "rb")
+    except FileNotFoundError:
+        return False
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def lock_of(store: Store, kind: str, key: str) -> Path:
+    return store.root / "locks" / f"{kind.replace('/', '-')}-{key}.lock"
+
+
+def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
+    """The keys of every artifact of `kind`; a record that is unreadable counts for none."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in (store.root / "keys" / kind).glob("*.json"):
+        with contextlib.suppress(ValidationError, FileNotFoundError):
+            found[Record.model_validate_json(path.read_bytes()).fingerprint].append(path.stem)
+    return found
+
+
+def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str]) -> bool:
+    """Remove an artifact with the records of its `keys`; False if one of those is in use now, and then nothing goes."""
+    with contextlib.ExitStack() as held:
+        for key in keys:
+            lock = lock_of(store, kind, key)
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(open(lock, "ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        for key in keys:
+            (store.root / "keys" / kind / f"{key}.json").unlink(missing_ok=True)
+        with store.staging() as staging, contextlib.suppress(FileNotFoundError):
+            os.rename(store.folder(kind, fingerprint), staging / fingerprint)
+    return True
+
+
+def freed_bytes(folder: Path) -> int:
+    """What the disk gets back: files that have another name elsewhere, as released weights do, give nothing."""
+    files = (path.lstat() for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    return sum(file.st_size for file in files if file.st_nlink == 1)
+
+
+def remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,69 @@
+"""The `proof` job: a few pairs scored again, live, beside what the table of reference log-probs says of them.
+
+`pedigree verify` asks for it with the reference model, and then both must agree but for rounding (training.proof says by
+how much). With a policy among the inputs its log-probs are given instead: that is how `pedigree inspect` shows a pair that
+was trained on. It is the same function that made the table which scores here; only who shares a batch with whom differs.
+
+`rescored.json` holds a row a pair:  {"row", "chosen": {"stored", "live", "allowed"}, "rejected": {...}}, in nats.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from training.contract.errors import UsageError
+from training.contract.events import EventWriter
+from training.contract.fingerprint import fingerprint
+from training.contract.job import Job
+from training.contract.logprob_table import LogProbTable
+from training.contract.recipe import Loss
+from training.contract.store import Made
+from training.data.batches import SIDES, Pairs
+from training.distributed import Group
+from training.held_out import evaluate_pairs
+from training.model.load import load_model
+from training.model.selfcheck import demand_exact
+from training.proof import TOLERANCE_NATS, deviations, spread
+
+RESULT_FILE = "rescored.json"
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    """Score `settings["rows"]`, rows by name or a number of them spread over the table. Raises UsageError, TrainingError."""
+    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+    table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
+    positions = _positions(pairs, job.settings["rows"])
+    scorer = job.inputs.get("policy") or job.inputs["reference_model"]
+    model = load_model(scorer.folder, table.dtype, group.device)
+    demand_exact(model, events)
+    events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
+    scored = evaluate_pairs(model, pairs, positions, table, Loss(), group, events)
+    found = deviations(scored, table, TOLERANCE_NATS[table.dtype])
+    rows = [
+        {
+            "row": int(row),
+            **{
+                side: {
+                    "stored": float(found.reference_I2[at, number]),
+                    "live": float(found.policy_I2[at, number]),
+                    "allowed": float(found.allowed_I2[at, number]),
+                }
+                for number, side in enumerate(SIDES)
+            },
+        }
+        for at, row in enumerate(pairs.rows[positions])
+    ]
+    if group.is_main:
+        (job.staging / RESULT_FILE).write_text(json.dumps(rows, indent=2), encoding="utf-8")
+    return Made(fingerprint("proof", rows), {"tolerance": TOLERANCE_NATS[table.dtype], "dtype": table.dtype})
+
+
+def _positions(pairs: Pairs, wanted: Any) -> npt.NDArray[np.int64]:
+    if isinstance(wanted, int):
+        return spread(np.arange(len(pairs)), wanted)
+    positions = np.flatnonzero(np.isin(pairs.rows, wanted))
+    if len(positions) != len(wanted):
+        raise UsageError(f"of the rows {wanted} only {pairs.rows[positions].tolist()} are among the tokenized pairs")
+    return positions

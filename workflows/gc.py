@@ -1,0 +1,216 @@
+"""What under PEDIGREE_HOME nobody refers to any more, and its removal.
+
+Kept is what is referred to by
+* a version in the model registry, of whatever model: by the fingerprints of its lineage that it carries as tags;
+* the latest materialization of any asset of any recipe that this Dagster instance knows, fresh or stale;
+* a job in progress, which is one whose key's lock is held, and whatever was made since the oldest unfinished run began: it
+  may be published and not yet told to Dagster;
+with everything it was made from, and so on upwards. The memo of a kept model is kept whole: it is what makes scoring
+cheap. A job that was interrupted keeps its folder as long as it has checkpoints to be taken up from.
+
+The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import get_args
+
+import dagster as dg
+from pydantic import ValidationError
+
+from assets.graph import GRAPH
+from assets.pipeline import Services
+from assets.realize import data_version, latest_key
+from training.contract.errors import CorruptArtifact
+from training.contract.job import Job
+from training.contract.manifest import Manifest, Source, read_manifest
+from training.contract.memo import scoring_rule
+from training.contract.recipe import Dtype
+from training.contract.removal import (
+    freed_bytes,
+    is_held,
+    keys_by_fingerprint,
+    lock_of,
+    remove_artifact,
+    remove_folder,
+)
+from training.contract.scoring import SCORING_VERSION
+from workflows.execution import close_dead_runs
+
+Reference = tuple[str, str]  # kind and fingerprint
+
+_KINDS = (*GRAPH, "proof")
+_UNFINISHED = [
+    dg.DagsterRunStatus.QUEUED,
+    dg.DagsterRunStatus.NOT_STARTED,
+    dg.DagsterRunStatus.STARTING,
+    dg.DagsterRunStatus.STARTED,
+    dg.DagsterRunStatus.CANCELING,
+]
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """`kind`: that of an artifact, `memo/<rule>`, or `job`, `staging`, `corrupt`; then `fingerprint` is a folder's name."""
+
+    kind: str
+    fingerprint: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Collection:
+    """`kept` counts the artifacts that stay; `deleted` says whether the garbage is gone or only named."""
+
+    garbage: list[Garbage]
+    bytes: int
+    kept: int
+    deleted: bool
+
+
+def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
+    """Name what nobody refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked."""
+    close_dead_runs(instance)
+    sweep = _Sweep(services, instance)
+    garbage = list(sweep.garbage())
+    if delete:
+        garbage = [item for item in garbage if sweep.remove(item)]
+    return Collection(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
+
+
+class _Sweep:
+    def __init__(self, services: Services, instance: dg.DagsterInstance):
+        self._services, self._store, self._instance = services, services.store, instance
+        self._keys = {kind: keys_by_fingerprint(self._store, kind) for kind in _KINDS}
+        # Listed before anybody is asked who uses them: what comes later is not garbage.
+        self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
+        self._jobs = _folders(services.home / "jobs")
+        self._since = self._oldest_unfinished_run()
+
+    def garbage(self) -> Iterator[Garbage]:
+        for kind in _KINDS:
+            for fingerprint in self._store.fingerprints(kind):
+                if (kind, fingerprint) not in self.kept and not self._is_recent(kind, fingerprint):
+                    yield self._artifact(kind, fingerprint)
+        for rule in _folders(self._store.root / "memo"):
+            if rule.name not in self._kept_rules:
+                yield from (self._artifact(f"memo/{rule.name}", shard.name) for shard in _folders(rule))
+        yield from (Garbage("job", folder.name, freed_bytes(folder)) for folder in self._jobs if self._is_over(folder))
+        staged = (folder for folder in self._folders["staging"] if self._is_abandoned(folder))
+        yield from (Garbage("staging", folder.name, freed_bytes(folder)) for folder in staged)
+        yield from (Garbage("corrupt", folder.name, freed_bytes(folder)) for folder in self._folders["corrupt"])
+
+    def remove(self, item: Garbage) -> bool:
+        """Remove it; False if somebody has begun to use it meanwhile."""
+        if item.kind == "job":
+            remove_folder(self._services.home / "jobs" / item.fingerprint)
+        elif item.kind in ("staging", "corrupt"):
+            remove_folder(self._store.root / item.kind / item.fingerprint)
+        else:
+            if item.kind not in self._keys:
+                self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
+            return remove_artifact(
+                self._store, item.kind, item.fingerprint, self._keys[item.kind].get(item.fingerprint, [])
+            )
+        return True
+
+    @cached_property
+    def kept(self) -> set[Reference]:
+        """Every artifact that is referred to, directly or as something that another one was made from."""
+        kept: set[Reference] = set()
+        waiting = [*self._registered(), *self._materialized(), *self._in_progress()]
+        while waiting:
+            reference = waiting.pop()
+            if reference in kept:
+                continue
+            kept.add(reference)
+            if (manifest := self._manifest(*reference)) is not None:
+                waiting += _references(manifest.made_from.inputs)
+        return {(kind, fingerprint) for kind, fingerprint in kept if self._store.folder(kind, fingerprint).is_dir()}
+
+    def _registered(self) -> Iterator[Reference]:
+        for version in self._services.registry.versions():
+            tags = {name.removeprefix("pedigree."): value for name, value in version.tags.items()}
+            yield from ((kind, tags[kind]) for kind in GRAPH if kind in tags)
+
+    def _materialized(self) -> Iterator[Reference]:
+        for key in self._instance.get_asset_keys():
+            asset, found = key.path[-1], data_version(self._instance, key)
+            if asset not in GRAPH or found is None:
+                continue
+            yield asset, found
+            derivation_key = latest_key(self._instance, key)
+            if derivation_key and (record := self._store.record(asset, derivation_key)):
+                yield from _references(record.derivation.inputs)
+
+    def _in_progress(self) -> Iterator[Reference]:
+        for folder in self._jobs:
+            job = _read_job(folder)
+            if job is not None and self._is_running(job):
+                yield from ((source.kind, source.fingerprint) for source in job.inputs.values())
+
+    @cached_property
+    def _kept_rules(self) -> set[str]:
+        """The scoring rules of every kept model, and those that kept tables were made under."""
+        models = {fingerprint for kind, fingerprint in self.kept if kind in ("reference_model", "base_model")}
+        rules = {scoring_rule(model, dtype, SCORING_VERSION) for model in models for dtype in get_args(Dtype)}
+        tables = [self._manifest(*reference) for reference in self.kept if reference[0] == "reference_logprobs"]
+        return rules | {str(table.details["rule"]) for table in tables if table is not None}
+
+    def _manifest(self, kind: str, fingerprint: str) -> Manifest | None:
+        try:
+            return read_manifest(self._store.folder(kind, fingerprint))
+        except CorruptArtifact:
+            return None
+
+    def _artifact(self, kind: str, fingerprint: str) -> Garbage:
+        return Garbage(kind, fingerprint, freed_bytes(self._store.folder(kind, fingerprint)))
+
+    def _oldest_unfinished_run(self) -> datetime | None:
+        records = self._instance.get_run_records(dg.RunsFilter(statuses=_UNFINISHED))
+        return min((record.create_timestamp.astimezone(UTC) for record in records), default=None)
+
+    def _is_recent(self, kind: str, fingerprint: str) -> bool:
+        if self._since is None or (manifest := self._manifest(kind, fingerprint)) is None:
+            return False
+        return datetime.fromisoformat(manifest.created) >= self._since.replace(microsecond=0)
+
+    def _is_running(self, job: Job) -> bool:
+        return is_held(lock_of(self._store, job.artifact, job.derivation.key))
+
+    def _is_over(self, folder: Path) -> bool:
+        """Whether a job has ended and cannot be taken up: it published its artifact, or it has no checkpoint."""
+        job = _read_job(folder)
+        if job is None:
+            return True
+        if self._is_running(job):
+            return False
+        record = self._store.record(job.artifact, job.derivation.key)
+        published = record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
+        return published or not any((folder / job.checkpoints.name).rglob("step-*"))
+
+    def _is_abandoned(self, folder: Path) -> bool:
+        """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""
+        beside, named = folder.with_name(f"{folder.name}.lock"), self._store.root / "locks" / f"{folder.name}.lock"
+        if beside.exists() or named.exists():
+            return not is_held(beside) and not is_held(named)
+        return not any(is_held(lock) for lock in (self._store.root / "locks").glob("*.lock"))
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+
+
+def _references(inputs: dict[str, Source]) -> list[Reference]:
+    return [(source.kind, source.fingerprint) for source in inputs.values()]
+
+
+def _read_job(folder: Path) -> Job | None:
+    """The job of a folder; None where it cannot be read, as that of another version of this program."""
+    try:
+        return Job.read(folder / "job.json")
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,138 @@
+"""Whether everything a recipe stands on still is what was recorded: bytes hashed again, log-probs scored again.
+
+Every artifact that was last materialized is read and hashed, by its manifest, whatever any cache of hashes believes; so are
+the shards of the memo, the preference files, the base model, and the weights of the registered version. Then some rows
+of the table of reference log-probs are scored again by the reference model, live. They agree if they differ by no more
+than `tolerance` nats times the square root of the response's number of tokens: sums of so many rounding errors do.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import dagster as dg
+
+from assets.changes import changes_since
+from assets.graph import GRAPH
+from assets.pipeline import Pipeline, Services
+from assets.realize import data_version, latest_key
+from assets.release import RELEASE_KEY_TAG
+from assets.rescoring import rescore
+from assets.world import look
+from training.contract.errors import CorruptArtifact, PedigreeError, StoreError, UsageError
+from training.contract.fingerprint import short
+from training.contract.store import Artifact
+from training.contract.weights import weights_fingerprint, weights_identity
+from workflows.lineage import LOST, corrupt_file
+
+_OUTSIDE = ("preference_source", "base_model")
+_SCORED_WITH = ("tokenized_pairs", "reference_model")
+
+
+@dataclass(frozen=True)
+class VerifiedAsset:
+    """`fault` is None, or what is not as it was recorded."""
+
+    asset: str
+    fingerprint: str
+    ok: bool
+    fault: str | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """`rescored` is empty where a fault, or what was never materialized, left nothing to score; then `tolerance` is None."""
+
+    recipe: str
+    artifacts: list[VerifiedAsset]
+    rescored: list[dict[str, Any]]
+    tolerance: float | None
+    ok: bool
+
+
+def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, rows: int) -> Verification:
+    """Verify what was last materialized. Raises UsageError if that is nothing, and what a job raises."""
+    verifier = _Verifier(pipeline, services, instance)
+    artifacts = [verified for asset in GRAPH if (verified := verifier.asset(asset)) is not None]
+    if not artifacts:
+        raise UsageError(f"nothing of {pipeline.name} was ever materialized; run `pedigree run {pipeline.name}` first")
+    whole = all(asset.ok for asset in artifacts)
+    inputs = verifier.scoring_inputs() if rows and whole else None
+    if inputs is None:
+        return Verification(pipeline.name, artifacts, [], None, whole)
+    found = rescore(pipeline, services, inputs, rows)
+    return Verification(pipeline.name, artifacts, found.rows, found.tolerance, all(map(agrees, found.rows)))
+
+
+def agrees(row: dict[str, Any]) -> bool:
+    """Whether both responses of a rescored row are what the table says, but for rounding; NaN never is."""
+    return all(abs(s["live"] - s["stored"]) <= s["allowed"] for s in (row["chosen"], row["rejected"]))
+
+
+class _Verifier:
+    def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance):
+        self._pipeline, self._services, self._instance = pipeline, services, instance
+
+    def asset(self, asset: str) -> VerifiedAsset | None:
+        """The asset as last materialized; None if it never was."""
+        key = self._pipeline.key(asset)
+        fingerprint = data_version(self._instance, key)
+        if fingerprint is None:
+            return None
+        released = asset == "released_model"
+        fault = self._version_fault(fingerprint) if released else self._artifact_fault(asset, fingerprint)
+        if fault is None and asset in _OUTSIDE:
+            fault = self._outside_fault(asset, fingerprint, latest_key(self._instance, key))
+        if fault is None and asset == "reference_logprobs":
+            fault = self._memo_fault(fingerprint)
+        return VerifiedAsset(asset, fingerprint, fault is None, fault)
+
+    def scoring_inputs(self) -> dict[str, Artifact] | None:
+        """The latest table with the pairs and the model that it was made from; None if there is no table."""
+        key = latest_key(self._instance, self._pipeline.key("reference_logprobs"))
+        table = None if key is None else self._services.store.find("reference_logprobs", key)
+        if table is None:
+            return None
+        made_from = table.derivation.inputs
+        above = {name: self._services.store.open(name, made_from[name].fingerprint) for name in _SCORED_WITH}
+        return {**above, "reference_logprobs": table}
+
+    def _artifact_fault(self, asset: str, fingerprint: str) -> str | None:
+        store = self._services.store
+        try:
+            store.open(asset, fingerprint)
+        except CorruptArtifact as error:
+            return corrupt_file(store, asset, fingerprint, error)
+        except StoreError:
+            return LOST
+        return None
+
+    def _outside_fault(self, asset: str, fingerprint: str, key: str | None) -> str | None:
+        try:
+            found = look(self._pipeline, self._services, asset)
+        except PedigreeError as error:
+            return str(error)
+        if found.fingerprint == fingerprint:
+            return None
+        return "; ".join(changes_since(self._services.store, key, found))
+
+    def _memo_fault(self, fingerprint: str) -> str | None:
+        kind = f"memo/{self._services.store.open('reference_logprobs', fingerprint).details['rule']}"
+        faults = [
+            fault for shard in self._services.store.fingerprints(kind) if (fault := self._artifact_fault(kind, shard))
+        ]
+        return f"{len(faults)} shards of its memo are not what was published: {faults[0]}" if faults else None
+
+    def _version_fault(self, release_key: str) -> str | None:
+        """Whether the registered version holds the weights of the policy that it says it is."""
+        registry, name = self._services.registry, self._pipeline.recipe.release.model_name
+        version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
+        if version is None:
+            return f"there is no version of {name} for it in the registry any more"
+        try:
+            found = weights_fingerprint(weights_identity(registry.resolve(f"models:/{name}/{version.number}")))
+        except PedigreeError as error:
+            return str(error)
+        promised = version.tags.get("pedigree.policy")
+        if found == promised:
+            return None
+        return f"version {version.number} of {name} holds the weights {short(found)}, its policy is {short(promised)}"
