@@ -1,6 +1,8 @@
 """Materializing a recipe in this process, as a run that Dagster's UI shows like any other."""
 
+import logging
 import platform
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +16,8 @@ from assets.realize import data_version, latest_metadata
 from training.contract.errors import UsageError
 from workflows.recipes import LoadedRecipe
 
+_SECONDS_BETWEEN_LOOKS = 1.0
+_log = logging.getLogger(__name__)
 PROCESS_TAG = "pedigree/process"
 Outcome = Literal["computed", "reused", "failed"]
 
@@ -70,6 +74,7 @@ def materialize(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
     )
     close_dead_runs(instance)
+    wait_for_pools({pool for name in selected if (pool := GRAPH[name].pool)}, instance)
     result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
         instance=instance,
         asset_selection=[pipeline.key(name) for name in selected],
@@ -103,6 +108,18 @@ def close_dead_runs(instance: dg.DagsterInstance) -> None:
         if PROCESS_TAG in run.tags and not _is_alive(run.tags[PROCESS_TAG]):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+
+
+def wait_for_pools(pools: set[str], instance: dg.DagsterInstance) -> None:
+    """Return when every pool has a free place. Dagster waits as well, but deaf to Ctrl-C until the place is there."""
+    for pool in sorted(pools):
+        info = instance.event_log_storage.get_concurrency_info(pool)
+        if info.slot_count and info.active_slot_count >= info.slot_count:
+            _log.warning("waiting for the pool %s, taken by run %s", pool, ", ".join(sorted(info.active_run_ids)))
+        while info.slot_count and info.active_slot_count >= info.slot_count:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+            close_dead_runs(instance)
+            info = instance.event_log_storage.get_concurrency_info(pool)
 
 
 def _this_process() -> str:

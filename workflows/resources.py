@@ -19,6 +19,8 @@ telemetry: {enabled: false}
 nux: {enabled: false}
 concurrency:
   pools: {granularity: op, default_limit: 1}
+# What a run has to say is in its event log and in the logs of its jobs; Dagster's process itself prints nothing.
+compute_logs: {module: dagster._core.storage.noop_compute_log_manager, class: NoOpComputeLogManager}
 run_monitoring:
   enabled: true
   free_slots_after_run_end_seconds: 30

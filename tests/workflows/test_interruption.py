@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, write_recipe
+from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, Home, write_recipe
 
 pytestmark = pytest.mark.slow
 SECONDS_ALLOWED = 5.0
@@ -23,6 +24,16 @@ def long_recipe(tmp_path, small_recipe):
     for name in ("preferences.jsonl", "base"):
         (folder / name).symlink_to(small_recipe / name)
     return folder
+
+
+@pytest.fixture
+def without_policy(materialized, tmp_path):
+    """A copy of the home in which everything was made, less the policy."""
+    home = Home(tmp_path / "home")
+    shutil.copytree(materialized[0].path, home.path)
+    for place in ("store/policy", "store/keys/policy", "jobs"):
+        shutil.rmtree(home.path / place)
+    return home
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
@@ -49,8 +60,8 @@ def until_steps(home: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
-def test_no_process_survives_the_parent(long_recipe, new_home, number):
-    home = new_home()
+def test_no_process_survives_the_parent(long_recipe, without_policy, number):
+    home = without_policy
     process = subprocess.Popen(
         [PEDIGREE, "run", str(long_recipe), "--json"],
         env=home.environment,
@@ -72,9 +83,9 @@ def test_no_process_survives_the_parent(long_recipe, new_home, number):
     assert process.returncode != 0
 
 
-def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, new_home, materialized):
+def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_policy, materialized):
     """The losses of the resumed run are those of the run that was never disturbed, bit for bit."""
-    home, (undisturbed, report) = new_home(), materialized
+    home, (undisturbed, report) = without_policy, materialized
     process = subprocess.Popen(
         [PEDIGREE, "run", str(small_recipe), "--json"],
         env=home.environment,
