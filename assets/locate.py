@@ -32,7 +32,7 @@ _MODEL_FILES = ["*.safetensors", "config.json", "generation_config.json", "*.saf
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """A model folder of this machine. `identity`: its config's fields and the sha256 of each weight file."""
+    """A model folder of this machine. `identity`: its config's fields and the sha256 of its tensors."""
 
     folder: Path
     identity: dict[str, Any]

@@ -28,10 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from training.contract.durable import sync_folder, write_durably
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.fingerprint import short
 from training.contract.manifest import MANIFEST, Derivation, Manifest, list_files, read_manifest, verify_files
-from training.contract.store import sync_folder, write_durably
 from training.distributed import Group
 
 _KEPT = 2

@@ -7,13 +7,16 @@ hold all 64.
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
-_BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20
+_MOST_HASHERS = 16
 
 
 def canonical_json(value: Any) -> bytes:
@@ -51,9 +54,20 @@ def hash_file(path: Path) -> str:
     """sha256 of the file's bytes, read once in blocks of 1 MiB."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+        while block := file.read(BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+def hash_files(paths: Sequence[Path]) -> list[str]:
+    """`hash_file` of each path, as many at once as there are cores; hashing a block lets the other threads run."""
+    with ThreadPoolExecutor(hashers()) as pool:
+        return list(pool.map(hash_file, paths))
+
+
+def hashers() -> int:
+    """How many threads hash at once: one a core this process may use, up to where a disk is the bottleneck."""
+    return min(_MOST_HASHERS, len(os.sched_getaffinity(0)))
 
 
 def short(full: str | None) -> str:

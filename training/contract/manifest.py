@@ -1,12 +1,19 @@
-"""The manifest of an artifact: what it is, what it was made from, and the size and sha256 of every file it holds."""
+"""The manifest of an artifact: what it is, what it was made from, and the size and sha256 of every file it holds.
 
-from pathlib import Path
+Whoever can write into a store could write a manifest that points out of its folder. So names are checked before anything
+is opened, a link is never followed, and only regular files are read: a pipe would be waited for without end.
+"""
+
+import stat
+from collections.abc import Collection
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from training.contract.errors import CorruptArtifact
-from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_file
+from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files
+from training.contract.hash_cache import HashCache
 
 MANIFEST = "manifest.json"
 
@@ -52,48 +59,82 @@ class Manifest(BaseModel):
     files: dict[str, FileEntry]
     details: dict[str, Any]
 
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name in files:
+            path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts or path.as_posix() != name or name in ("", ".", MANIFEST):
+                raise ValueError(f"{name!r} does not name a file inside the artifact's folder")
+        return files
+
 
 def list_files(folder: Path) -> dict[str, FileEntry]:
     """Every regular file under `folder` but the manifest, by its relative POSIX name.
 
     Raises CorruptArtifact for a link or anything else that is neither a file nor a folder.
     """
-    entries: dict[str, FileEntry] = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
+    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    for path in found.values():
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise CorruptArtifact(f"{path} is not a plain file; an artifact holds only files and folders")
-        if path.is_file() and name != MANIFEST:
-            entries[name] = FileEntry(bytes=path.stat().st_size, sha256=hash_file(path))
-    return entries
+    files = {name: path for name, path in found.items() if path.is_file() and name != MANIFEST}
+    hashes = hash_files(list(files.values()))
+    return {
+        name: FileEntry(bytes=path.stat().st_size, sha256=sha256)
+        for (name, path), sha256 in zip(files.items(), hashes, strict=True)
+    }
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises CorruptArtifact where it is unreadable or does not have a manifest's form."""
+    """The manifest in `folder`. Raises CorruptArtifact where it is unreadable, a link, or not of a manifest's form."""
     path = folder / MANIFEST
+    if path.is_symlink():
+        raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
     try:
         return Manifest.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise CorruptArtifact(f"{path} is not a readable manifest: {error}") from error
 
 
-def verify_files(folder: Path, manifest: Manifest, hashes: bool = True) -> None:
-    """Compare the files of `folder` with `manifest`: names and sizes always, contents when `hashes`.
+def verify_files(folder: Path, manifest: Manifest, hashes: bool = True, cache: HashCache | None = None) -> None:
+    """Compare the files of `folder` with `manifest`: names, kinds and sizes always, contents when `hashes`.
 
-    Raises CorruptArtifact that names the first file that is missing, foreign, changed in size or changed in content.
+    Raises CorruptArtifact that names the first file that is missing, foreign, not a plain file, or changed. A `cache`
+    spares the reading of files that nobody wrote since they were hashed: to look, not to compute with them.
     """
+    _verify_sizes(folder, manifest)
+    if hashes:
+        verify_contents(folder, manifest, manifest.files, cache)
+
+
+def verify_contents(folder: Path, manifest: Manifest, names: Collection[str], cache: HashCache | None = None) -> None:
+    """Compare the bytes of `names` with what `manifest` promises. Raises CorruptArtifact that names the first other one."""
+    paths = [folder / name for name in names]
+    try:
+        found = cache.digests("bytes", paths, hash_files) if cache else hash_files(paths)
+    except OSError as error:
+        raise CorruptArtifact(f"a file of {folder} cannot be read: {error}") from error
+    for name, sha256 in zip(names, found, strict=True):
+        if sha256 != (promised := manifest.files[name].sha256):
+            raise CorruptArtifact(f"{folder / name} has sha256 {sha256[:12]}; the manifest promises {promised[:12]}")
+
+
+def _verify_sizes(folder: Path, manifest: Manifest) -> None:
+    if folder.is_symlink():
+        raise CorruptArtifact(f"{folder} is a symbolic link to {folder.readlink()}; a folder was published")
     present = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()}
     present.pop(MANIFEST, None)
     if foreign := sorted(set(present) - set(manifest.files)):
         raise CorruptArtifact(f"{folder / foreign[0]} is not in the manifest; remove it or the artifact's folder")
     for name, entry in manifest.files.items():
+        path = folder / name
         if name not in present:
-            raise CorruptArtifact(f"{folder / name} is missing; the manifest promises {entry.bytes} bytes")
-        path = present[name]
-        size = path.lstat().st_size
+            raise CorruptArtifact(f"{path} is missing; the manifest promises {entry.bytes} bytes")
         if path.is_symlink():
             raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
-        if size != entry.bytes:
-            raise CorruptArtifact(f"{path} has {size} bytes; the manifest promises {entry.bytes}")
-        if hashes and (found := hash_file(path)) != entry.sha256:
-            raise CorruptArtifact(f"{path} has sha256 {found[:12]}; the manifest promises {entry.sha256[:12]}")
+        said = path.lstat()
+        if not stat.S_ISREG(said.st_mode):
+            raise CorruptArtifact(f"{path} is not a plain file; a plain file was published")
+        if said.st_size != entry.bytes:
+            raise CorruptArtifact(f"{path} has {said.st_size} bytes; the manifest promises {entry.bytes}")

@@ -1,48 +1,37 @@
 """The memo: reference log-probs, a sequence a row, each scored once and then never again.
 
 A frozen model gives one and the same log-prob to a sequence as long as the weights and the way of scoring stay as they
-are. The fingerprint of both is the *rule*, and everything known under a rule is a set of immutable shards in the store,
-under the kind `memo/<rule>`. A shard is one safetensors file:
-
-    keys    uint8[S, 32]    sha256 of the token ids and mask of a sequence
-    sums    float64[S]      summed log-prob of its response tokens, in nats
-    counts  int32[S]        how many tokens those are
-    offsets int64[S + 1]    where the log-probs of its tokens begin in `tokens`
-    tokens  float32[N]      the log-probs themselves
+are. The fingerprint of both is the *rule*, and everything known under a rule is a set of immutable shards (`shard.py`) in
+the store, under the kind `memo/<rule>`. No recipe is part of a rule: all recipes over one model share what is known.
 
 Shards are only ever added, by any number of processes at once. The same sequence may be in several; the oldest shard
 wins, so that a table made again holds the same bits. A shard that is not what was published is set aside, said so, and
 its sequences count as missing: losing a cache costs time, believing a broken one costs a model.
 
-Legend: S sequences, N tokens of all of them, Q keys asked for.
+A shard's index is hashed once in a process, when it is first seen; a lookup then asks for new shards only. Held in memory
+are 16 bytes a sequence: the first 8 of each key, sorted, and where the row is. Keys, sums and counts stay memory-mapped. There
+is nothing to compact: what many small shards cost is opening each of them once.
+
+Legend: S sequences, Q keys asked for, R of them still without an answer.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
-from training.contract.errors import CorruptArtifact, StoreError
-from training.contract.fingerprint import fingerprint, fingerprint_of_stream, short
+from training.contract.errors import StoreError
+from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
+from training.contract.shard import KEY_BYTES, Counts, Floats, Keys, Shard, TokenLogProbs, open_shard, write_shard
 from training.contract.store import Artifact, Made, Store
 
-Array = npt.NDArray[np.generic]
-Keys = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int32]
-TokenLogProbs = npt.NDArray[np.float32]
+Places = npt.NDArray[np.int64]
 
-KEY_BYTES = 32
-_PREFIX_BYTES = 8
-_FILE = "shard.safetensors"
-_FORMAT = "1"
-_DTYPES = {"keys": np.uint8, "sums": np.float64, "counts": np.int32, "offsets": np.int64}
+_FORMAT = "2"
+_BLOCK_KEYS = 1 << 20  # keys looked up at a time, which bounds the memory that takes
 _LOG = logging.getLogger(__name__)
 
 
@@ -60,26 +49,53 @@ class Hits:
     counts_Q: Counts
 
 
-@dataclass(frozen=True)
-class _Shard:
-    file: Path
-    created: str
-    keys: Keys
-    sums: Floats
-    counts: Counts
-    offsets: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class _Index:
-    """All rows of all shards, in the order of `prefixes`; among equal prefixes the oldest shard's come first."""
+    """All rows of `shards`, in the order of their prefixes; among equal prefixes the first shard's come first."""
 
-    prefixes: npt.NDArray[np.uint64]
-    keys: Keys
-    sums: Floats
-    counts: Counts
-    shard: npt.NDArray[np.int64]
-    row: npt.NDArray[np.int64]
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+        self._starts = np.cumsum([0, *(len(shard) for shard in shards)])
+        prefixes_S = np.empty(self._starts[-1], np.uint64)
+        for shard, start in zip(shards, self._starts, strict=False):
+            prefixes_S[start : start + len(shard)] = _prefixes(shard.keys_SK)
+        self._places_S: Places = np.argsort(prefixes_S, kind="stable")
+        self._prefixes_S = prefixes_S[self._places_S]
+
+    def find(self, keys_QK: Keys) -> Places:
+        """For each key the place of its row, counted over all shards, or -1.
+
+        A binary search on the prefix, then all 32 bytes are compared. Rows that share a prefix lie side by side, so keys
+        still unanswered move on by one row together, until they find their own or leave their prefix.
+        """
+        wanted_Q = _prefixes(keys_QK)
+        found_Q = np.full(len(keys_QK), -1, dtype=np.int64)
+        open_R = np.argsort(wanted_Q)  # sorted keys walk through the index once, in the order of memory
+        at_R = np.searchsorted(self._prefixes_S, wanted_Q[open_R])
+        while True:
+            inside_R = at_R < len(self._prefixes_S)
+            open_R, at_R = open_R[inside_R], at_R[inside_R]
+            same_R = self._prefixes_S[at_R] == wanted_Q[open_R]
+            open_R, at_R = open_R[same_R], at_R[same_R]
+            if not len(open_R):
+                return found_Q
+            places_R = self._places_S[at_R]
+            equal_R = self._holds(places_R, keys_QK[open_R])
+            found_Q[open_R[equal_R]] = places_R[equal_R]
+            open_R, at_R = open_R[~equal_R], at_R[~equal_R] + 1
+
+    def by_shard(self, places_R: Places) -> Iterator[tuple[Shard, Places, Places]]:
+        """Each shard that has some of the places, with their rows in it and which of the R places they are."""
+        order_R = np.argsort(places_R, kind="stable")
+        bounds = np.searchsorted(places_R, self._starts, sorter=order_R)
+        for number in np.flatnonzero(np.diff(bounds)):
+            those = order_R[bounds[number] : bounds[number + 1]]
+            yield self.shards[number], places_R[those] - self._starts[number], those
+
+    def _holds(self, places_R: Places, keys_RK: Keys) -> npt.NDArray[np.bool_]:
+        equal_R = np.empty(len(places_R), np.bool_)
+        for shard, rows, those in self.by_shard(places_R):
+            equal_R[those] = (_words(shard.keys_SK[rows]) == _words(keys_RK[those])).all(axis=1)
+        return equal_R
 
 
 @dataclass
@@ -89,12 +105,8 @@ class Memo:
     store: Store
     rule: str
     note: Callable[[str], None] = _LOG.warning
-    _shards: dict[str, _Shard] = field(default_factory=dict, init=False, repr=False)
-    _ordered: list[_Shard] = field(default_factory=list, init=False, repr=False)
-    _index: _Index = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        self._index = _build_index([])
+    _shards: dict[str, Shard] = field(default_factory=dict, init=False, repr=False)
+    _index: _Index = field(default_factory=lambda: _Index([]), init=False, repr=False)
 
     @property
     def kind(self) -> str:
@@ -102,143 +114,82 @@ class Memo:
 
     def lookup(self, keys_QK: Keys) -> Hits:
         """What is known of `keys_QK`, uint8[Q, 32], shards that other processes have added since included."""
+        assert keys_QK.ndim == 2 and keys_QK.shape[1] == KEY_BYTES, (
+            f"keys of shape {keys_QK.shape}, expected [Q, {KEY_BYTES}]"
+        )
         self._refresh()
-        places_Q = _find(self._index, keys_QK)
-        found_Q = places_Q >= 0
         sums_Q = np.full(len(keys_QK), np.nan)
         counts_Q = np.full(len(keys_QK), -1, dtype=np.int32)
-        sums_Q[found_Q] = self._index.sums[places_Q[found_Q]]
-        counts_Q[found_Q] = self._index.counts[places_Q[found_Q]]
-        return Hits(found_Q, sums_Q, counts_Q)
+        for begin in range(0, len(keys_QK), _BLOCK_KEYS):
+            places = self._index.find(keys_QK[begin : begin + _BLOCK_KEYS])
+            known = np.flatnonzero(places >= 0)
+            for shard, rows, those in self._index.by_shard(places[known]):
+                sums_Q[begin + known[those]] = shard.sums_S[rows]
+                counts_Q[begin + known[those]] = shard.counts_S[rows]
+        return Hits(counts_Q >= 0, sums_Q, counts_Q)
 
     def token_logprobs(self, key: bytes) -> TokenLogProbs | None:
         """The log-prob of every response token of one sequence, for inspection; None if it was never scored."""
         self._refresh()
-        place = int(_find(self._index, np.frombuffer(key, dtype=np.uint8)[None, :])[0])
-        if place < 0:
-            return None
-        shard, row = self._ordered[self._index.shard[place]], self._index.row[place]
-        begin, end = shard.offsets[row], shard.offsets[row + 1]
-        if begin == end:
-            return np.empty(0, np.float32)
-        with safe_open(shard.file, framework="numpy") as file:
-            tokens: TokenLogProbs = file.get_slice("tokens")[begin:end]
-        return tokens
+        while (place := self._index.find(np.frombuffer(key, dtype=np.uint8)[None, :]))[0] >= 0:
+            shard, rows, _ = next(self._index.by_shard(place))
+            try:
+                return shard.token_logprobs(int(rows[0]))
+            except StoreError as error:
+                name = shard.artifact.fingerprint
+                self._set_aside(name, error)
+                del self._shards[name]
+                self._order()
+        return None
 
     def add(self, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> Artifact:
-        """Publish one shard: S sequences, the log-probs of their tokens one after the other. Gives the shard.
-
-        The sums are taken here, in float64, so that they cannot disagree with the tokens.
-        """
+        """Publish one shard: S sequences, the log-probs of their tokens one after the other. Raises StoreError."""
         assert keys_SK.shape == (len(counts_S), KEY_BYTES), f"{keys_SK.shape} keys for {len(counts_S)} counts"
         assert counts_S.sum() == len(tokens_N), f"{counts_S.sum()} tokens counted, {len(tokens_N)} given"
         assert np.isfinite(tokens_N).all(), "a log-prob that is not finite is never stored"
-        tensors = _tensors(keys_SK, counts_S, tokens_N)
-        identity = fingerprint_of_stream(self.kind, (tensors[name].tobytes() for name in sorted(tensors)))
-        made = Made(identity, {"sequences": len(counts_S), "tokens": len(tokens_N)})
-        derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
         with self.store.staging() as staging:
-            save_file(tensors, staging / _FILE)
+            identity = write_shard(staging, self.kind, keys_SK, counts_S, tokens_N)
+            made = Made(identity, {"sequences": len(counts_S), "tokens": len(tokens_N)})
+            derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
             return self.store.publish(staging, derivation, made)
 
     def _refresh(self) -> None:
-        """Read the shards that were added since the last time; those read before are immutable and stay."""
+        """Open the shards that were added since the last time; those opened before are immutable and stay."""
         new = [name for name in self.store.fingerprints(self.kind) if name not in self._shards]
-        read = {name: shard for name in new if (shard := self._read(name)) is not None}
-        if read:
-            self._shards |= read
-            self._ordered = [self._shards[name] for name in sorted(self._shards, key=self._age)]
-            self._index = _build_index(self._ordered)
+        opened = {name: shard for name in new if (shard := self._open(name)) is not None}
+        if opened:
+            self._shards |= opened
+            self._order()
 
-    def _age(self, name: str) -> tuple[str, str]:
-        return self._shards[name].created, name
+    def _order(self) -> None:
+        self._index = _Index(sorted(self._shards.values(), key=lambda shard: shard.age))
 
-    def _read(self, name: str) -> _Shard | None:
+    def _open(self, name: str) -> Shard | None:
         """The verified shard; None if it is broken, and then it is out of the way."""
         try:
-            return _read_shard(self.store.open(self.kind, name))
+            return open_shard(self.store.open(self.kind, name, hashes=False))
         except StoreError as error:
-            try:
-                place = self.store.set_aside(self.kind, name)
-            except FileNotFoundError:  # another process found it broken as well, and was first
-                return None
-            self.note(
-                f"set aside shard {short(name)} of the memo: {error}. "
-                f"Its sequences are scored again; the shard is kept in {place}"
-            )
+            self._set_aside(name, error)
             return None
 
-
-def _tensors(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> dict[str, Array]:
-    owners_N = np.repeat(np.arange(len(counts_S)), counts_S)
-    return {
-        "keys": np.ascontiguousarray(keys_SK, dtype=np.uint8),
-        "sums": np.bincount(owners_N, weights=tokens_N.astype(np.float64), minlength=len(counts_S)).astype(np.float64),
-        "counts": np.ascontiguousarray(counts_S, dtype=np.int32),
-        "offsets": np.concatenate([[0], np.cumsum(counts_S, dtype=np.int64)]),
-        "tokens": np.ascontiguousarray(tokens_N, dtype=np.float32),
-    }
-
-
-def _read_shard(artifact: Artifact) -> _Shard:
-    """The shard without its tokens, which stay on the disk. Raises CorruptArtifact if it has not the form of one."""
-    path = artifact.folder / _FILE
-    try:
-        with safe_open(path, framework="numpy") as file:
-            arrays = {name: file.get_tensor(name) for name in _DTYPES}
-            tokens = file.get_slice("tokens").get_shape()
-    except (OSError, SafetensorError) as error:
-        raise CorruptArtifact(f"{path} is not a shard of log-probs: {error}") from error
-    rows = len(arrays["counts"])
-    shapes = {"keys": (rows, KEY_BYTES), "sums": (rows,), "counts": (rows,), "offsets": (rows + 1,)}
-    well_formed = all(arrays[name].shape == shapes[name] and arrays[name].dtype == _DTYPES[name] for name in shapes)
-    if not (well_formed and np.array_equal(np.diff(arrays["offsets"]), arrays["counts"])):
-        raise CorruptArtifact(f"{path} has arrays that do not fit each other")
-    if list(tokens) != [arrays["offsets"][-1]]:
-        raise CorruptArtifact(f"{path} has {tokens} tokens, expected {arrays['offsets'][-1]}")
-    return _Shard(path, artifact.manifest.created, **arrays)
-
-
-def _build_index(shards: list[_Shard]) -> _Index:
-    keys = np.concatenate([np.empty((0, KEY_BYTES), np.uint8), *(s.keys for s in shards)])
-    prefixes = _prefixes(keys)
-    order = np.argsort(prefixes, kind="stable")
-    sizes = [len(s.counts) for s in shards]
-    return _Index(
-        prefixes=prefixes[order],
-        keys=keys[order],
-        sums=np.concatenate([np.empty(0), *(s.sums for s in shards)])[order],
-        counts=np.concatenate([np.empty(0, np.int32), *(s.counts for s in shards)])[order],
-        shard=np.repeat(np.arange(len(shards)), sizes)[order],
-        row=np.concatenate([np.empty(0, np.int64), *(np.arange(size) for size in sizes)])[order],
-    )
+    def _set_aside(self, name: str, error: StoreError) -> None:
+        try:
+            place = self.store.set_aside(self.kind, name)
+        except FileNotFoundError:  # another process found it broken as well, and was first
+            return
+        self.note(
+            f"set aside shard {short(name)} of the memo: {error}. "
+            f"Its sequences are scored again; the shard is kept in {place}"
+        )
 
 
 def _prefixes(keys: Keys) -> npt.NDArray[np.uint64]:
-    """The first 8 bytes as a big-endian number: among fair hashes nearly always enough to tell two keys apart."""
-    return np.ascontiguousarray(keys[:, :_PREFIX_BYTES]).view(">u8")[:, 0].astype(np.uint64)
+    """The first 8 bytes of each key as a big-endian number, which keeps the order of keys.
 
-
-def _find(index: _Index, keys_QK: Keys) -> npt.NDArray[np.int64]:
-    """For each key its place in the index, or -1.
-
-    A binary search on the prefix, then all 32 bytes are compared. Keys that share a prefix lie side by side, so those
-    still unanswered move on by one row together, until they find their key or leave their prefix.
+    Among fair hashes that is nearly always enough to tell two keys apart.
     """
-    assert keys_QK.ndim == 2 and keys_QK.shape[1] == KEY_BYTES, (
-        f"keys of shape {keys_QK.shape}, expected [Q, {KEY_BYTES}]"
-    )
-    wanted_Q = _prefixes(keys_QK)
-    places_Q = np.full(len(keys_QK), -1, dtype=np.int64)
-    place = np.searchsorted(index.prefixes, wanted_Q)
-    open_ = np.arange(len(keys_QK))
-    while True:
-        inside = place < len(index.prefixes)
-        open_, place = open_[inside], place[inside]
-        same_prefix = index.prefixes[place] == wanted_Q[open_]
-        open_, place = open_[same_prefix], place[same_prefix]
-        if not len(open_):
-            return places_Q
-        equal = (index.keys[place] == keys_QK[open_]).all(axis=1)
-        places_Q[open_[equal]] = place[equal]
-        open_, place = open_[~equal], place[~equal] + 1
+    return np.ascontiguousarray(keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
+
+
+def _words(keys: Keys) -> npt.NDArray[np.uint64]:
+    return np.ascontiguousarray(keys).view(np.uint64)

@@ -3,34 +3,45 @@
     store/<kind>/<fingerprint>/...        the files of an artifact and its manifest.json
     store/keys/<kind>/<key>.json          the derivation of that key, the fingerprint it gave, and details of that way
     store/locks/<kind>-<key>.lock         held by whoever is making that key
-    store/staging/                        artifacts in the making; set aside ones are under store/corrupt/
+    store/staging/<name>/, <name>.lock    an artifact in the making; the lock is held as long as its maker lives
+    store/corrupt/<kind>/...              artifacts that were set aside
 
 A derivation (code version, inputs, settings) has a key; making it gives an artifact whose fingerprint identifies its
 contents. So two derivations with the same outcome, say a template before and after a comment was added to it, share one
 artifact, and nothing below notices the difference.
 
 Publishing is: write in staging, fsync every file and folder, write the manifest last, rename into place, fsync the
-parent, then record the key. A reader that finds the key finds everything.
+parent, then record the key. A reader that finds the key finds everything. A process that is killed on the way leaves a
+staging folder whose lock nobody holds, and the next one that stages something removes it.
 """
 
 import contextlib
+import errno
 import fcntl
 import importlib.metadata
 import json
 import os
 import platform
-import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from training.contract.durable import (
+    free_bytes,
+    new_folder,
+    open_as_umask_says,
+    rename_new,
+    sync_folder,
+    sync_tree,
+    write_durably,
+)
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.fingerprint import short
+from training.contract.hash_cache import HashCache
 from training.contract.manifest import (
     MANIFEST,
     Derivation,
@@ -40,8 +51,10 @@ from training.contract.manifest import (
     read_manifest,
     verify_files,
 )
+from training.contract.staging import claim_folder, remove_abandoned
 
 _LIBRARIES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -77,7 +90,7 @@ class Record(BaseModel):
     """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    fingerprint: str
+    fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
     derivation: Derivation
     details: dict[str, Any]
 
@@ -94,8 +107,11 @@ class Store:
         folder = self.root / kind
         return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
-    def open(self, kind: str, fingerprint: str, hashes: bool = True) -> Artifact:
-        """The artifact, verified. Raises StoreError if there is none, CorruptArtifact if it is not what was published."""
+    def open(self, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact:
+        """The artifact, verified. Raises StoreError if there is none, CorruptArtifact if it is not what was published.
+
+        To look at many artifacts, give a `cache`: files that nobody wrote since they were hashed are not read again.
+        """
         folder = self.folder(kind, fingerprint)
         if not (folder / MANIFEST).is_file():
             raise StoreError(f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again")
@@ -105,15 +121,15 @@ class Store:
                 f"{folder / MANIFEST} is of {manifest.kind} {short(manifest.fingerprint)}, "
                 f"expected {kind} {short(fingerprint)}"
             )
-        verify_files(folder, manifest, hashes)
+        verify_files(folder, manifest, hashes, cache)
         return Artifact(folder, manifest, manifest.made_from, manifest.details)
 
-    def find(self, kind: str, key: str, hashes: bool = True) -> Artifact | None:
+    def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None:
         """What the derivation `key` gave, verified; None if it was never made. Raises CorruptArtifact."""
         record = self._read_record(kind, key)
         if record is None or not (self.folder(kind, record.fingerprint) / MANIFEST).is_file():
             return None
-        artifact = self.open(kind, record.fingerprint, hashes)
+        artifact = self.open(kind, record.fingerprint, hashes, cache)
         return replace(artifact, derivation=record.derivation, details=record.details)
 
     def record(self, kind: str, key: str) -> "Record | None":
@@ -127,9 +143,7 @@ class Store:
 
     def set_aside(self, kind: str, fingerprint: str) -> Path:
         """Move a corrupt artifact out of the way, kept for inspection; gives its new place."""
-        target = self.root / "corrupt" / kind
-        target.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(prefix=f"{short(fingerprint)}-", dir=target))
+        place = new_folder(self.root / "corrupt" / kind, f"{short(fingerprint)}-")
         os.rename(self.folder(kind, fingerprint), place / fingerprint)
         return place / fingerprint
 
@@ -141,21 +155,32 @@ class Store:
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
-        """An empty folder on the store's filesystem, removed at the end unless it was published."""
+        """An empty folder on the store's filesystem, removed at the end unless it was published.
+
+        What dead processes left is removed first. Raises StoreError where the disk takes no more.
+        """
         parent = self.root / "staging"
-        parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=parent))
+        with self._refused("stage anything"):
+            parent.mkdir(parents=True, exist_ok=True)
+            remove_abandoned(parent)
+            claim = claim_folder(parent)
         try:
-            yield folder
+            yield claim.folder
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise self._refusal("write an artifact", error) from error
+            raise
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            claim.give_up()
 
     @contextlib.contextmanager
     def lock(self, kind: str, key: str) -> Iterator[BinaryIO]:
         """Hold the right to make `key`, waiting for whoever has it. A process that inherits the file holds it too."""
         path = self.root / "locks" / f"{kind.replace('/', '-')}-{key}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab") as file:
+        with self._refused(f"lock {kind}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(path, "ab")
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 
@@ -165,32 +190,40 @@ class Store:
         If the same contents were published before and are whole, they stay and only the key is recorded. Raises
         StoreError with the path and the free bytes where the disk does not take it; what was there is untouched.
         """
-        try:
+        with self._refused(f"publish {derivation.kind}"):
             return self._publish(staging, derivation, made)
-        except OSError as error:
-            free = shutil.disk_usage(self.root).free
-            raise StoreError(
-                f"cannot publish {derivation.kind} in {self.root} ({free:,} bytes free): {error}"
-            ) from error
 
     def _publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
         kind, target = derivation.kind, self.folder(derivation.kind, made.fingerprint)
         if not self._has_intact(kind, made.fingerprint):
             files = list_files(staging)
             manifest = _manifest(derivation, made, files)
-            _sync_files(staging, files)
+            open_as_umask_says(staging)
+            sync_tree(staging)
             write_durably(staging / MANIFEST, manifest.model_dump_json(indent=2).encode())
             target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):  # another process published the same contents meanwhile
-                _rename_new(staging, target)
+                rename_new(staging, target)
             sync_folder(target.parent)
         record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
-        write_durably(self._record(kind, derivation.key), record.model_dump_json(indent=2).encode())
+        with self.staging() as scratch:
+            write_durably(self._record(kind, derivation.key), record.model_dump_json(indent=2).encode(), scratch)
         return replace(self.open(kind, made.fingerprint, hashes=False), derivation=derivation, details=made.details)
+
+    @contextlib.contextmanager
+    def _refused(self, doing: str) -> Iterator[None]:
+        """Turn the operating system's refusal into a StoreError with the place and the room there is."""
+        try:
+            yield
+        except OSError as error:
+            raise self._refusal(doing, error) from error
+
+    def _refusal(self, doing: str, error: OSError) -> StoreError:
+        return StoreError(f"cannot {doing} in {self.root} ({free_bytes(self.root):,} bytes free): {error}")
 
     def _has_intact(self, kind: str, fingerprint: str) -> bool:
         """Whether these contents are there and whole; broken ones go out of the way of those that take their place."""
-        if not self.folder(kind, fingerprint).is_dir():
+        if not os.path.lexists(self.folder(kind, fingerprint)):
             return False
         try:
             self.open(kind, fingerprint)
@@ -211,48 +244,6 @@ class Store:
 
     def _record(self, kind: str, key: str) -> Path:
         return self.root / "keys" / kind / f"{key}.json"
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step: whole before or whole after, also across a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_files(folder: Path, names: dict[str, FileEntry]) -> None:
-    for name in names:
-        with open(folder / name, "rb") as file:
-            os.fsync(file.fileno())
-    for path in [folder, *(p for p in folder.rglob("*") if p.is_dir())]:
-        sync_folder(path)
-
-
-def _rename_new(source: Path, target: Path) -> None:
-    """Rename a folder; FileExistsError if a non-empty `target` is there (the kernel decides, so no race)."""
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if target.is_dir():
-            raise FileExistsError(str(target)) from error
-        raise
 
 
 def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -> Manifest:

@@ -1,28 +1,45 @@
-"""The identity of a model's weights: its safetensors files and the config fields that change the function it computes.
+"""The identity of a model's weights: its tensors, and the config fields that change the function it computes.
 
-Each file counts by its sha256, merged in name order. Re-saving the same tensors in other shards gives other bytes and so
-another identity: deciding that two sets of files hold equal tensors would mean reading headers that a hash of the file
-already covers. Names of folders, `transformers_version`, `_name_or_path` and generation defaults change no log-prob and
-do not count.
+A tensor counts by name, dtype, shape and bytes; the tensors are merged in the order of their names. In which files they lie,
+in what order, and what a file's metadata says changes no log-prob: weights that are saved again or cut into other shards
+stay what they were. It costs no more than hashing files: every byte is read once, straight from the place the header of
+a safetensors file gives, and as work is dealt out a tensor at a time, one large file keeps all cores busy.
+
+The files are those transformers would load: `model.safetensors`, else those its index names, else all there are.
+
+Of the config everything counts but the names in `_NO_FUNCTION`, as it is written: a field that is spelled out with its default
+makes another identity, since knowing defaults takes the model's code. That errs on the safe side: sequences are
+scored again.
 """
 
+import contextlib
+import hashlib
 import json
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from training.contract.errors import ModelError
-from training.contract.fingerprint import fingerprint, hash_file
+from training.contract.fingerprint import BLOCK_BYTES, canonical_json, fingerprint, hashers
+from training.contract.hash_cache import HashCache
+from training.contract.tensor_file import TensorPlace, read_places
 
 # Bookkeeping of transformers, and dtype, which is chosen on loading.
-_NO_FUNCTION = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures_version"}
-_HASHERS = 4
+_NO_FUNCTION = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+_INNER_MODELS = {"text_config", "vision_config", "audio_config"}
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, in name order. Raises ModelError if there are none."""
+    """The safetensors files that hold the model, in name order. Raises ModelError if there are none, or not all."""
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a Hugging Face model folder with config.json")
+    if (folder / _SINGLE).is_file():
+        return [folder / _SINGLE]
+    if (folder / _INDEX).is_file():
+        return _indexed_files(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         other = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
@@ -33,24 +50,98 @@ def weight_files(folder: Path) -> list[Path]:
 def function_config(folder: Path) -> dict[str, Any]:
     """The fields of config.json that change the function. Raises ModelError if it is missing or not JSON."""
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as a model's config: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a JSON {type(config).__name__}; expected an object, a model's config")
-    return {name: value for name, value in config.items() if name not in _NO_FUNCTION}
+    return _function_fields(_read_object(path, "a model's config"))
 
 
-def weights_identity(folder: Path) -> dict[str, Any]:
-    """What the fingerprint is made of: `config`, and `files` as name -> sha256."""
+def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
+    """What the fingerprint is made of: `config`, and of the `weights` their sha256, the count of tensors and their bytes.
+
+    With a `cache`, files that did not change since they were hashed are not read. Raises ModelError.
+    """
     files = weight_files(folder)
-    with ThreadPoolExecutor(_HASHERS) as pool:
-        hashes = list(pool.map(hash_file, files))
-    return {"config": function_config(folder), "files": {f.name: h for f, h in zip(files, hashes, strict=True)}}
+    tables = cache.digests("tensors", files, hash_tensors) if cache else hash_tensors(files)
+    owners: dict[str, Path] = {}
+    digests: dict[str, str] = {}
+    for file, table in zip(files, tables, strict=True):
+        for name, digest in table["tensors"].items():
+            if owners.setdefault(name, file) != file:
+                raise ModelError(
+                    f"the tensor {name} is in {owners[name]} and in {file}; remove the file of other weights"
+                )
+            digests[name] = digest
+    merged = {
+        "sha256": fingerprint("tensors", sorted(digests.items())),
+        "tensors": len(digests),
+        "bytes": sum(table["bytes"] for table in tables),
+    }
+    return {"config": function_config(folder), "weights": merged}
 
 
 def weights_fingerprint(identity: dict[str, Any]) -> str:
-    """The fingerprint of `weights_identity`'s answer. File names decide the order and nothing else."""
-    hashes = [sha for _, sha in sorted(identity["files"].items())]
-    return fingerprint("weights", {"config": identity["config"], "files": hashes})
+    """The fingerprint of `weights_identity`'s answer."""
+    return fingerprint("weights", {"config": identity["config"], "tensors": identity["weights"]["sha256"]})
+
+
+def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
+    """For each file `tensors`, the sha256 of every tensor by name, and `bytes`, their size. Raises ModelError."""
+    with contextlib.ExitStack() as stack:
+        opened = {file: stack.enter_context(open(file, "rb", buffering=0)).fileno() for file in files}
+        work = [(file, tensor) for file in files for tensor in _places(file)]
+        with ThreadPoolExecutor(hashers()) as pool:
+            digests = list(pool.map(lambda of: _hash_tensor(opened[of[0]], *of), work))
+    tables: dict[Path, dict[str, Any]] = {file: {"tensors": {}, "bytes": 0} for file in files}
+    for (file, tensor), digest in zip(work, digests, strict=True):
+        tables[file]["tensors"][tensor.name] = digest
+        tables[file]["bytes"] += tensor.end - tensor.begin
+    return [tables[file] for file in files]
+
+
+def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace) -> str:
+    digest = hashlib.sha256(canonical_json([tensor.name, tensor.dtype, tensor.shape]))
+    at = tensor.begin
+    while at < tensor.end:
+        block = os.pread(descriptor, min(BLOCK_BYTES, tensor.end - at), at)
+        if not block:
+            raise ModelError(f"{file} ends at byte {at}, inside the tensor {tensor.name}; it was cut while it was read")
+        digest.update(block)
+        at += len(block)
+    return digest.hexdigest()
+
+
+def _places(file: Path) -> list[TensorPlace]:
+    try:
+        return read_places(file)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{file} is not a readable safetensors file: {error}; fetch or save the model again"
+        ) from error
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    names = _read_object(folder / _INDEX, "an index of weights").get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise ModelError(f"{folder / _INDEX} has no weight_map; expected an object, tensor names to file names")
+    files = sorted({str(name) for name in names.values()})
+    for name in files:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ModelError(f"{folder / _INDEX} names {name}, which is no file of that folder; fetch the model again")
+    return [folder / name for name in files]
+
+
+def _read_object(path: Path, what: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as {what}: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a JSON {type(content).__name__}; expected an object, {what}")
+    return content
+
+
+def _function_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Without bookkeeping, also that of the models a composed one holds, such as `text_config`."""
+    return {
+        name: _function_fields(value) if isinstance(value, dict) and name in _INNER_MODELS else value
+        for name, value in config.items()
+        if name not in _NO_FUNCTION
+    }

@@ -1,9 +1,13 @@
 """Tokenizers: loaded without running anything of theirs, and identified by what they do.
 
-The identity is the serialized fast tokenizer (vocabulary, merges, normalizer, pre-tokenizer, added tokens) without its
-padding and truncation settings, the ids of the special tokens, and the ids it gives for probe texts, which show whether
-it adds a BOS or an EOS and how it treats special tokens in a text. Names, folders and the padding token do not count:
-they change no token of a conversation.
+The identity is made of three things: the serialized fast tokenizer (vocabulary, merges, normalizer, pre-tokenizer, added
+tokens), the ids of the special tokens, and what it makes of probe texts, ids and places, which shows whether it adds a
+BOS or an EOS and how it treats special tokens in a text.
+
+Loading and saving write some of this in other words without another effect: a post-processor appears or takes another
+form, an absent prefix becomes an empty one. So the post-processor counts by what it adds to the probes and how it
+trims their places, and empty fields of the model do not count. Names, folders, padding, truncation and the padding token
+do not count either: they change no token of a conversation.
 """
 
 import hashlib
@@ -18,6 +22,7 @@ from training.contract.fingerprint import canonical_json, fingerprint
 
 _ORIGINS = ("name_or_path", "tokenizer_file", "vocab_file", "is_local", "local_files_only")
 _SPECIAL_ROLES = ("bos_token_id", "eos_token_id", "unk_token_id")
+_BY_EFFECT = ("post_processor", "padding", "truncation", "version")
 _PROBE_TEXTS = (
     "",
     "Hello, world!",
@@ -59,12 +64,10 @@ def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    serialized = json.loads(tokenizer.backend_tokenizer.to_str())
-    serialized.update(padding=None, truncation=None)
     return fingerprint(
         "tokenizer",
         {
-            "serialized": hashlib.sha256(canonical_json(serialized)).hexdigest(),
+            "serialized": hashlib.sha256(canonical_json(_serialized(tokenizer))).hexdigest(),
             "special_ids": special_ids(tokenizer),
             "probes": [_encodings(tokenizer, text) for text in (*_PROBE_TEXTS, _control_text(tokenizer))],
         },
@@ -81,8 +84,19 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def _serialized(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """The parts of the tokenizer that count as they are written."""
+    parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    model = {name: value for name, value in parts["model"].items() if value not in (None, "")}
+    return {**{name: part for name, part in parts.items() if name not in _BY_EFFECT}, "model": model}
+
+
 def _encodings(tokenizer: PreTrainedTokenizerFast, text: str) -> list[Any]:
-    return [tokenizer(text, add_special_tokens=added)["input_ids"] for added in (False, True)]
+    """The ids, and the place of each in the text, without and with what the tokenizer adds of its own."""
+    encoded = [
+        tokenizer(text, add_special_tokens=added, return_offsets_mapping=True, verbose=False) for added in (False, True)
+    ]
+    return [[each["input_ids"], each["offset_mapping"]] for each in encoded]
 
 
 def _control_text(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from training.contract.durable import write_durably
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import MANIFEST, Derivation
-from training.contract.store import Artifact, Made, Store, write_durably
+from training.contract.store import Artifact, Made, Store
 
 KIND, FINGERPRINT = "policy", "f" * 64
 

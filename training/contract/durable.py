@@ -1,0 +1,94 @@
+"""Writing so that what was there stays whole until what replaces it is, also across a power cut.
+
+Everything made here has the permissions that the umask gives a new file or folder. Python's `tempfile` gives 0600 and
+0700 instead, which a rename would carry into a store that a group shares.
+"""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+_ATTEMPTS = 100
+
+
+def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> None:
+    """Replace `path` by `content` in one step: whole before or whole after.
+
+    The bytes are first written in `scratch`, a folder on the same filesystem, by default that of `path`. Raises OSError,
+    and then leaves nothing behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = (scratch or path.parent) / f".{path.name}-{secrets.token_hex(8)}"
+    try:
+        with open(temporary, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make every file and every name under `folder` survive a power cut."""
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a folder; FileExistsError if a non-empty `target` is there (the kernel decides, so no race)."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if target.is_dir():
+            raise FileExistsError(str(target)) from error
+        raise
+
+
+def new_folder(parent: Path, prefix: str = "") -> Path:
+    """An empty folder of an unused name in `parent`, which is made where it is missing."""
+    parent.mkdir(parents=True, exist_ok=True)
+    for _ in range(_ATTEMPTS):
+        folder = parent / f"{prefix}{secrets.token_hex(8)}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise FileExistsError(f"no unused name in {parent} after {_ATTEMPTS} attempts")
+
+
+def open_as_umask_says(folder: Path) -> None:
+    """Give everything in `folder` at least the permissions the umask gives new files and folders.
+
+    Some libraries write files of 0600 (safetensors does). What the umask gives is seen on a new folder, since to ask for
+    the umask itself is to change it for all threads for a moment.
+    """
+    probe = new_folder(folder)
+    folder_mode = probe.stat().st_mode & 0o777
+    probe.rmdir()
+    for path in [folder, *folder.rglob("*")]:
+        wanted = folder_mode if path.is_dir() else folder_mode & 0o666
+        path.chmod(path.stat().st_mode & 0o7777 | wanted)
+
+
+def free_bytes(path: Path) -> int:
+    """The free bytes of the filesystem that holds `path`, or will hold it."""
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free

@@ -1,0 +1,109 @@
+"""A shard of the memo: the log-probs of some sequences under one rule, written once.
+
+    index.safetensors     keys    uint8[S, 32]    sha256 of the token ids and mask of a sequence
+                          sums    float64[S]      summed log-prob of its response tokens, in nats
+                          counts  int32[S]        how many tokens those are
+    tokens.safetensors    tokens  float32[N]      the log-probs themselves, sequence after sequence
+
+Looking a sequence up needs the first file, 44 bytes a sequence; the second, some hundred times larger, is for
+inspection. So they are two: opening a shard reads and hashes the index only, and the tokens are hashed when they are asked for.
+
+Legend: S sequences, N tokens of all of them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from training.contract.durable import free_bytes
+from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.fingerprint import fingerprint_of_stream
+from training.contract.manifest import verify_contents
+from training.contract.store import Artifact
+from training.contract.tensor_file import map_tensors
+
+Keys = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int32]
+TokenLogProbs = npt.NDArray[np.float32]
+
+KEY_BYTES = 32
+_INDEX, _TOKENS = "index.safetensors", "tokens.safetensors"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An open shard; the arrays are memory-mapped."""
+
+    artifact: Artifact
+    keys_SK: Keys
+    sums_S: Floats
+    counts_S: Counts
+
+    def __len__(self) -> int:
+        return len(self.counts_S)
+
+    @property
+    def age(self) -> tuple[str, str]:
+        """When it was made; to the second, and within a second by name."""
+        return self.artifact.manifest.created, self.artifact.fingerprint
+
+    def token_logprobs(self, row: int) -> TokenLogProbs:
+        """The log-probs of the response tokens of one sequence. Raises CorruptArtifact if they are not what was published."""
+        verify_contents(self.artifact.folder, self.artifact.manifest, [_TOKENS])
+        begin = int(self.counts_S[:row].sum(dtype=np.int64))
+        tokens_N: TokenLogProbs = _read(self.artifact.folder / _TOKENS, {"tokens": np.float32})["tokens"]
+        return tokens_N[begin : begin + int(self.counts_S[row])].copy()
+
+
+def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> str:
+    """Write a shard into `folder`; its fingerprint. Raises StoreError where the disk does not take it.
+
+    The sums are taken here, in float64, so that they cannot disagree with the tokens.
+    """
+    owners_N = np.repeat(np.arange(len(counts_S)), counts_S)
+    sums_S = np.bincount(owners_N, weights=tokens_N.astype(np.float64), minlength=len(counts_S)).astype(np.float64)
+    index: dict[str, npt.NDArray[Any]] = {
+        "keys": np.ascontiguousarray(keys_SK, dtype=np.uint8),
+        "sums": sums_S,
+        "counts": np.ascontiguousarray(counts_S, dtype=np.int32),
+    }
+    tokens: dict[str, npt.NDArray[Any]] = {"tokens": np.ascontiguousarray(tokens_N, dtype=np.float32)}
+    try:
+        save_file(index, folder / _INDEX)
+        save_file(tokens, folder / _TOKENS)
+    except SafetensorError as error:
+        raise StoreError(f"cannot write a shard in {folder} ({free_bytes(folder):,} bytes free): {error}") from error
+    return fingerprint_of_stream(kind, (array.tobytes() for array in (*index.values(), *tokens.values())))
+
+
+def open_shard(artifact: Artifact) -> Shard:
+    """The shard in `artifact`, its index verified. Raises CorruptArtifact if it is broken or not a shard."""
+    if set(artifact.manifest.files) != {_INDEX, _TOKENS}:
+        raise CorruptArtifact(
+            f"{artifact.folder} holds {sorted(artifact.manifest.files)}, expected {_INDEX}, {_TOKENS}"
+        )
+    verify_contents(artifact.folder, artifact.manifest, [_INDEX])
+    path = artifact.folder / _INDEX
+    arrays = _read(path, {"keys": np.uint8, "sums": np.float64, "counts": np.int32})
+    rows = len(arrays["counts"])
+    shapes = {"keys": (rows, KEY_BYTES), "sums": (rows,), "counts": (rows,)}
+    if {name: array.shape for name, array in arrays.items()} != shapes:
+        raise CorruptArtifact(f"{path} has arrays that do not fit each other")
+    return Shard(artifact, keys_SK=arrays["keys"], sums_S=arrays["sums"], counts_S=arrays["counts"])
+
+
+def _read(path: Path, dtypes: dict[str, type[np.generic]]) -> dict[str, npt.NDArray[Any]]:
+    try:
+        arrays = map_tensors(path)
+    except (OSError, ValueError) as error:
+        raise CorruptArtifact(f"{path} is not part of a shard of log-probs: {error}") from error
+    found = {name: array.dtype for name, array in arrays.items()}
+    if found != {name: np.dtype(dtype) for name, dtype in dtypes.items()}:
+        raise CorruptArtifact(f"{path} holds {found}, expected {dtypes}")
+    return arrays
