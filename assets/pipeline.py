@@ -7,6 +7,7 @@ from typing import Any
 
 import dagster as dg
 
+from assets.conditions import ON_CONTENT
 from assets.graph import GRAPH
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
@@ -66,6 +67,8 @@ def declare(
         "code_version": node.code_version(pipeline.recipe),
         "check_specs": checks,
     }
+    if pipeline.recipe.automation.on_change:
+        arguments["automation_condition"] = ON_CONTENT
     if node.pool is not None:
         arguments["pool"] = node.pool
     decorator: Callable[[Body], dg.AssetsDefinition] = dg.asset(**arguments)

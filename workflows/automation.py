@@ -1,31 +1,54 @@
-"""When a recipe is materialized without anybody asking: on a schedule, and when its preference data change.
+"""When a recipe is materialized without anybody asking: on a schedule, and when its content changes.
 
-Both request the whole graph. Every asset asks the store first, so what did not change costs a look and no more.
+Three parts, each of which does what only it can:
+
+* The schedule requests the whole graph. Every asset asks the store first, so what did not change costs a look and no more.
+* The data sensor looks at the world, which Dagster cannot see: preference files, base model, tokenizer and template. If
+  something is not what was last materialized, it requests the assets that record it, and only these.
+* The automation condition of every asset (`assets.conditions`) does the rest: what was recorded anew, or a code version that
+  a changed recipe gave, requests everything below it in one run. Recorded anew with the same content, it requests nothing.
+
+The first run is a person's to start: a recipe that was never materialized is left alone by sensor and conditions.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import dagster as dg
 
+from assets.changes import changes_since
 from assets.graph import GRAPH
-from assets.locate import locate_data
-from assets.pipeline import Pipeline
-from assets.realize import data_version
-from training.contract.fingerprint import short
+from assets.pipeline import Pipeline, Services
+from assets.realize import data_version, latest_key
+from assets.world import Found, look
+from training.contract.fingerprint import fingerprint
+from workflows.resources import build_services, pedigree_home
 
 _SECONDS_BETWEEN_LOOKS = 60
+_SECONDS_BETWEEN_TICKS = 30
+# What stands for the world outside; the two other specs are made of the recipe alone, and their code version tells.
+_LOOKED_AT = ("preference_source", "base_model", "tokenization_spec")
+_CAUSE_TAG = "pedigree/cause"
+_CAUSE_CHARACTERS = 500
 
 
 def retraining(pipeline: Pipeline) -> dg.Definitions:
-    """The job that materializes a recipe, with the schedule and the sensor that the recipe asks for; both start running."""
-    job = dg.define_asset_job(
+    """The jobs of a recipe, with the schedule and the sensors that it asks for; these start running."""
+    retrain = dg.define_asset_job(
         f"{pipeline.name}_retrain",
         selection=[pipeline.key(asset) for asset in GRAPH],
         description=f"Brings every artifact of {pipeline.name} up to date.",
     )
+    record = dg.define_asset_job(
+        f"{pipeline.name}_look",
+        selection=[pipeline.key(asset) for asset in _LOOKED_AT],
+        description=f"Records the data, the base model and the tokenizer of {pipeline.name} as they are now.",
+    )
     automation = pipeline.recipe.automation
     return dg.Definitions(
-        jobs=[job],
-        schedules=[_schedule(pipeline, job.name)] if automation.cron else [],
-        sensors=[_data_sensor(pipeline, job.name)] if automation.on_change else [],
+        jobs=[retrain, record],
+        schedules=[_schedule(pipeline, retrain.name)] if automation.cron else [],
+        sensors=[_data_sensor(pipeline, record.name), _condition_sensor(pipeline)] if automation.on_change else [],
     )
 
 
@@ -42,23 +65,62 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
     )
 
 
+def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinition:
+    return dg.AutomationConditionSensorDefinition(
+        name=f"{pipeline.name}_automation",
+        target=[pipeline.key(asset) for asset in GRAPH],
+        minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description=f"Materializes what of {pipeline.name} lies below a change of content.",
+    )
+
+
 def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
     @dg.sensor(
         name=f"{pipeline.name}_data_sensor",
         job_name=job,
         minimum_interval_seconds=_SECONDS_BETWEEN_LOOKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=f"Retrains {pipeline.name} when the bytes of its preference data are not those it was made from.",
+        description=f"Records data, base model and tokenizer of {pipeline.name} when they are not what they were.",
     )
     def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
-        found = locate_data(pipeline.recipe).fingerprint
-        known = data_version(context.instance, pipeline.key("preference_source"))
-        if known is None:
+        if data_version(context.instance, pipeline.key("preference_source")) is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
-        if found == known:
-            return dg.SkipReason(f"the preference data are still {short(found)}")
-        if found == context.cursor:
-            return dg.SkipReason(f"a run for the preference data {short(found)} was requested already")
-        return dg.SensorResult(run_requests=[dg.RunRequest()], cursor=found)
+        services = build_services(pedigree_home())
+        found = [look(pipeline, services, asset) for asset in _LOOKED_AT]
+        causes = _causes(pipeline, services, context.instance, found)
+        if not causes:
+            return dg.SkipReason("data, base model and tokenizer are what was last materialized")
+        seen = fingerprint("seen", [_identity(each) for each in found])
+        if seen == context.cursor:
+            return dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
+        request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
+        return dg.SensorResult(run_requests=[request], cursor=seen)
 
     return data_sensor
+
+
+def _causes(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Sequence[Found]) -> list[str]:
+    """What of the world is not what was last materialized, in words; nothing for what never was."""
+    causes = []
+    for each in found:
+        key = latest_key(instance, pipeline.key(each.asset))
+        if key is not None and not _is_recorded(pipeline, services, instance, each, key):
+            causes += [f"{each.asset}: {words}" for words in changes_since(services.store, key, each)]
+    return causes
+
+
+def _is_recorded(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Found, key: str) -> bool:
+    if found.fingerprint is not None:
+        return data_version(instance, pipeline.key(found.asset)) == found.fingerprint
+    record = services.store.record(found.asset, key)
+    return record is not None and _files(record.derivation.settings) == _files(found.derivation.settings)
+
+
+def _identity(found: Found) -> Any:
+    return found.fingerprint or _files(found.derivation.settings)
+
+
+def _files(settings: dict[str, Any]) -> dict[str, Any]:
+    """The files of a tokenization spec. Its rules are the recipe's, and a code version tells of those."""
+    return {name: settings[name] for name in ("files", "chat_template")}

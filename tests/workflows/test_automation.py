@@ -1,4 +1,4 @@
-"""The schedule and the sensor of a recipe: what they ask for, and when."""
+"""What materializes without anybody asking: what the schedule, the sensor and the conditions ask for, and when."""
 
 import json
 
@@ -15,6 +15,14 @@ ROW = {
     "chosen": [{"role": "assistant", "content": "Because."}],
     "rejected": [{"role": "assistant", "content": "No."}],
 }
+BELOW_ROWS = {"raw_preferences", "tokenized_pairs", "reference_logprobs", "policy", "evaluation", "released_model"}
+
+
+def definitions_of(folder):
+    return dg.Definitions.merge(
+        load_recipe(folder).definitions,
+        dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
+    )
 
 
 class Sensed:
@@ -22,35 +30,38 @@ class Sensed:
 
     def __init__(self, folder, instance):
         self.folder, self.instance, self.cursor = folder, instance, None
-        loaded = load_recipe(folder)
-        self.key = loaded.pipeline.key("preference_source")
-        self.definitions = dg.Definitions.merge(
-            loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
-        )
+        self.pipeline = load_recipe(folder).pipeline
+        self.definitions = definitions_of(folder)
 
     def write(self, *texts):
         rows = [{**ROW, "prompt": [{"role": "user", "content": text}]} for text in texts]
         (self.folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def look(self):
-        """Materialize `preference_source`, as every run does first."""
+        """Materialize the two sources, as every run does first."""
         job = self.definitions.resolve_implicit_global_asset_job_def()
-        assert job.execute_in_process(instance=self.instance, asset_selection=[self.key]).success
+        keys = [self.pipeline.key(name) for name in ("preference_source", "base_model")]
+        assert job.execute_in_process(instance=self.instance, asset_selection=keys).success
 
-    def requests(self):
-        """How many runs one tick asks for."""
+    def tick(self):
         sensor = self.definitions.resolve_sensor_def("small_data_sensor")
         with dg.build_sensor_context(self.instance, self.cursor, definitions=self.definitions) as context:
             result = sensor.evaluate_tick(context)
         self.cursor = result.cursor or self.cursor
-        return len(result.run_requests or [])
+        return result
+
+    def requests(self):
+        """How many runs one tick asks for."""
+        return len(self.tick().run_requests or [])
 
 
 @pytest.fixture
-def sensed(tmp_path, monkeypatch):
+def sensed(tmp_path, monkeypatch, small_recipe):
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path / "home"))
     with dg.DagsterInstance.ephemeral() as instance:
-        sensed = Sensed(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
+        folder = write_recipe(tmp_path / "small", ATTRIBUTES)
+        (folder / "base").symlink_to(small_recipe / "base")
+        sensed = Sensed(folder, instance)
         sensed.write("Why?")
         yield sensed
 
@@ -72,6 +83,17 @@ def test_the_sensor_asks_once_for_each_change_of_the_bytes(sensed):
     assert [sensed.requests(), sensed.requests()] == [1, 0]
 
 
+def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
+    sensed.look()
+    sensed.write("Why?", "How?")
+    [request] = sensed.tick().run_requests
+    assert request.tags["pedigree/cause"] == "preference_source: preferences.jsonl differs (1 -> 2 rows read)"
+    sensor = sensed.definitions.resolve_sensor_def("small_data_sensor")
+    job = sensed.definitions.resolve_job_def(sensor.job_name)
+    recorded = {key.path[1] for key in job.asset_layer.executable_asset_keys}
+    assert recorded == {"preference_source", "base_model", "tokenization_spec"}
+
+
 def test_the_schedule_asks_for_the_whole_graph(sensed):
     definitions = sensed.definitions
     schedule = definitions.resolve_schedule_def("small_schedule")
@@ -79,3 +101,96 @@ def test_the_schedule_asks_for_the_whole_graph(sensed):
     assert schedule.default_status == dg.DefaultScheduleStatus.RUNNING
     job = definitions.resolve_job_def("small_retrain")
     assert {key.path[1] for key in job.asset_layer.executable_asset_keys} == set(GRAPH)
+
+
+class Conditions:
+    """The conditions of a recipe, tick by tick, over materializations that are told to a Dagster instance.
+
+    Nothing is computed: which data version an asset has is what the conditions go by, and that is written here.
+    """
+
+    def __init__(self, folder, instance):
+        self.folder, self.instance, self.cursor = folder, instance, None
+        self.pipeline = load_recipe(folder).pipeline
+
+    def tick(self):
+        """The assets that one tick asks for."""
+        definitions = definitions_of(self.folder)
+        result = dg.evaluate_automation_conditions(definitions, self.instance, cursor=self.cursor)
+        self.cursor = result.cursor
+        keys = [self.pipeline.key(asset) for asset in GRAPH]
+        return {key.path[1] for key in keys if result.get_num_requested(key)}
+
+    def materialize(self, version, *assets):
+        for asset in assets:
+            tags = {"dagster/data_version": f"{asset}-{version}"}
+            event = dg.AssetMaterialization(self.pipeline.key(asset), tags=tags)
+            self.instance.report_runless_asset_event(event)
+            for check in self._checks(asset):
+                self.report_check(asset, check, passed=True)
+
+    def report_check(self, asset, check, passed):
+        evaluation = dg.AssetCheckEvaluation(
+            asset_key=self.pipeline.key(asset), check_name=check, passed=passed, metadata={}
+        )
+        self.instance.report_runless_asset_event(evaluation)
+
+    def _checks(self, asset):
+        graph = definitions_of(self.folder).resolve_asset_graph()
+        return [key.name for key in graph.get(self.pipeline.key(asset)).check_keys]
+
+
+@pytest.fixture
+def conditions(tmp_path):
+    """A recipe of which everything was materialized, and two ticks went by."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
+        assert conditions.tick() == set(), "the first run is a person's to start"
+        conditions.materialize(1, *GRAPH)
+        assert conditions.tick() == set()
+        yield conditions
+
+
+def test_an_identical_materialization_asks_for_nothing(conditions):
+    conditions.materialize(1, "preference_source", "tokenization_spec", "tokenized_pairs")
+    assert [conditions.tick(), conditions.tick()] == [set(), set()]
+
+
+def test_new_data_ask_once_for_all_that_lies_below(conditions):
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    assert conditions.tick() == set()
+    for asset in GRAPH:  # as the run goes on, a tick between each two of its steps
+        if asset in BELOW_ROWS:
+            conditions.materialize(2, asset)
+    assert [conditions.tick(), conditions.tick()] == [set(), set()]
+
+
+def test_a_changed_field_asks_for_its_spec_and_what_reads_it(conditions):
+    write_recipe(conditions.folder, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    assert conditions.tick() == {"training_spec", "evaluation_spec", "policy", "evaluation", "released_model"}
+    assert conditions.tick() == set()
+
+
+def test_another_number_of_processes_asks_for_nothing(conditions):
+    write_recipe(conditions.folder, {**ATTRIBUTES, "compute": {"processes_per_node": 7}})
+    assert conditions.tick() == set()
+
+
+def test_a_failed_blocking_check_stops_what_follows_until_it_passes(conditions):
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    conditions.materialize(2, "raw_preferences")
+    conditions.report_check("raw_preferences", "quarantine_within_limit", passed=False)
+    assert [conditions.tick(), conditions.tick()] == [set(), set()]
+    conditions.report_check("raw_preferences", "quarantine_within_limit", passed=True)
+    assert conditions.tick() == BELOW_ROWS - {"raw_preferences"}
+    assert conditions.tick() == set()
+
+
+def test_without_on_change_nothing_asks(tmp_path):
+    folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "automation": {"on_change": False}})
+    definitions = definitions_of(folder)
+    assert not definitions.sensors
+    graph = definitions.resolve_asset_graph()
+    assert all(graph.get(key).automation_condition is None for key in graph.get_all_asset_keys())
