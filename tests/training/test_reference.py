@@ -222,7 +222,8 @@ def test_two_ranks_give_the_same_bits_each_with_shards_of_its_own(oracle, few, u
     job = copy_of(oracle.job(few), tmp_path)
     output, _ = start(RUNNER, job, launcher=TWO_RANKS).communicate(timeout=300)
     assert output.split() == [undisturbed.fingerprint]
-    shards = [load_file(path) for path in (job.store / "memo").glob("*/*/*.safetensors")]
+    folders = list((job.store / "memo").glob("*/*"))
+    shards = [{**load_file(f / "index.safetensors"), **load_file(f / "tokens.safetensors")} for f in folders]
     assert len(shards) == 2
     keys = np.concatenate([shard["keys"] for shard in shards])
     assert len(np.unique(keys, axis=0)) == len(keys) == undisturbed.details["sequences"], "disjoint and complete"
@@ -314,7 +315,7 @@ def test_another_dtype_or_other_weights_know_nothing_of_each_other(tiny_world, w
 def test_a_broken_shard_is_scored_again_and_said_so(tiny_world, workshop):
     job = tiny_job(tiny_world, workshop)
     first = workshop.do(reference.run, job)
-    (shard,) = (job.store / "memo").glob("*/*/*.safetensors")
+    (shard,) = (job.store / "memo").glob("*/*/index.safetensors")
     content = bytearray(shard.read_bytes())
     content[-2] ^= 64
     shard.write_bytes(content)

@@ -25,10 +25,20 @@ import numpy.typing as npt
 from training.contract.errors import StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
-from training.contract.shard import KEY_BYTES, Counts, Floats, Keys, Shard, TokenLogProbs, open_shard, write_shard
+from training.contract.shard import (
+    KEY_BYTES,
+    Counts,
+    Floats,
+    Keys,
+    Shard,
+    TokenLogProbs,
+    key_prefixes,
+    open_shard,
+    write_shard,
+)
 from training.contract.store import Artifact, Made, Store
 
-Places = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int64]
 
 _FORMAT = "2"
 _BLOCK_KEYS = 1 << 20  # keys looked up at a time, which bounds the memory that takes
@@ -57,18 +67,17 @@ class _Index:
         self._starts = np.cumsum([0, *(len(shard) for shard in shards)])
         prefixes_S = np.empty(self._starts[-1], np.uint64)
         for shard, start in zip(shards, self._starts, strict=False):
-            prefixes_S[start : start + len(shard)] = _prefixes(shard.keys_SK)
-        self._places_S: Places = np.argsort(prefixes_S, kind="stable")
+            prefixes_S[start : start + len(shard)] = key_prefixes(shard.keys_SK)
+        self._places_S: Rows = np.argsort(prefixes_S, kind="stable")
         self._prefixes_S = prefixes_S[self._places_S]
 
-    def find(self, keys_QK: Keys) -> Places:
-        """For each key the place of its row, counted over all shards, or -1.
+    def find(self, keys_QK: Keys) -> Iterator[tuple[Shard, Rows, Rows]]:
+        """Where the keys are that are known: a shard, rows of it, and which of the Q keys these rows are.
 
         A binary search on the prefix, then all 32 bytes are compared. Rows that share a prefix lie side by side, so keys
         still unanswered move on by one row together, until they find their own or leave their prefix.
         """
-        wanted_Q = _prefixes(keys_QK)
-        found_Q = np.full(len(keys_QK), -1, dtype=np.int64)
+        wanted_Q = key_prefixes(keys_QK)
         open_R = np.argsort(wanted_Q)  # sorted keys walk through the index once, in the order of memory
         at_R = np.searchsorted(self._prefixes_S, wanted_Q[open_R])
         while True:
@@ -77,25 +86,25 @@ class _Index:
             same_R = self._prefixes_S[at_R] == wanted_Q[open_R]
             open_R, at_R = open_R[same_R], at_R[same_R]
             if not len(open_R):
-                return found_Q
-            places_R = self._places_S[at_R]
-            equal_R = self._holds(places_R, keys_QK[open_R])
-            found_Q[open_R[equal_R]] = places_R[equal_R]
-            open_R, at_R = open_R[~equal_R], at_R[~equal_R] + 1
+                return
+            answered_R = np.zeros(len(open_R), np.bool_)
+            for shard, rows, those in self._by_shard(self._places_S[at_R]):
+                equal = (_words(shard.keys_SK[rows]) == _words(keys_QK[open_R[those]])).all(axis=1)
+                answered_R[those] = equal
+                yield shard, rows[equal], open_R[those[equal]]
+            open_R, at_R = open_R[~answered_R], at_R[~answered_R] + 1
 
-    def by_shard(self, places_R: Places) -> Iterator[tuple[Shard, Places, Places]]:
-        """Each shard that has some of the places, with their rows in it and which of the R places they are."""
-        order_R = np.argsort(places_R, kind="stable")
-        bounds = np.searchsorted(places_R, self._starts, sorter=order_R)
+    def _by_shard(self, places_R: Rows) -> Iterator[tuple[Shard, Rows, Rows]]:
+        """Each shard that has some of the places, with their rows in it, and which of the R places they are."""
+        shard_R = np.searchsorted(self._starts, places_R, side="right") - 1
+        numbers_R = shard_R.astype(
+            np.uint16 if len(self.shards) < 1 << 16 else np.uint32
+        )  # numpy's radix sort is for 16 bits
+        order_R = np.argsort(numbers_R, kind="stable")
+        bounds = np.concatenate([[0], np.cumsum(np.bincount(shard_R, minlength=len(self.shards)))])
         for number in np.flatnonzero(np.diff(bounds)):
             those = order_R[bounds[number] : bounds[number + 1]]
             yield self.shards[number], places_R[those] - self._starts[number], those
-
-    def _holds(self, places_R: Places, keys_RK: Keys) -> npt.NDArray[np.bool_]:
-        equal_R = np.empty(len(places_R), np.bool_)
-        for shard, rows, those in self.by_shard(places_R):
-            equal_R[those] = (_words(shard.keys_SK[rows]) == _words(keys_RK[those])).all(axis=1)
-        return equal_R
 
 
 @dataclass
@@ -121,18 +130,17 @@ class Memo:
         sums_Q = np.full(len(keys_QK), np.nan)
         counts_Q = np.full(len(keys_QK), -1, dtype=np.int32)
         for begin in range(0, len(keys_QK), _BLOCK_KEYS):
-            places = self._index.find(keys_QK[begin : begin + _BLOCK_KEYS])
-            known = np.flatnonzero(places >= 0)
-            for shard, rows, those in self._index.by_shard(places[known]):
-                sums_Q[begin + known[those]] = shard.sums_S[rows]
-                counts_Q[begin + known[those]] = shard.counts_S[rows]
+            for shard, rows, those in self._index.find(keys_QK[begin : begin + _BLOCK_KEYS]):
+                sums_Q[begin + those] = shard.sums_S[rows]
+                counts_Q[begin + those] = shard.counts_S[rows]
         return Hits(counts_Q >= 0, sums_Q, counts_Q)
 
     def token_logprobs(self, key: bytes) -> TokenLogProbs | None:
         """The log-prob of every response token of one sequence, for inspection; None if it was never scored."""
         self._refresh()
-        while (place := self._index.find(np.frombuffer(key, dtype=np.uint8)[None, :]))[0] >= 0:
-            shard, rows, _ = next(self._index.by_shard(place))
+        wanted = np.frombuffer(key, dtype=np.uint8)[None, :]
+        while (found := next((f for f in self._index.find(wanted) if len(f[1])), None)) is not None:
+            shard, rows, _ = found
             try:
                 return shard.token_logprobs(int(rows[0]))
             except StoreError as error:
@@ -181,14 +189,6 @@ class Memo:
             f"set aside shard {short(name)} of the memo: {error}. "
             f"Its sequences are scored again; the shard is kept in {place}"
         )
-
-
-def _prefixes(keys: Keys) -> npt.NDArray[np.uint64]:
-    """The first 8 bytes of each key as a big-endian number, which keeps the order of keys.
-
-    Among fair hashes that is nearly always enough to tell two keys apart.
-    """
-    return np.ascontiguousarray(keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
 
 
 def _words(keys: Keys) -> npt.NDArray[np.uint64]:

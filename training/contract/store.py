@@ -18,6 +18,7 @@ staging folder whose lock nobody holds, and the next one that stages something r
 import contextlib
 import errno
 import fcntl
+import functools
 import importlib.metadata
 import json
 import os
@@ -258,6 +259,7 @@ def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -
     )
 
 
+@functools.cache
 def _library_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:

@@ -1,13 +1,16 @@
 """A manifest promises bytes; whatever is not those bytes is refused by name."""
 
 import hashlib
+import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from training.contract.errors import CorruptArtifact
+from training.contract.hash_cache import HashCache
 from training.contract.manifest import (
     MANIFEST,
     Derivation,
@@ -31,6 +34,7 @@ DERIVATION = Derivation(
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "part").mkdir()
     (tmp_path / "weights.bin").write_bytes(b"0123456789")
+    (tmp_path / "empty-weights.bin").touch()
     (tmp_path / "part" / "table.txt").write_text("one\n")
     return tmp_path
 
@@ -51,6 +55,7 @@ def test_every_file_is_listed_with_its_size_and_hash(folder):
     (folder / MANIFEST).write_text("{}")
     assert list_files(folder) == {
         "part/table.txt": FileEntry(bytes=4, sha256=hashlib.sha256(b"one\n").hexdigest()),
+        "empty-weights.bin": FileEntry(bytes=0, sha256=hashlib.sha256(b"").hexdigest()),
         "weights.bin": FileEntry(bytes=10, sha256=hashlib.sha256(b"0123456789").hexdigest()),
     }
 
@@ -88,6 +93,12 @@ def add_link_to_folder(folder: Path) -> None:
     (folder / "linked-weights.bin").symlink_to(folder / "part")
 
 
+def turn_into_pipe(folder: Path) -> None:
+    """A pipe of 0 bytes for a file of 0 bytes: to read it would be to wait without end."""
+    (folder / "empty-weights.bin").unlink()
+    os.mkfifo(folder / "empty-weights.bin")
+
+
 def turn_into_folder(folder: Path) -> None:
     (folder / "weights.bin").unlink()
     (folder / "weights.bin").mkdir()
@@ -102,6 +113,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (link_to_same_bytes, "symbolic link"),
     (add_link_to_folder, "not in the manifest"),
     (turn_into_folder, "missing"),
+    (turn_into_pipe, "not a plain file"),
 ]
 
 
@@ -137,6 +149,55 @@ def test_a_manifest_of_another_form_is_refused_by_name(tmp_path, content):
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(CorruptArtifact, match=MANIFEST):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["../weights.bin", "/etc/hostname", "part/../../x", "", ".", "..", "a//b", "./a", MANIFEST]
+)
+def test_a_manifest_that_names_what_is_not_inside_is_refused(folder, name):
+    content = manifest_of(folder).model_dump(mode="json")
+    content["files"][name] = {"bytes": 10, "sha256": "0" * 64}
+    (folder / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CorruptArtifact, match="does not name a file inside"):
+        read_manifest(folder)
+
+
+def test_a_manifest_that_is_a_link_is_refused(folder):
+    elsewhere = folder.with_name(f"{folder.name}-elsewhere.json")
+    elsewhere.write_text(manifest_of(folder).model_dump_json())
+    (folder / MANIFEST).symlink_to(elsewhere)
+    with pytest.raises(CorruptArtifact, match=r"symbolic link to .*elsewhere"):
+        read_manifest(folder)
+
+
+def test_a_folder_that_is_a_link_is_refused(folder):
+    manifest, link = manifest_of(folder), folder.with_name(f"{folder.name}-link")
+    link.symlink_to(folder)
+    with pytest.raises(CorruptArtifact, match="link is a symbolic link"):
+        verify_files(link, manifest)
+
+
+def test_a_folder_inside_that_is_a_link_is_refused(folder):
+    manifest = manifest_of(folder)
+    elsewhere = folder.with_name(f"{folder.name}-elsewhere")
+    (folder / "part").rename(elsewhere)
+    (folder / "part").symlink_to(elsewhere)
+    with pytest.raises(CorruptArtifact, match="part"):
+        verify_files(folder, manifest)
+
+
+def test_a_cache_spares_reading_what_nobody_wrote(folder, tmp_path_factory):
+    """What it cannot see is a bit that changed without a write; any write it does see, even with the time set back."""
+    manifest = manifest_of(folder)
+    cache = HashCache(tmp_path_factory.mktemp("home") / "hashes.json", settle_seconds=0.1)
+    time.sleep(0.2)
+    verify_files(folder, manifest, cache=cache)
+    verify_files(folder, manifest, cache=cache)
+    said = (folder / "weights.bin").stat()
+    flip_bit(folder)
+    os.utime(folder / "weights.bin", ns=(said.st_atime_ns, said.st_mtime_ns))
+    with pytest.raises(CorruptArtifact, match=r"weights\.bin has sha256"):
+        verify_files(folder, manifest, cache=cache)
 
 
 def test_a_manifest_with_a_field_too_many_is_refused(folder):

@@ -2,9 +2,12 @@
 
 import hashlib
 import math
+import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -126,20 +129,19 @@ def test_of_two_shards_with_one_sequence_the_first_to_be_made_answers(store):
     assert Memo(store, RULE).lookup(as_array(key(1))).sums_Q[0] == -1.0
 
 
-def damage_bit(folder: Path) -> None:
-    path = next(folder.glob("*.safetensors"))
-    content = bytearray(path.read_bytes())
+def damage_bit(folder: Path, name: str = "index.safetensors") -> None:
+    content = bytearray((folder / name).read_bytes())
     content[-1] ^= 1
-    path.write_bytes(content)
+    (folder / name).write_bytes(content)
 
 
 def truncate(folder: Path) -> None:
-    path = next(folder.glob("*.safetensors"))
+    path = folder / "tokens.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
 
 
 def remove_file(folder: Path) -> None:
-    next(folder.glob("*.safetensors")).unlink()
+    (folder / "index.safetensors").unlink()
 
 
 def remove_manifest(folder: Path) -> None:
@@ -159,6 +161,99 @@ def test_a_broken_shard_is_set_aside_and_its_sequences_count_as_missing(store, d
     assert len(list((store.root / "corrupt").rglob(broken))) == 1
     add(memo, {key(2): [-2.0]})
     assert memo.lookup(as_array(key(2))).sums_Q.tolist() == [-2.0] and len(said) == 1
+
+
+def test_tokens_are_verified_when_they_are_asked_for(store):
+    """A lookup does not read them: they are nearly all of the bytes, and its answer does not depend on them."""
+    memo = Memo(store, RULE)
+    broken = add(memo, {key(2): [-2.0, -3.0]})
+    add(memo, {key(1): [-1.0]})
+    damage_bit(store.folder(memo.kind, broken), "tokens.safetensors")
+    said: list[str] = []
+    reader = Memo(store, RULE, said.append)
+    assert reader.lookup(as_array(key(1), key(2))).sums_Q.tolist() == [-1.0, -5.0] and said == []
+    assert reader.token_logprobs(key(2)) is None
+    assert len(said) == 1 and "tokens.safetensors has sha256" in said[0]
+    assert reader.lookup(as_array(key(1), key(2))).found_Q.tolist() == [True, False]
+    add(memo, {key(2): [-2.0, -3.0]})
+    assert reader.token_logprobs(key(2)).tolist() == [-2.0, -3.0]
+
+
+def test_a_broken_copy_of_the_tokens_gives_way_to_a_whole_one(store):
+    memo = Memo(store, RULE)
+    shards = [add(memo, {key(1): [-1.0, -2.0], key(n): [-9.0]}) for n in (2, 3)]
+    damage_bit(store.folder(memo.kind, min(shards)), "tokens.safetensors")
+    assert Memo(store, RULE, [].append).token_logprobs(key(1)).tolist() == [-1.0, -2.0]
+
+
+def test_a_shard_is_opened_once_in_a_process(store):
+    """A lookup asks for new shards only. To show it, one is damaged after it was opened: this process reads it no more."""
+    memo = Memo(store, RULE)
+    name = add(memo, {key(1): [-1.0]})
+    assert memo.lookup(as_array(key(1))).found_Q.all()
+    (store.folder(memo.kind, name) / MANIFEST).write_text("{}")
+    add(memo, {key(2): [-2.0]})
+    assert memo.lookup(as_array(key(1), key(2))).found_Q.all()
+    assert Memo(store, RULE, [].append).lookup(as_array(key(1), key(2))).found_Q.tolist() == [False, True]
+
+
+def test_many_rows_in_many_shards_in_any_order(store):
+    """More shards than rows in some, ragged tokens, keys in no order: against the plain dictionary."""
+    rng = np.random.default_rng(0)
+    memo, known = Memo(store, RULE), {}
+    for size in (1, 0, 300, 2, 57):
+        rows = {rng.bytes(32): rng.normal(size=rng.integers(0, 5)).astype(np.float32).tolist() for _ in range(size)}
+        add(memo, rows)
+        known |= rows
+    asked = [*known, *(rng.bytes(32) for _ in range(100))]
+    rng.shuffle(asked)
+    hits = memo.lookup(as_array(*asked))
+    assert hits.found_Q.tolist() == [k in known for k in asked]
+    assert hits.counts_Q.tolist() == [len(known[k]) if k in known else -1 for k in asked]
+    assert np.allclose(hits.sums_Q, [math.fsum(known[k]) if k in known else np.nan for k in asked], equal_nan=True)
+    for k in asked[:40]:
+        tokens = memo.token_logprobs(k)
+        assert (tokens is None) == (k not in known) and (tokens is None or tokens.tolist() == known[k])
+
+
+PASS = """
+import hashlib, sys
+from pathlib import Path
+import numpy as np
+from training.contract.memo import Memo
+from training.contract.store import Store
+
+memo = Memo(Store(Path(sys.argv[1])), sys.argv[2])
+keys = [hashlib.sha256(str(n).encode()).digest() for n in range(4000)]
+known = memo.lookup(np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)).found_Q
+print("ready", flush=True)
+missing = np.flatnonzero(~known)
+for part in np.array_split(missing, range(10, len(missing), 10)):
+    if len(part):
+        own = np.frombuffer(b"".join(keys[n] for n in part), np.uint8).reshape(-1, 32)
+        memo.add(own, np.ones(len(part), np.int32), -part.astype(np.float32))
+        print(part[-1], flush=True)
+"""
+
+
+def test_a_scoring_pass_killed_at_random_keeps_what_it_committed(store):
+    """Killed and started again, eight times: what was said to be committed is there, each time, with its value."""
+    draw = random.Random(0)
+    committed: set[int] = set()
+    keys = as_array(*(key(n) for n in range(4000)))
+    for _ in range(8):
+        with subprocess.Popen(
+            [sys.executable, "-c", PASS, str(store.root), RULE], stdout=subprocess.PIPE, text=True
+        ) as scorer:
+            assert scorer.stdout is not None and scorer.stdout.readline() == "ready\n"
+            time.sleep(draw.uniform(0.0, 0.25))
+            scorer.send_signal(signal.SIGKILL)
+            committed |= {int(line) for line in scorer.stdout.read().splitlines()}
+        hits = Memo(store, RULE).lookup(keys)
+        assert committed <= set(np.flatnonzero(hits.found_Q))
+        assert np.array_equal(hits.sums_Q[hits.found_Q], -np.flatnonzero(hits.found_Q).astype(np.float64))
+    assert len(committed) > 8, "some passes got somewhere"
+    assert not (store.root / "corrupt").exists()
 
 
 def test_a_shard_that_holds_something_else_is_set_aside(store):

@@ -1,14 +1,18 @@
-"""What is part of a model's identity and what is not, one ingredient a test."""
+"""What is part of a model's identity and what is not, one ingredient a test. Files are written by the safetensors library."""
 
+import hashlib
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from training.contract.errors import ModelError
-from training.contract.weights import weight_files, weights_fingerprint, weights_identity
+from training.contract.hash_cache import HashCache
+from training.contract.weights import hash_tensors, weight_files, weights_fingerprint, weights_identity
 
 CONFIG = {
     "model_type": "llama",
@@ -43,6 +47,9 @@ def configure(folder: Path, **changes: object) -> None:
         {"tie_word_embeddings": False},
         {"attn_logit_softcapping": 50.0},
         {"model_type": "qwen2"},
+        {"final_logit_softcapping": 30.0},
+        {"sliding_window": None},
+        {"text_config": {"rope_theta": 1e6}},
     ],
     ids=str,
 )
@@ -60,6 +67,7 @@ def test_another_function_another_identity(model, change):
         {"torch_dtype": "bfloat16"},
         {"dtype": "float32"},
         {"use_cache": False},
+        {"_name_or_path": "a", "transformers_version": "4.0", "dtype": "float16", "use_cache": True},
     ],
     ids=str,
 )
@@ -69,28 +77,173 @@ def test_bookkeeping_is_no_part_of_it(model, change):
     assert identity(model) == before
 
 
-def test_another_number_in_a_tensor_another_identity(model):
+def test_bookkeeping_of_an_inner_model_is_no_part_of_it(model):
+    configure(model, text_config={"hidden_size": 8, "dtype": "float32", "transformers_version": "5.0"})
     before = identity(model)
-    save_file({"w": np.array([0, 1, 2, 3.0000002], dtype=np.float32)}, model / "model.safetensors")
-    assert identity(model) != before
-
-
-def test_the_folder_and_the_names_of_the_files_are_no_part_of_it_but_their_order_is(model, tmp_path_factory):
-    save_file({"v": np.ones(2, np.float32)}, model / "model2.safetensors")
-    before = identity(model)
-    (model / "model.safetensors").rename(model / "a.safetensors")
+    configure(model, text_config={"hidden_size": 8, "dtype": "bfloat16"})
     assert identity(model) == before
-    (model / "a.safetensors").rename(model / "z.safetensors")
+    configure(model, text_config={"hidden_size": 9, "dtype": "bfloat16"})
     assert identity(model) != before
-    (model / "z.safetensors").rename(model / "model.safetensors")
-    moved = model.rename(tmp_path_factory.mktemp("elsewhere") / "model")
+
+
+def tensors() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = {"b": (3, 5), "a": (7,), "scalar": (), "none": (0, 4), "big": (700, 800)}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def reshard(folder: Path, parts: list[list[str]]) -> None:
+    """Cut the weights into files of these tensors, as `save_pretrained` does: with an index."""
+    content = tensors()
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    names = [f"model-{number:05}-of-{len(parts):05}.safetensors" for number in range(1, len(parts) + 1)]
+    for name, part in zip(names, parts, strict=True):
+        save_file({tensor: content[tensor] for tensor in part}, folder / name, metadata={"format": "pt"})
+    index = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def test_saved_again_or_in_other_shards_it_is_the_same(model):
+    save_file(tensors(), model / "model.safetensors")
+    before = identity(model)
+    save_file(dict(reversed(tensors().items())), model / "model.safetensors", metadata={"format": "pt", "by": "me"})
+    assert identity(model) == before
+    for parts in (
+        [["a", "b", "big", "none", "scalar"]],
+        [["big"], ["scalar", "a"], ["none", "b"]],
+        [["a", "b", "big"], ["none", "scalar"]],
+    ):
+        reshard(model, parts)
+        assert identity(model) == before
+    moved = model.rename(model.with_name("elsewhere"))
     assert identity(moved) == before
 
 
-def test_a_file_more_another_identity(model):
+def test_one_bit_of_one_tensor_another_identity(model):
+    """Every bit of the file behind the header is a bit of a tensor."""
+    path = model / "model.safetensors"
+    save_file({"w": np.arange(4, dtype=np.float32), "v": np.arange(3, dtype=np.uint8)}, path)
+    content = path.read_bytes()
+    seen = {identity(model)}
+    for byte in range(len(content) - 19, len(content)):
+        path.write_bytes(content[:byte] + bytes([content[byte] ^ 1]) + content[byte + 1 :])
+        seen.add(identity(model))
+    assert len(seen) == 20
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": np.zeros(4, np.float16)},
+        {"w": np.zeros((2, 2), np.float32)},
+        {"v": np.zeros(4, np.float32)},
+        {"w": np.zeros(4, np.int32)},
+        {"w": np.zeros(4, np.float32), "v": np.zeros(0, np.float32)},
+        {"w": np.zeros(5, np.float32)},
+    ],
+    ids=lambda other: ",".join(f"{name}:{a.dtype}{list(a.shape)}" for name, a in other.items()),
+)
+def test_another_name_dtype_shape_or_tensor_another_identity(model, other):
+    save_file({"w": np.zeros(4, np.float32)}, model / "model.safetensors")
     before = identity(model)
-    save_file({"v": np.ones(2, np.float32)}, model / "model2.safetensors")
+    save_file(other, model / "model.safetensors")
     assert identity(model) != before
+
+
+def test_tensors_that_change_places_change_the_identity(model):
+    one, two = np.ones(2, np.float32), np.zeros(2, np.float32)
+    save_file({"q": one, "k": two}, model / "model.safetensors")
+    before = identity(model)
+    save_file({"q": two, "k": one}, model / "model.safetensors")
+    assert identity(model) != before
+
+
+def test_the_digest_of_a_tensor_is_sha256_of_its_description_and_bytes(model):
+    """Computed here from the array alone; it says that every byte is read, once and in order, across block borders."""
+    save_file(tensors(), model / "model.safetensors")
+    (table,) = hash_tensors([model / "model.safetensors"])
+    for name, array in tensors().items():
+        described = json.dumps([name, "F32", list(array.shape)], separators=(",", ":")).encode()
+        assert table["tensors"][name] == hashlib.sha256(described + array.tobytes()).hexdigest()
+    assert table["bytes"] == sum(array.nbytes for array in tensors().values())
+
+
+def test_the_files_are_those_transformers_loads(model):
+    """Mistral's repositories hold a second copy, `consolidated.safetensors`, which nothing here reads."""
+    reshard(model, [["a", "b"], ["big", "none", "scalar"]])
+    before = identity(model)
+    save_file({"a": np.ones(2, np.float32)}, model / "consolidated.safetensors")
+    assert identity(model) == before
+    save_file({"a": np.ones(2, np.float32)}, model / "model.safetensors")
+    assert [file.name for file in weight_files(model)] == ["model.safetensors"] and identity(model) != before
+
+
+def test_without_an_index_all_files_count(model):
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    before = identity(model)
+    save_file({"v": np.ones(2, np.float32)}, model / "b.safetensors")
+    assert identity(model) != before
+    save_file({"w": np.ones(2, np.float32)}, model / "b.safetensors")
+    with pytest.raises(ModelError, match=r"tensor w is in .*a\.safetensors and in .*b\.safetensors"):
+        identity(model)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/hostname", "missing.safetensors", ".."])
+def test_an_index_that_names_what_is_not_there_is_refused(model, name):
+    (model / "model.safetensors").rename(model / "other.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    with pytest.raises(ModelError, match="no file of that folder"):
+        identity(model)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}'])
+def test_an_index_of_another_form_is_refused(model, content):
+    (model / "model.safetensors").rename(model / "other.safetensors")
+    (model / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelError, match=r"index\.json"):
+        identity(model)
+
+
+def framed(header: bytes, body: bytes = bytes(16)) -> bytes:
+    return len(header).to_bytes(8, "little") + header + body
+
+
+def entry(begin: int, end: int) -> str:
+    return f'{{"dtype":"F32","shape":[2],"data_offsets":[{begin},{end}]}}'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"short",
+        framed(b"{"),
+        framed(f'{{"w":{entry(0, 8)},"v":{entry(4, 12)}}}'.encode()),
+        framed(f'{{"w":{entry(0, 8)},"v":{entry(8, 16)}}}'.encode(), bytes(12)),
+        framed(f'{{"w":{entry(0, 8)},"w":{entry(0, 8)}}}'.encode(), bytes(8)),
+    ],
+    ids=["empty", "short", "no JSON", "overlap", "truncated", "a name twice"],
+)
+def test_a_broken_file_is_refused_by_name(model, content):
+    (model / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
+        identity(model)
+
+
+def test_a_cache_gives_the_same_and_sees_every_edit(model, tmp_path_factory):
+    place = tmp_path_factory.mktemp("home") / "hashes.json"
+
+    def cached() -> dict[str, Any]:
+        return weights_identity(model, HashCache(place, settle_seconds=0.1))
+
+    time.sleep(0.2)
+    before = weights_identity(model)
+    assert cached() == before == cached() and place.is_file()
+    configure(model, rms_norm_eps=1e-6)
+    assert cached() == weights_identity(model) != before
+    save_file({"w": np.arange(1, 5, dtype=np.float32)}, model / "model.safetensors")
+    assert cached()["weights"] == weights_identity(model)["weights"] != before["weights"]
 
 
 def test_files_of_other_kinds_do_not_count(model):
