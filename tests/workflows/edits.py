@@ -58,6 +58,16 @@ def field(name: str, value: Any) -> Edit:
     return lambda world: world.set(name, value)
 
 
+def fields(section: str, values: dict[str, Any]) -> Edit:
+    """Several fields at once, of which each alone changes nothing."""
+
+    def edit(world: World) -> None:
+        for name, value in values.items():
+            world.set(f"{section}.{name}", value)
+
+    return edit
+
+
 def code_version(asset: str) -> Edit:
     return lambda world: world.patch.setitem(GRAPH, asset, replace(GRAPH[asset], version="another"))
 
@@ -83,16 +93,26 @@ def conversation(prompt: str, chosen: str, rejected: str) -> str:
     return json.dumps({side: [{"role": role, "content": text}] for side, (role, text) in sides.items()}) + "\n"
 
 
-def reword(lines: list[str]) -> list[str]:
-    first = json.loads(lines[0])
-    first["rejected"][0]["content"] += " Or so."
-    return [json.dumps(first) + "\n", *lines[1:]]
+def reword(number: int) -> Callable[[list[str]], list[str]]:
+    """Another rejected answer in row `number`."""
+
+    def change(lines: list[str]) -> list[str]:
+        row = json.loads(lines[number])
+        row["rejected"][0]["content"] += " Or so."
+        return [*lines[:number], json.dumps(row) + "\n", *lines[number + 1 :]]
+
+    return change
 
 
-def swap_sides(lines: list[str]) -> list[str]:
-    first = json.loads(lines[0])
-    swapped = {"prompt": first["prompt"], "chosen": first["rejected"], "rejected": first["chosen"]}
-    return [json.dumps(swapped) + "\n", *lines[1:]]
+def swap_sides(number: int) -> Callable[[list[str]], list[str]]:
+    """What was chosen in row `number` is rejected, and the other way round."""
+
+    def change(lines: list[str]) -> list[str]:
+        row = json.loads(lines[number])
+        swapped = {"prompt": row["prompt"], "chosen": row["rejected"], "rejected": row["chosen"]}
+        return [*lines[:number], json.dumps(swapped) + "\n", *lines[number + 1 :]]
+
+    return change
 
 
 def rename_data(world: World) -> None:
@@ -234,7 +254,10 @@ def halve_precision(world: World) -> None:
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
 
 
-def add_readme(world: World) -> None:
+def rename_model(world: World) -> None:
+    """What transformers writes down of names and versions, and a file that is no part of the model."""
+    for name, value in (("_name_or_path", "somebody/else"), ("transformers_version", "4.0.0"), ("use_cache", False)):
+        config(name, value)(world)
     (world.base / "README.md").write_text("a model\n")
 
 
@@ -255,21 +278,16 @@ def another_home(world: World) -> None:
     world.home = Path(shutil.copytree(world.home, world.folder.parent / "other-home"))
 
 
-def another_user(world: World) -> None:
+def another_process(world: World) -> None:
+    """Another user in another folder, a year later, on the other side of the earth, where text is ASCII."""
     world.patch.setenv("HOME", str(world.folder.parent))
     world.patch.setenv("USER", "somebody")
     world.patch.chdir(world.folder.parent)
-
-
-def another_clock(world: World) -> None:
     world.patch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
     now = time.time
     world.patch.setattr(time, "time", lambda: now() + 400 * 24 * 3600)
-
-
-def another_locale(world: World) -> None:
-    world.patch.setenv("LC_ALL", "C.UTF-8")
+    world.patch.setenv("LC_ALL", "C")
     world.patch.setattr(locale, "getpreferredencoding", lambda do_setlocale=True: "ascii")
 
 

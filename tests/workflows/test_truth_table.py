@@ -8,6 +8,7 @@ an edit and, for every asset in the order of the graph, what the status before t
     c  stale, computed, and it turns out to be the artifact of before
     r  stale, since something above had to be computed; reused, since that turned out to be what it was
     m  missing, since no recipe of this name was ever run, and reused
+    n  fresh, and only noted down again: what a source or a spec holds is known by looking, and it is what it was
     u  stale, and reused though another artifact than before: another recipe has made it
 
 Anything else is an error: an asset that the status calls fresh and the run computes, or one that is another artifact than
@@ -37,10 +38,11 @@ import model_registry.files
 from assets.graph import GRAPH
 from assets.pipeline import Services
 from assets.realize import latest_metadata
+from assets.world import ROOTS
 from model_registry.package import package
 from tests.workflows import edits
 from tests.workflows.conftest import write_recipe
-from tests.workflows.edits import Edit, World, code_version, config, data_lines, field, retokenizer, template
+from tests.workflows.edits import Edit, World, code_version, config, data_lines, field, fields, retokenizer, template
 from tests.workflows.in_process import services_in
 from workflows.execution import materialize
 from workflows.lineage import outlook, status
@@ -54,7 +56,7 @@ PLAIN: dict[str, Any] = {
     "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": 0.25},
     "tokenization": {"max_length": 128},
     "reference": {"model": "./base"},
-    "training": {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}},
+    "training": {"max_steps": 3, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}},
     "evaluation": {"samples": 1, "max_new_tokens": 2},
     "release": {"model_name": "plain"},
     "compute": {"device": "cpu"},
@@ -80,7 +82,7 @@ class Ground:
     def run_once(self, name: str) -> None:
         loaded = load_recipe(self.folders[name])
         report = materialize(loaded, self.services, self.instance)
-        assert [(a.outcome, a.error) for a in report.assets] == [("computed", None)] * len(GRAPH)
+        assert report.succeeded and len(report.assets) == len(GRAPH), report
         self.fingerprints[name] = {asset.asset: asset.fingerprint for asset in report.assets}
         for asset in GRAPH:
             event = self.instance.get_latest_materialization_event(loaded.pipeline.key(asset))
@@ -111,7 +113,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> 
 
 
 def _write_inputs(folder: Path, maker: ModuleType) -> None:
-    """24 pairs, of which the first 12 are of opposites and the others of capitals; a tokenizer; a tiny random Llama."""
+    """24 pairs, of which the first 16 are of opposites and the other 8 of capitals; a tokenizer; a tiny random Llama."""
     rows = list(itertools.islice(maker.pairs(), 0, 400, 17))[:PAIRS]
     (folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = maker.make_tokenizer([m["content"] for row in rows for side in row.values() for m in side])
@@ -151,31 +153,39 @@ def observe(ground: Ground, row: Row, world: World, services: Services) -> tuple
     failures = {asset.asset: asset.error for asset in report.assets if asset.outcome == "failed"}
     assert not failures and len(report.assets) == len(GRAPH), failures
     before = ground.fingerprints[row.recipe]
-    letters = "".join(_letter(said[a.asset], a.outcome, a.fingerprint == before[a.asset]) for a in report.assets)
+    letters = "".join(
+        _letter(a.asset, said[a.asset], a.outcome, a.fingerprint == before[a.asset]) for a in report.assets
+    )
     shown = latest_metadata(ground.instance, loaded.pipeline.key("reference_logprobs"))
     return letters, int(shown["cache_misses"])
 
 
-def _letter(state: str, outcome: str, same: bool) -> str:
+def _letter(asset: str, state: str, outcome: str, same: bool) -> str:
     letters = {
         ("fresh", "reused", True): ".",
         ("stale", "computed", False): "C",
         ("stale", "computed", True): "c",
         ("stale", "reused", True): "r",
         ("missing", "reused", True): "m",
+        ("fresh", "computed", True): "n" if asset in LOOKED_AT else "",
         ("stale", "reused", False): "u",
     }
-    return letters.get((state, outcome, same), f"<{state}, {outcome}, {'same' if same else 'another'}>")
+    return letters.get((state, outcome, same)) or f"<{state}, {outcome}, {'same' if same else 'another'}>"
 
 
+HELD_OUT, TRAINED = 0, 2  # rows of the two splits, by the hash of their prompts
+LOOKED_AT = set(ROOTS) - {"tokenization_spec"}
 ALL = PAIRS * 2
-CAPITAL = edits.conversation("What is the capital of Mars?", "None.", "It is Paris, I am sure.")
+CAPITAL = edits.conversation("What is the capital of Utopia?", "Amaurot.", "It is Paris, I am sure.")
+RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is the Rhine, I am sure.")
+COMPUTE = {"parallel": "ddp", "device": "auto", "evaluate_every": 1, "checkpoint_every": 1}
+AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. ... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
 NEW_TRAINING, NEW_LOSS = ".. .C. .. .. CCC", ".. .CC .. .. CCC"
 NEW_EVALUATION, NEW_RELEASE = ".. ..C .. .. .CC", ".. ... .. .. ..C"
 NEW_REFERENCE, OTHER_BASE = ".. ... .. CC CCC", ".C ... .. CC CCC"
-SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c.. .r .r rrr", ".. C.. .c .r rrC", ".. C.. .C .C CCC"
+SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c.. .r .r rrr", ".. C.. .c .r rcC", ".. C.. .C .C CCC"
 
 #                    sources: preference_source, base_model
 #                       specs: tokenization_spec, training_spec, evaluation_spec
@@ -187,11 +197,12 @@ TABLE: dict[str, Row] = {
     "a row is appended": Row(data_lines(lambda rows: [*rows, CAPITAL]), NEW_DATA, 2),
     "a row is removed": Row(data_lines(lambda rows: rows[:-1]), NEW_DATA, 0),
     "rows in another order": Row(data_lines(lambda rows: rows[::-1]), NEW_DATA, 0),
-    "a row twice": Row(data_lines(lambda rows: [*rows, rows[0]]), NEW_DATA, 0),
-    "one answer reworded": Row(data_lines(edits.reword), NEW_DATA, 1),
-    "a chosen answer is rejected": Row(data_lines(edits.swap_sides), NEW_DATA, 0),
+    "a row twice": Row(data_lines(lambda rows: [*rows, rows[TRAINED]]), NEW_DATA, 0),
+    "one answer reworded": Row(data_lines(edits.reword(TRAINED)), NEW_DATA, 1),
+    "a held-out answer reworded": Row(data_lines(edits.reword(HELD_OUT)), "C. ... CC .C cCC", 1),
+    "a chosen answer is rejected": Row(data_lines(edits.swap_sides(TRAINED)), NEW_DATA, 0),
     "a row that is none": Row(data_lines(lambda rows: [*rows, "{}\n"]), "C. ... Cc .r rrr", 0),
-    "file renamed": Row(edits.rename_data, NOTHING),
+    "file renamed": Row(edits.rename_data, "n. ... .. .. ..."),
     "file moved, found by a glob": Row(edits.move_data, NOTHING),
     "file touched": Row(edits.touch_data, NOTHING),
     "file written in other words": Row(edits.rewrite_data, SAME_PAIRS, 0),
@@ -211,7 +222,7 @@ TABLE: dict[str, Row] = {
     "template: a comment": Row(template(lambda text: "{#- a comment #}" + text), SAME_TOKENS, 0),
     "template: the same, in a file": Row(edits.template_in_a_file, SAME_SPEC, 0),
     "template: a character for all": Row(template(edits.space_after_roles), NEW_TOKENS, ALL),
-    "template: a character for some": Row(template(edits.space_after_capitals), NEW_TOKENS, 0),
+    "template: a character for some": Row(template(edits.space_after_capitals), NEW_TOKENS, 16),
     "template_kwargs": Row(field("tokenization.template_kwargs", {"unused": 1}), SAME_TOKENS, 0),
     "train_on": Row(field("tokenization.train_on", "assistant_turns"), SAME_TOKENS, 0),
     "max_length that cuts nothing": Row(field("tokenization.max_length", 127), SAME_TOKENS, 0),
@@ -221,9 +232,7 @@ TABLE: dict[str, Row] = {
     "model moved": Row(edits.move_model, NOTHING),
     "model resharded": Row(edits.reshard, NOTHING),
     "tensors in another order": Row(edits.rewrite_weights, NOTHING),
-    "_name_or_path": Row(config("_name_or_path", "somebody/else"), NOTHING),
-    "transformers_version": Row(config("transformers_version", "4.0.0"), NOTHING),
-    "a README beside the weights": Row(edits.add_readme, NOTHING),
+    "names in the model's folder": Row(edits.rename_model, NOTHING),
     "one bit of one weight": Row(edits.flip_a_bit, OTHER_BASE, ALL),
     "weights in bfloat16": Row(edits.halve_precision, OTHER_BASE, ALL),
     "rms_norm_eps": Row(config("rms_norm_eps", 1e-3), OTHER_BASE, ALL),
@@ -244,15 +253,15 @@ TABLE: dict[str, Row] = {
     "tuned: warmup_ratio": Row(field("reference.sft.schedule.warmup_ratio", 0.9), NEW_REFERENCE, ALL, "tuned"),
     "tuned: max_grad_norm": Row(field("reference.sft.max_grad_norm", 1e-6), NEW_REFERENCE, ALL, "tuned"),
     "tuned: seed": Row(field("reference.sft.seed", 1), NEW_REFERENCE, ALL, "tuned"),
-    "tuned: a row is appended": Row(data_lines(lambda rows: [*rows, CAPITAL]), "C. ... CC CC CCC", ALL + 2, "tuned"),
-    "tuned: a row that is none": Row(data_lines(lambda rows: [*rows, "{}\n"]), "C. ... Cc rr rrr", 0, "tuned"),
-    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C.. .c rr rrC", 0, "tuned"),
+    "tuned: a row is appended": Row(data_lines(lambda rows: [*rows, RIVER]), "C. ... CC CC CCC", ALL + 2, "tuned"),
+    "tuned: a row that is none": Row(data_lines(lambda rows: [*rows, "[]\n"]), "C. ... Cc rr rrr", 0, "tuned"),
+    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C.. .c rr rcC", 0, "tuned"),
     "tuned: beta": Row(field("training.loss.beta", 0.3), NEW_LOSS, 0, "tuned"),
     # Preference tuning
     "beta": Row(field("training.loss.beta", 0.2), NEW_LOSS, 0),
     "label_smoothing": Row(field("training.loss.label_smoothing", 0.1), NEW_LOSS, 0),
     "epochs, where max_steps decides": Row(field("training.epochs", 2), NOTHING),
-    "max_steps": Row(field("training.max_steps", 3), NEW_TRAINING, 0),
+    "max_steps": Row(field("training.max_steps", 4), NEW_TRAINING, 0),
     "batch_size": Row(field("training.batch_size", 6), NEW_TRAINING, 0),
     "micro_tokens": Row(field("training.micro_tokens", 200), NEW_TRAINING, 0),
     "learning_rate": Row(field("training.optimizer.learning_rate", 2e-3), NEW_TRAINING, 0),
@@ -266,39 +275,32 @@ TABLE: dict[str, Row] = {
     "seed": Row(field("training.seed", 1), NEW_TRAINING, 0),
     # Evaluation and release
     "samples": Row(field("evaluation.samples", 2), NEW_EVALUATION, 0),
-    "max_new_tokens": Row(field("evaluation.max_new_tokens", 3), NEW_EVALUATION, 0),
+    "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
     "model_name": Row(field("release.model_name", "another"), NEW_RELEASE, 0),
     "min_accuracy": Row(field("release.gate.min_accuracy", 0.1), NEW_RELEASE, 0),
     # How and when it is run
     "two ranks": Row(field("compute.processes_per_node", 2), NOTHING),
-    "parallel": Row(field("compute.parallel", "ddp"), NOTHING),
-    "device": Row(field("compute.device", "auto"), NOTHING),
-    "evaluate_every": Row(field("compute.evaluate_every", 1), NOTHING),
-    "checkpoint_every": Row(field("compute.checkpoint_every", 1), NOTHING),
-    "cron": Row(field("automation.cron", "0 6 * * 1"), NOTHING),
-    "timezone": Row(field("automation.timezone", "Asia/Tokyo"), NOTHING),
-    "on_change": Row(field("automation.on_change", False), NOTHING),
+    "all else of compute": Row(fields("compute", COMPUTE), NOTHING),
+    "automation": Row(fields("automation", AUTOMATION), NOTHING),
     "recipe in other words": Row(edits.rewrite_recipe, NOTHING),
     # Another version of an asset's algorithm
-    "code: preference_source": Row(code_version("preference_source"), "c. ... .. .. ...", 0),
-    "code: base_model": Row(code_version("base_model"), ".c ... .. .. ...", 0),
+    "code: preference_source": Row(code_version("preference_source"), "n. ... .. .. ...", 0),
+    "code: base_model": Row(code_version("base_model"), ".n ... .. .. ...", 0),
     "code: tokenization_spec": Row(code_version("tokenization_spec"), SAME_SPEC, 0),
-    "code: training_spec": Row(code_version("training_spec"), ".. .c. .. .. ...", 0),
-    "code: evaluation_spec": Row(code_version("evaluation_spec"), ".. ..c .. .. ...", 0),
+    "code: training_spec": Row(code_version("training_spec"), ".. .n. .. .. ...", 0),
+    "code: evaluation_spec": Row(code_version("evaluation_spec"), ".. ..n .. .. ...", 0),
     "code: raw_preferences": Row(code_version("raw_preferences"), ".. ... cr .r rrr", 0),
     "code: tokenized_pairs": Row(code_version("tokenized_pairs"), ".. ... .c .r rrr", 0),
     "code: reference_model": Row(code_version("reference_model"), ".. ... .. cr rrr", 0, "tuned"),
     "code: reference_logprobs": Row(code_version("reference_logprobs"), ".. ... .. .c rrr", 0),
-    "code: scoring": Row(edits.another_scoring, ".. ... .. .C CCC", ALL),
+    "code: scoring": Row(edits.another_scoring, ".. ... .. .C ccr", ALL),
     "code: policy": Row(code_version("policy"), ".. ... .. .. crr", 0),
     "code: evaluation": Row(code_version("evaluation"), ".. ... .. .. .cr", 0),
     "code: released_model": Row(code_version("released_model"), ".. ... .. .. ..C", 0),
     # Where it is run
     "another folder": Row(edits.another_folder, NOTHING),
     "another home": Row(edits.another_home, NOTHING),
-    "another user": Row(edits.another_user, NOTHING),
-    "another clock": Row(edits.another_clock, NOTHING),
-    "another locale": Row(edits.another_locale, NOTHING),
+    "another user, clock and locale": Row(edits.another_process, NOTHING),
     "another name of the recipe": Row(edits.another_name, "mm mmm mm mm mmm"),
 }
 
