@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Real preference data and a tokenizer, as tests/benchmarks/training.py wants them.
+BENCH_DATA ?= ../shared/data
 export PEDIGREE_HOME ?= $(CURDIR)/.pedigree
 
 .PHONY: install demo ui test check bench clean
@@ -35,7 +37,7 @@ check: install
 
 bench: install
 	$(BIN)/pip install --quiet --editable '.[dev,bench]' --constraint constraints.txt
-	$(BIN)/python -m pytest tests/benchmarks --benchmarks
+	$(BIN)/python -m tests.benchmarks.training $(BENCH_DATA)
 
 clean:
 	rm -rf $(VENV) .pedigree

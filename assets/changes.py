@@ -155,7 +155,7 @@ def _tokenization_changes(store: Store, record: Record, found: Found) -> Iterato
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
     elif isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):

@@ -1,6 +1,7 @@
 """Where the things a recipe names are now, and what identifies them: files are hashed, hub ids resolved to a commit.
 
-Nothing here is remembered: whoever asks sees the world as it is at that moment.
+Whoever asks sees the world as it is at that moment. Only hashes of files that nobody wrote since are remembered, and only
+for those who look: a body, which records what it sees, gives no cache.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from huggingface_hub import HfApi, snapshot_download
 from model_registry.registry import Registry
 from training.contract.errors import DataError, ModelError
 from training.contract.files import data_files
-from training.contract.fingerprint import fingerprint, hash_file
+from training.contract.fingerprint import fingerprint, hash_files
+from training.contract.hash_cache import HashCache
 from training.contract.recipe import DataSource, Recipe
 from training.contract.weights import weights_fingerprint, weights_identity
 
@@ -70,32 +72,34 @@ class LocatedData:
         )
 
 
-def locate_base_model(recipe: Recipe, registry: Registry) -> LocatedModel:
+def locate_base_model(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel:
     """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors."""
     reference = recipe.reference
     folder = _model_folder(reference.model, reference.revision, _MODEL_FILES, registry)
-    return LocatedModel(folder, weights_identity(folder))
+    return LocatedModel(folder, weights_identity(folder, cache))
 
 
-def locate_tokenizer(recipe: Recipe, registry: Registry) -> LocatedTokenizer:
+def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:
     """The tokenizer's folder and the template file. Raises ModelError or DataError that names the recipe's field."""
     address, revision = recipe.tokenization.tokenizer, None
     if address is None:
         address, revision = recipe.reference.model, recipe.reference.revision
     folder = _model_folder(address, revision, list(_TOKENIZER_FILES), registry)
-    files = {name: hash_file(folder / name) for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    files = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
     if not files:
         raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json (set `tokenization.tokenizer`)")
     template = recipe.tokenization.chat_template
     if template is not None and not Path(template).is_file():
         raise DataError(f"there is no file {template}; `tokenization.chat_template` names a Jinja file or is null")
-    identity = {"files": files, "chat_template": template and hash_file(Path(template))}
-    return LocatedTokenizer(folder, Path(template) if template else None, identity)
+    text = Path(template) if template else None
+    hashes = dict(zip(files, _hashed(list(files.values()), cache), strict=True))
+    identity = {"files": hashes, "chat_template": _hashed([text], cache)[0] if text else None}
+    return LocatedTokenizer(folder, text, identity)
 
 
-def locate_data(recipe: Recipe) -> LocatedData:
+def locate_data(recipe: Recipe, cache: HashCache | None = None) -> LocatedData:
     """The preference sources. Raises DataError for a path without files and a hub data set that cannot be reached."""
-    located = [_locate_source(source) for source in recipe.data.sources]
+    located = [_locate_source(source, cache) for source in recipe.data.sources]
     return LocatedData(
         [described for described, _, _ in located],
         [identity for _, identity, _ in located],
@@ -103,11 +107,12 @@ def locate_data(recipe: Recipe) -> LocatedData:
     )
 
 
-def _locate_source(source: DataSource) -> tuple[dict[str, Any], Any, list[Path]]:
+def _locate_source(source: DataSource, cache: HashCache | None) -> tuple[dict[str, Any], Any, list[Path]]:
     described = source.model_dump(mode="json")
     if source.path is not None:
         files = data_files(source.path)
-        return described, [{"name": f.name, "bytes": f.stat().st_size, "sha256": hash_file(f)} for f in files], files
+        hashes = zip(files, _hashed(files, cache), strict=True)
+        return described, [{"name": f.name, "bytes": f.stat().st_size, "sha256": sha} for f, sha in hashes], files
     assert source.hub is not None
     try:
         commit = HfApi().dataset_info(source.hub, revision=source.revision).sha
@@ -117,6 +122,11 @@ def _locate_source(source: DataSource) -> tuple[dict[str, Any], Any, list[Path]]
         ) from error
     identity = {"hub": source.hub, "config": source.config, "split": source.split, "commit": commit}
     return {**described, "revision": commit}, identity, []
+
+
+def _hashed(files: list[Path], cache: HashCache | None) -> list[str]:
+    """The sha256 of each file, remembered ones included if there is a `cache`."""
+    return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
 
 
 def _model_folder(address: str, revision: str | None, patterns: list[str], registry: Registry) -> Path:

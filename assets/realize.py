@@ -155,6 +155,9 @@ def record_found(
 
 
 def _facts(found: Found) -> dict[str, Any]:
+    if found.asset == "base_model":
+        weights = found.derivation.settings["weights"]
+        return {name: weights[name] for name in ("tensors", "bytes")}
     if found.asset != "preference_source":
         return {}
     files = found.places["files"].values()

@@ -11,6 +11,7 @@ from assets.graph import GRAPH, derivation
 from assets.locate import LocatedTokenizer, locate_base_model, locate_data, locate_tokenizer
 from assets.pipeline import Pipeline, Services
 from training.contract.fingerprint import fingerprint
+from training.contract.hash_cache import HashCache
 from training.contract.job import JobKind
 from training.contract.manifest import Derivation
 
@@ -41,16 +42,24 @@ class Found:
         return "tokenizer" if self.asset == "tokenization_spec" else None
 
 
-def look(pipeline: Pipeline, services: Services, asset: str) -> Found:
-    """`asset`, one of `ROOTS`, as the world is now. Raises what looking raises: DataError, ModelError, RegistryError."""
+def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
+    """`asset`, one of `ROOTS`, as the world is now. Raises what looking raises: DataError, ModelError, RegistryError.
+
+    With a `cache`, files that nobody wrote since they were hashed are not read.
+    """
     if asset == "preference_source":
-        return _preference_source(pipeline)
+        return _preference_source(pipeline, cache)
     if asset == "base_model":
-        return _base_model(pipeline, services)
+        return _base_model(pipeline, services, cache)
     if asset == "tokenization_spec":
-        return _tokenization_spec(pipeline, services)
+        return _tokenization_spec(pipeline, services, cache)
     fields = GRAPH[asset].reads(pipeline.recipe)
     return Found(derivation(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields})
+
+
+def hash_cache(services: Services) -> HashCache:
+    """What is known of files that nobody wrote since they were hashed: to look often, not to record or to compute."""
+    return HashCache(services.home / "hashes.json")
 
 
 def count_source_rows(found: Found) -> dict[str, int | None]:
@@ -70,8 +79,8 @@ def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
     return named
 
 
-def _preference_source(pipeline: Pipeline) -> Found:
-    located = locate_data(pipeline.recipe)
+def _preference_source(pipeline: Pipeline, cache: HashCache | None) -> Found:
+    located = locate_data(pipeline.recipe, cache)
     return Found(
         derivation("preference_source", {}, {"sources": located.identity}),
         located.fingerprint,
@@ -80,8 +89,8 @@ def _preference_source(pipeline: Pipeline) -> Found:
     )
 
 
-def _base_model(pipeline: Pipeline, services: Services) -> Found:
-    located = locate_base_model(pipeline.recipe, services.registry)
+def _base_model(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:
+    located = locate_base_model(pipeline.recipe, services.registry, cache)
     return Found(
         derivation("base_model", {}, located.identity),
         located.fingerprint,
@@ -90,8 +99,8 @@ def _base_model(pipeline: Pipeline, services: Services) -> Found:
     )
 
 
-def _tokenization_spec(pipeline: Pipeline, services: Services) -> Found:
-    tokenizer = locate_tokenizer(pipeline.recipe, services.registry)
+def _tokenization_spec(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:
+    tokenizer = locate_tokenizer(pipeline.recipe, services.registry, cache)
     settings = {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **tokenizer.identity}
     places = {
         "tokenizer": str(tokenizer.folder),

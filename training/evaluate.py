@@ -33,6 +33,7 @@ from training.distributed import Group
 from training.generate import answers, decode, spread_prompts
 from training.held_out import HeldOut, evaluate_pairs
 from training.model.load import load_model
+from training.model.selfcheck import demand_exact
 from training.report import Report, Sample, WorstPair, render
 
 _SHOWN_CHARACTERS = 500
@@ -48,6 +49,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
 
     policy = load_model(job.inputs["policy"].folder, reference.dtype, group.device)
+    demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
     loss = Loss.model_validate(job.settings["loss"])
     held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)

@@ -21,7 +21,7 @@ from training.contract.recipe import Loss
 from training.data.batches import SIDES, Pairs
 from training.distributed import Group
 from training.losses import PairLogProbs, PairLosses, preference_loss
-from training.model.scoring import deal, padded_batches, score
+from training.model.scoring import Prompts, deal, score, shared_batches
 
 _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
 
@@ -98,14 +98,17 @@ def _score_places(
     policy: PreTrainedModel, pairs: Pairs, positions_V: npt.NDArray[np.int64], group: Group, events: EventWriter
 ) -> npt.NDArray[np.float64]:
     """For each of the 2V places: how many response tokens, and their summed log-prob."""
-    batches = padded_batches(np.concatenate([pairs.lengths(side)[positions_V] for side in SIDES]))
+    lengths_2V = np.concatenate([pairs.lengths(side)[positions_V] for side in SIDES])
+    of_prompts = (pairs.prompt_numbers(positions_V), pairs.prompt_lengths[positions_V].astype(np.int64))
+    batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in of_prompts)))
     progress = Progress(events, 2 * len(positions_V), "sequences")
     rows = [np.empty((0, 3))]
     for own, everyones in deal(batches, group):
-        if len(own):
-            places = [divmod(int(place), len(positions_V)) for place in own]
-            scores = score(policy, [pairs.sequence(int(positions_V[at]), SIDES[side]) for side, at in places])
-            rows.append(np.stack([own, scores.counts_S, scores.sums_S], axis=1))
+        if own is not None:
+            places = [divmod(int(place), len(positions_V)) for place in own.positions]
+            sequences = [pairs.sequence(int(positions_V[at]), SIDES[side]) for side, at in places]
+            scores = score(policy, sequences, own.sizes)
+            rows.append(np.stack([own.positions, scores.counts_S, scores.sums_S], axis=1))
         progress.advance(len(everyones))
     all_rows = group.gather_rows(torch.from_numpy(np.concatenate(rows)).to(group.device)).cpu().numpy()
     by_place: npt.NDArray[np.float64] = all_rows[np.argsort(all_rows[:, 0])][:, 1:]

@@ -1,6 +1,6 @@
 """The `policy` job: preference tuning of the reference model, from the reference's log-probs in a table.
 
-    load      pairs, table, and the reference model as the policy to be
+    load      pairs, table, and the reference model as the policy to be; its log-probs must be those of plain transformers
     prove     before the first step, on the first batch, on pairs spread over the others and on those held out, the loss is
               that of zero margin, and each log-prob that of the table (training.proof)
     train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
@@ -27,7 +27,8 @@ from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
 from training.losses import LOSSES
 from training.masters import Masters
-from training.objective import PreferenceObjective, pair_lengths
+from training.model.selfcheck import demand_exact
+from training.objective import PreferenceObjective, pair_tokens
 from training.proof import prove_zero_margin, spread
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
@@ -55,6 +56,7 @@ class _Tuning:
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(self.pairs))
         self.masters = Masters(job.inputs["reference_model"].folder, self.settings.precision, group.device)
+        demand_exact(self.masters.model, events, training=self.masters.has_dropout)
         objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group.device)
         self.batches = self._batches()
         self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch
@@ -86,7 +88,8 @@ class _Tuning:
 
     def _batches(self) -> Batches:
         settings, items = self.settings, train_items(self.pairs)
-        return Batches(items, pair_lengths(self.pairs), settings.batch_size, settings.micro_tokens, settings.seed)
+        tokens = pair_tokens(self.pairs)
+        return Batches(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
 
     def _prove_train_split(self) -> None:
         self.events.phase("proof of step 0")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import Loss
 from training.data.batches import SIDES, Pairs
-from training.data.packing import Positions
+from training.data.packing import Positions, Tokens
 from training.losses import PairLogProbs, preference_loss
 from training.model.logprobs import response_logprobs
 
@@ -46,7 +46,7 @@ class PreferenceObjective:
 
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         sequences = [self._pairs.sequence(int(item), side) for item in items for side in SIDES]
-        policy_I2 = response_logprobs(model, sequences).sums_S.double().view(-1, 2)
+        policy_I2 = response_logprobs(model, sequences, [len(SIDES)] * len(items)).sums_S.double().view(-1, 2)
         reference_I2 = self._reference_P2[torch.from_numpy(items).to(self._reference_P2.device)]
         of_pairs = preference_loss(self._loss, PairLogProbs(*policy_I2.unbind(1), *reference_I2.unbind(1)))
         columns = [
@@ -60,6 +60,7 @@ class PreferenceObjective:
         return torch.stack(columns, dim=1)
 
 
-def pair_lengths(pairs: Pairs) -> Positions:
-    """Tokens of both sequences of every pair."""
-    return np.stack([pairs.lengths(side) for side in SIDES], axis=1).astype(np.int64)
+def pair_tokens(pairs: Pairs) -> Tokens:
+    """Tokens of every pair: of both sequences, and what is run of them, the prompt once."""
+    sequences_I = pairs.lengths("chosen").astype(np.int64) + pairs.lengths("rejected")
+    return Tokens(sequences_I, sequences_I - pairs.prompt_lengths)

@@ -2,8 +2,9 @@
 
 1. Pairs share responses and data sets share pairs, so the work is over distinct sequences, by their keys.
 2. Rank 0 looks them up in the memo and tells the other ranks which ones are missing.
-3. The missing ones are cut into batches, and the batches dealt out to the ranks like cards: disjoint parts of nearly
-   equal cost. Each rank commits shards of its own every half minute, so a killed pass keeps what it had.
+3. The missing ones are cut into batches, all responses to a prompt together, and the batches dealt out to the ranks like
+   cards: disjoint parts of nearly equal cost. Each rank commits shards of its own every half minute, so a killed pass
+   keeps what it had.
 4. When all are done, rank 0 reads everything back from the memo, checks that each response of each pair has exactly one
    finite value over exactly its trained tokens, and writes the table.
 
@@ -32,8 +33,9 @@ from training.contract.store import Made, Store
 from training.data.batches import SIDES, Pairs, Side
 from training.distributed import Group
 from training.model.load import load_model
-from training.model.logprobs import TokenSequence
-from training.model.scoring import Scores, deal, padded_batches, score
+from training.model.prefix import TokenSequence
+from training.model.scoring import Batch, Prompts, Scores, deal, score, shared_batches
+from training.model.selfcheck import demand_exact
 
 COMMIT_SECONDS = 30.0
 _COMMIT_TOKENS = 1 << 24  # 64 MiB of log-probs
@@ -70,6 +72,11 @@ class Sequences:
 
     def read(self, sequence: int) -> TokenSequence:
         return self.pairs.sequence(*self.where(sequence))
+
+    def prompts(self) -> Prompts:
+        """What each sequence answers: the prompt of the first pair that has it."""
+        pairs_S = self.first_S % len(self.pairs)
+        return Prompts(self.pairs.prompt_numbers(pairs_S), self.pairs.prompt_lengths[pairs_S].astype(np.int64))
 
     def name(self, sequence: int) -> str:
         pair, side = self.where(sequence)
@@ -113,6 +120,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if len(missing_M):
         events.phase("score sequences with the reference model")
         model = load_model(reference.folder, dtype, group.device)
+        demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:
         return Made("")
@@ -152,14 +160,15 @@ def score_missing(
     commit_seconds: float = COMMIT_SECONDS,
 ) -> None:
     """Score this rank's part of `missing_M` into the memo, and wait for the others. Raises TrainingError."""
-    batches = [missing_M[batch] for batch in padded_batches(sequences.lengths_S[missing_M])]
+    found = shared_batches(sequences.lengths_S[missing_M], sequences.prompts().take(missing_M))
+    batches = [Batch(missing_M[batch.positions], batch.sizes) for batch in found]
     progress = Progress(events, int(sequences.lengths_S[missing_M].sum()), "tokens")
     shards = _Shards(memo, commit_seconds)
     for own, everyones in deal(batches, group):
-        if len(own):
-            scores = score(model, [sequences.read(i) for i in own])
-            _refuse_nonfinite(scores, own, sequences)
-            shards.add(sequences.keys_SK[own], scores)
+        if own is not None:
+            scores = score(model, [sequences.read(i) for i in own.positions], own.sizes)
+            _refuse_nonfinite(scores, own.positions, sequences)
+            shards.add(sequences.keys_SK[own.positions], scores)
         progress.advance(int(sequences.lengths_S[everyones].sum()))
     shards.commit()
     group.barrier()

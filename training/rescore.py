@@ -24,6 +24,7 @@ from training.data.batches import SIDES, Pairs
 from training.distributed import Group
 from training.held_out import evaluate_pairs
 from training.model.load import load_model
+from training.model.selfcheck import demand_exact
 from training.proof import TOLERANCE_NATS, deviations, spread
 
 RESULT_FILE = "rescored.json"
@@ -36,6 +37,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     positions = _positions(pairs, job.settings["rows"])
     scorer = job.inputs.get("policy") or job.inputs["reference_model"]
     model = load_model(scorer.folder, table.dtype, group.device)
+    demand_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = evaluate_pairs(model, pairs, positions, table, Loss(), group, events)
     found = deviations(scored, table, TOLERANCE_NATS[table.dtype])

@@ -15,10 +15,11 @@ from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
 from training.data.batches import Pairs
-from training.data.packing import Batches, Positions, train_items
+from training.data.packing import Batches, Positions, Tokens, train_items
 from training.distributed import Group
 from training.masters import Masters
 from training.model.logprobs import response_logprobs
+from training.model.selfcheck import demand_exact
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
 
@@ -49,8 +50,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     settings = SupervisedTuning.model_validate(job.settings)
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     masters = Masters(job.inputs["base_model"].folder, "float32", group.device)
-    lengths_I1 = pairs.lengths("chosen").astype(np.int64)[:, None]
-    batches = Batches(train_items(pairs), lengths_I1, settings.batch_size, settings.micro_tokens, settings.seed)
+    demand_exact(masters.model, events, training=masters.has_dropout)
+    lengths_I = pairs.lengths("chosen").astype(np.int64)
+    batches = Batches(
+        train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
+    )
     steps = settings.epochs * batches.steps_per_epoch
     stepper = Stepper(masters, ResponseObjective(pairs), batches, settings, steps, group)
     trainer = Trainer(job, group, events, stepper, ("loss",))

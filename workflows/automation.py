@@ -20,7 +20,7 @@ from assets.changes import changes_since
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
 from assets.realize import data_version, latest_key
-from assets.world import Found, look
+from assets.world import Found, hash_cache, look
 from training.contract.fingerprint import fingerprint
 from workflows.resources import build_services, pedigree_home
 
@@ -87,7 +87,8 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         if data_version(context.instance, pipeline.key("preference_source")) is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
         services = build_services(pedigree_home())
-        found = [look(pipeline, services, asset) for asset in _LOOKED_AT]
+        cache = hash_cache(services)
+        found = [look(pipeline, services, asset, cache) for asset in _LOOKED_AT]
         causes = _causes(pipeline, services, context.instance, found)
         if not causes:
             return dg.SkipReason("data, base model and tokenizer are what was last materialized")

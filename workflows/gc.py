@@ -190,7 +190,7 @@ class _Sweep:
             return False
         record = self._store.record(job.artifact, job.derivation.key)
         published = record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
-        return published or not any(job.checkpoints.rglob("step-*"))
+        return published or not any((folder / job.checkpoints.name).rglob("step-*"))
 
     def _is_abandoned(self, folder: Path) -> bool:
         """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""

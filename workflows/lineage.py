@@ -24,9 +24,10 @@ from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services
 from assets.realize import IRREPLACEABLE, data_version, latest_key, latest_metadata
-from assets.world import ROOTS, Found, look
+from assets.world import ROOTS, Found, hash_cache, look
 from training.contract.errors import CorruptArtifact
 from training.contract.fingerprint import short
+from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation, read_manifest
 from training.contract.store import Store
 
@@ -68,9 +69,12 @@ Outlook = dict[str, Outcome]
 def outlook(pipeline: Pipeline, services: Services) -> Outlook:
     """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises."""
     outcomes: Outlook = {}
+    cache = hash_cache(services)
     for asset in GRAPH:
         outcomes[asset] = (
-            _root(asset, pipeline, services) if asset in ROOTS else _made(asset, pipeline, services, outcomes)
+            _root(asset, pipeline, services, cache)
+            if asset in ROOTS
+            else _made(asset, pipeline, services, outcomes, cache)
         )
     return outcomes
 
@@ -86,29 +90,31 @@ def judge(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, 
     return [judged.asset(asset) for asset in GRAPH]
 
 
-def _root(asset: str, pipeline: Pipeline, services: Services) -> Outcome:
-    found = look(pipeline, services, asset)
+def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Outcome:
+    found = look(pipeline, services, asset, cache)
     settings = GRAPH[asset].reads(pipeline.recipe)
     if found.fingerprint is not None:
         return Outcome(found.derivation, found.fingerprint, settings, found)
-    return _look_up(services, found.derivation, settings, found)
+    return _look_up(services, found.derivation, settings, cache, found)
 
 
-def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook) -> Outcome:
+def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, cache: HashCache) -> Outcome:
     settings = GRAPH[asset].reads(pipeline.recipe)
     inputs = {name: above[name].fingerprint for name in GRAPH[asset].needed_by(pipeline.recipe)}
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return Outcome(None, None, settings)
     frozen = GRAPH[_SPECS[asset]].reads(pipeline.recipe) if asset in _SPECS else {}
-    return _look_up(services, derivation(asset, known, {**settings, **frozen}), settings)
+    return _look_up(services, derivation(asset, known, {**settings, **frozen}), settings, cache)
 
 
-def _look_up(services: Services, how: Derivation, settings: dict[str, Any], found: Found | None = None) -> Outcome:
+def _look_up(
+    services: Services, how: Derivation, settings: dict[str, Any], cache: HashCache, found: Found | None = None
+) -> Outcome:
     if how.kind == "released_model":
         return Outcome(how, how.key, settings)
     try:
-        artifact = services.store.find(how.kind, how.key)
+        artifact = services.store.find(how.kind, how.key, cache=cache)
     except CorruptArtifact as error:
         return Outcome(how, None, settings, found, _fault(services.store, how, error))
     return Outcome(how, None if artifact is None else artifact.fingerprint, settings, found)

@@ -24,8 +24,9 @@ from assets.reference import point_to
 from assets.release import is_decided
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, look
-from training.contract.memo import KEY_BYTES, Memo, scoring_rule
+from training.contract.memo import Memo, scoring_rule
 from training.contract.scoring import SCORING_VERSION
+from training.contract.shard import KEY_BYTES
 from training.contract.store import Artifact
 from workflows.lineage import Outlook, judge, outlook
 

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from training.model.load import load_model
-from training.model.logprobs import LogProbs, TokenSequence, response_logprobs
+from training.model.logprobs import LogProbs, response_logprobs
+from training.model.prefix import TokenSequence
 from training.model.scoring import Scores, score
 
 CPU = torch.device("cpu")
@@ -71,13 +72,13 @@ def test_a_story_is_likelier_than_its_words_shuffled(shared_data):
 
 
 def gpt2(seed: int = 0) -> PreTrainedModel:
-    """Learned absolute positions: the kind of model that a shift by padding would upset."""
+    """Learned absolute positions: the kind of model that a shift in its row would upset."""
     torch.manual_seed(seed)
     config = GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
     return GPT2LMHeadModel(config).eval()
 
 
-def test_neighbours_and_padding_change_nothing():
+def test_neighbours_change_nothing():
     model, sequences = gpt2().double(), random_sequences(61, 12, 40)
     together = per_sequence(score(model, sequences))
     backwards = per_sequence(score(model, sequences[::-1]))[::-1]
@@ -115,7 +116,7 @@ def test_a_batch_without_a_response_is_empty():
 
 @pytest.mark.shared
 def test_in_bfloat16_it_stays_near_what_those_weights_say(shared_data):
-    """The head's log-softmax is in float32; logits rounded to bfloat16 remain, about 1% of a token's log-prob here."""
+    """Hidden states are rounded to bfloat16, about 1% of a token's log-prob here; the head rounds nothing."""
     folder = shared_data / "models" / "tiny-chat"
     model = load_model(folder, "bfloat16", CPU)
     exact = load_model(folder, "bfloat16", CPU).double()

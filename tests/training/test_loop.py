@@ -178,6 +178,17 @@ def test_a_wrong_reference_row_is_found_before_the_first_step(tiny_world):
     assert told(job) == []
 
 
+def test_a_wrong_row_beyond_the_first_batch_is_found_as_well(tiny_world):
+    """38 pairs in batches of 8: 16 of the other 30 are looked at, the first and the last of them in any case."""
+    first = set(epoch_order(38, 0, 0)[:8].tolist())
+    last = max(set(range(38)) - first)
+    shift_reference(tiny_world, last, 0.5)
+    job = tiny_world.job("policy", settings())
+    with pytest.raises(TrainingError, match=rf"16 pairs spread over (.|\n)* 1 of 16 pairs(.|\n)*row {100 + last}:"):
+        tune(job)
+    assert told(job) == []
+
+
 def test_errors_that_cancel_in_the_mean_are_found(tiny_world):
     """All references off by as much on both sides: every margin is still zero and the loss is still ln 2."""
     table = LogProbTable.read(tiny_world.reference, 45)
@@ -301,8 +312,7 @@ def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tmp_path, worl
     kill_after(killed, processes, step=50)
     assert len(losses(killed)) < 150
     finish(start(killed, processes), killed)
-    resumed = [e["text"] for e in told(killed, "note")]
-    assert len(resumed) == 1 and resumed[0].startswith("resumed from the checkpoint of step")
+    assert sum(e["text"].startswith("resumed from the checkpoint of step") for e in told(killed, "note")) == 1
     assert losses(killed) == losses(calm)
     assert without_time(told(killed, "eval")) == without_time(told(calm, "eval"))
     weights = [(job.staging / "model.safetensors").read_bytes() for job in (calm, killed)]

@@ -57,6 +57,16 @@ def test_what_the_work_made_is_published(make_job: MakeJob) -> None:
     assert not job.staging.exists()
 
 
+def test_checkpoints_go_once_their_artifact_is_published(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job()
+    (job.checkpoints / "step-00000001").mkdir(parents=True)
+    data = (tmp_path / "pairs.jsonl").read_text()
+    (tmp_path / "pairs.jsonl").unlink()
+    assert main(job.path) == 1 and job.checkpoints.exists()
+    (tmp_path / "pairs.jsonl").write_text(data)
+    assert main(job.path) == 0 and not job.checkpoints.exists()
+
+
 def test_the_same_contents_again_leave_no_staging_folder(make_job: MakeJob) -> None:
     """Other settings, the same outcome: a validation fraction of 0.1 or 0.1000001 puts this one pair on one side."""
     first, second = make_job(0.1), make_job(0.1000001)

@@ -5,43 +5,51 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.packing import Batches, epoch_order, share
+from training.data.packing import Batches, Tokens, epoch_order, share
 
-LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=40)
+TOKENS = st.lists(st.integers(1, 120), min_size=1, max_size=40)
 
 
 def batches(items: int, **changes: int) -> Batches:
     settings = {"batch_size": 4, "micro_tokens": 100, "seed": 0} | changes
-    lengths = np.random.default_rng(0).integers(1, 30, size=(items, 2))
-    return Batches(items=np.arange(items), lengths_IS=lengths, **settings)
+    tokens = np.random.default_rng(0).integers(2, 60, size=items)
+    return Batches(items=np.arange(items), lengths=Tokens(tokens + 5, tokens), **settings)
 
 
-@given(LENGTHS, st.integers(1, 200), st.integers(1, 6))
-def test_every_item_is_somewhere_once_and_no_budget_is_broken(lengths, micro_tokens: int, world: int):
-    lengths_IS = np.array(lengths)
-    items = np.arange(len(lengths))[::2]
-    parts = share(items, lengths_IS, micro_tokens, world)
+@given(TOKENS, st.integers(1, 200), st.integers(1, 6))
+def test_every_item_is_somewhere_once_and_no_budget_is_broken(tokens, micro_tokens: int, world: int):
+    tokens_I = np.array(tokens)
+    items = np.arange(len(tokens))[::2]
+    parts = share(items, tokens_I, micro_tokens, world)
     assert len(parts) == world
     assert sorted(int(i) for part in parts for micro in part for i in micro) == items.tolist()
     for micro in (micro for part in parts for micro in part):
-        assert len(micro) == 1 or lengths_IS[micro].max() * micro.size * 2 <= micro_tokens
+        assert len(micro) == 1 or tokens_I[micro].sum() <= micro_tokens
 
 
-@given(LENGTHS, st.integers(1, 6))
-def test_ranks_are_balanced_within_the_longest_item(lengths, world: int):
+@given(TOKENS, st.integers(1, 200))
+def test_few_micro_batches_are_opened(tokens, micro_tokens: int):
+    """Any two together exceed the budget, so they are fewer than twice the least number there can be, and one."""
+    tokens_I = np.array(tokens)
+    (parts,) = share(np.arange(len(tokens)), tokens_I, micro_tokens, 1)
+    loads = sorted(int(tokens_I[micro].sum()) for micro in parts)
+    assert len(loads) < 2 or loads[0] + loads[1] > micro_tokens
+
+
+@given(TOKENS, st.integers(1, 6))
+def test_ranks_are_balanced_within_the_longest_item(tokens, world: int):
     """A greedy assignment, longest first, never leaves two ranks further apart than the largest item."""
-    lengths_IS = np.array(lengths)
-    parts = share(np.arange(len(lengths)), lengths_IS, 64, world)
-    loads = [sum(int(lengths_IS[micro].sum()) for micro in part) for part in parts]
-    assert max(loads) - min(loads) <= lengths_IS.sum(axis=1).max()
+    tokens_I = np.array(tokens)
+    parts = share(np.arange(len(tokens)), tokens_I, 64, world)
+    loads = [sum(int(tokens_I[micro].sum()) for micro in part) for part in parts]
+    assert max(loads) - min(loads) <= tokens_I.max()
 
 
 def test_by_hand():
-    """Tokens 12, 10, 4, 4, 2 on two ranks: 12+4 and 10+4+2. The budget 16 takes two items padded to 4, not to 6."""
-    lengths_IS = np.array([[2, 2], [6, 6], [5, 5], [2, 2], [1, 1]])
-    first, second = share(np.arange(5), lengths_IS, 16, 2)
-    assert [micro.tolist() for micro in first] == [[1], [3]]
-    assert [micro.tolist() for micro in second] == [[2], [0, 4]]
+    """Tokens 12, 10, 4, 4, 2 on two ranks: 12+4 and 10+4+2, each in one micro-batch of 16; of 12, in two."""
+    tokens_I = np.array([4, 12, 10, 4, 2])
+    assert [[m.tolist() for m in part] for part in share(np.arange(5), tokens_I, 16, 2)] == [[[1, 3]], [[2, 0, 4]]]
+    assert [[m.tolist() for m in part] for part in share(np.arange(5), tokens_I, 12, 2)] == [[[1], [3]], [[2, 4], [0]]]
 
 
 def test_an_epoch_is_a_permutation_and_the_last_batch_keeps_the_rest():
@@ -53,8 +61,8 @@ def test_an_epoch_is_a_permutation_and_the_last_batch_keeps_the_rest():
 
 
 def test_only_the_items_given_are_trained_on():
-    lengths = np.ones((9, 2), dtype=np.int64)
-    found = Batches(np.array([1, 4, 7]), lengths, batch_size=2, micro_tokens=10, seed=3)
+    ones = np.ones(9, dtype=np.int64)
+    found = Batches(np.array([1, 4, 7]), Tokens(ones, ones), batch_size=2, micro_tokens=10, seed=3)
     assert sorted(np.concatenate([found.batch(1), found.batch(2)])) == [1, 4, 7]
 
 
@@ -78,7 +86,7 @@ GOLDEN = [3, 2, 1, 6, 0, 7, 4, 5]
 def test_a_rank_may_have_nothing_to_do():
     found = batches(10)
     assert [len(found.micro_batches(3, rank, 4)) for rank in range(4)].count(0) == 2
-    assert found.tokens(3) == found.lengths_IS[found.batch(3)].sum()
+    assert found.tokens(3) == found.lengths.sequences_I[found.batch(3)].sum()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

@@ -26,7 +26,7 @@ from training.contract.memo import Memo
 from training.contract.store import Artifact, Store
 from training.data import pairs, preferences, template
 from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, Pairs
-from training.model.scoring import padded_batches
+from training.model.scoring import Prompts, shared_batches
 
 TOLERANCE = 1e-3  # nats a sequence
 MAX_LENGTH = 1024
@@ -348,21 +348,44 @@ def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
         reference.build_table(sequences, Memo(Store(workshop.root / "store"), "a" * 64), "float32")
 
 
+def random_prompts(count: int) -> tuple[np.ndarray, Prompts]:
+    """Sequences in no order, about four to a prompt, and as many as forty."""
+    random = np.random.default_rng(0)
+    numbers = np.concatenate([np.full(40, 7), random.integers(0, count // 4, size=count - 40)])
+    prompt_lengths = random.integers(1, 500, size=count)[numbers]
+    return prompt_lengths + random.integers(1, 400, size=count), Prompts(numbers, prompt_lengths)
+
+
+def tokens_of(batch: Any, lengths: np.ndarray, prompts: Prompts) -> int:
+    """By definition: every response, and the prompt of each group."""
+    groups = np.split(batch.positions, np.cumsum(batch.sizes)[:-1])
+    assert all(len(set(prompts.numbers_S[group])) == 1 for group in groups)
+    return sum(int((lengths - prompts.lengths_S)[group].sum() + prompts.lengths_S[group[0]]) for group in groups)
+
+
 def test_batches_hold_every_sequence_once_within_the_budget_and_survive_a_kill():
     """Whole batches taken off the list leave the others as they were: what makes a resumed pass bit for bit the same."""
-    lengths = np.random.default_rng(0).integers(1, 900, size=500)
-    batches = padded_batches(lengths, 4096)
-    assert sorted(np.concatenate(batches)) == list(range(500))
-    assert all(len(b) * lengths[b].max() <= 4096 for b in batches)
-    assert sum(len(b) * lengths[b].max() for b in batches) < 1.1 * lengths.sum(), "little padding"
-    left = np.sort(np.concatenate([b for n, b in enumerate(batches) if n % 3]))
-    again = [left[b].tolist() for b in padded_batches(lengths[left], 4096)]
-    assert again == [b.tolist() for n, b in enumerate(batches) if n % 3]
+    lengths, prompts = random_prompts(500)
+    batches = shared_batches(lengths, prompts, 4096)
+    assert sorted(np.concatenate([b.positions for b in batches])) == list(range(500))
+    costs = [tokens_of(batch, lengths, prompts) for batch in batches]
+    assert max(costs) <= 4096
+    distinct = {int(n): int(length) for n, length in zip(prompts.numbers_S, prompts.lengths_S, strict=True)}
+    least = sum(distinct.values()) + int((lengths - prompts.lengths_S).sum())
+    assert sum(costs) < 1.05 * least, "all responses of a prompt stand together, but for those that do not fit"
+    kept = [b for n, b in enumerate(batches) if n % 3]
+    left = np.sort(np.concatenate([b.positions for b in kept]))
+    again = shared_batches(lengths[left], prompts.take(left), 4096)
+    assert [(left[b.positions].tolist(), b.sizes) for b in again] == [(b.positions.tolist(), b.sizes) for b in kept]
 
 
-def test_a_sequence_longer_than_the_budget_goes_alone():
-    assert [b.tolist() for b in padded_batches(np.array([3, 50, 4]), 8)] == [[1], [2, 0]]
-    assert padded_batches(np.array([], dtype=np.int64)) == []
+def test_a_group_longer_than_the_budget_is_cut_and_a_sequence_goes_alone():
+    """Prompt of 4; responses of 46, 2, 1, 1 tokens; a budget of 8 holds the prompt and two of the short ones."""
+    lengths, prompts = np.array([6, 50, 5, 5]), Prompts(np.zeros(4, np.int64), np.full(4, 4))
+    found = shared_batches(lengths, prompts, 8)
+    assert [(b.positions.tolist(), b.sizes) for b in found] == [([1], (1,)), ([0, 2], (2,)), ([3], (1,))]
+    nothing = np.array([], dtype=np.int64)
+    assert shared_batches(nothing, Prompts(nothing, nothing)) == []
 
 
 @pytest.mark.parametrize("pairs_now", [44, 46])

@@ -113,8 +113,9 @@ def test_status_names_the_field_that_changed(materialized, small_recipe, tmp_pat
     found = {a["asset"]: (a["state"], a["causes"]) for a in home.json("status", str(folder))["assets"]}
     assert found["training_spec"] == ("stale", ["loss.beta 0.1 -> 0.2"])
     assert found["reference_logprobs"] == ("fresh", [])
-    assert found["policy"][0] == "stale" and "loss.beta 0.1 -> 0.2" in found["policy"][1]
-    assert found["evaluation"] == ("stale", ["policy must be made first"])
+    assert found["policy"] == ("stale", ["training_spec: loss.beta 0.1 -> 0.2"])
+    both = [f"{spec}: loss.beta 0.1 -> 0.2" for spec in ("training_spec", "evaluation_spec")]
+    assert found["evaluation"] == ("stale", both)
 
 
 def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):

@@ -76,7 +76,8 @@ def test_dagster_shows_the_schedule_and_the_sensor(servers):
     schedules = {s["name"]: s["scheduleState"]["status"] for s in repository["schedules"]}
     sensors = {s["name"]: s["sensorState"]["status"] for s in repository["sensors"]}
     assert schedules == {"demo_schedule": "RUNNING", "small_schedule": "RUNNING"}
-    assert sensors == {"demo_data_sensor": "RUNNING", "small_data_sensor": "RUNNING"}
+    names = [f"{recipe}_{what}" for recipe in ("demo", "small") for what in ("data_sensor", "automation")]
+    assert sensors == dict.fromkeys(names, "RUNNING")
 
 
 def test_a_run_started_in_the_web_ui_reuses_everything(servers):

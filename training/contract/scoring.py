@@ -4,4 +4,4 @@ It is part of the memo's rule. It stands here, not beside the model, since whoev
 plan`) needs it without torch.
 """
 
-SCORING_VERSION = "padded-1"
+SCORING_VERSION = "shared-prefix-1"

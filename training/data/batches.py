@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from training.contract.errors import DataError
-from training.model.logprobs import TokenSequence
+from training.model.prefix import TokenSequence
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
@@ -88,6 +88,12 @@ class Pairs:
     def prompt_ids(self, index: int) -> list[int]:
         prompt = self._list("chosen_ids", index)[: self._prompt_lengths[index]]
         return [int(token) for token in prompt]
+
+    def prompt_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """A number for each of the pairs at `positions`, the same for two of them if and only if their prompts are."""
+        numbers: dict[bytes, int] = {}
+        prompts = (self._list("chosen_ids", int(at))[: self._prompt_lengths[at]].tobytes() for at in positions)
+        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
     def lengths(self, side: Side) -> NDArray[np.int64]:
         """Tokens of each sequence, prompt included."""

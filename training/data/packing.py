@@ -1,18 +1,20 @@
 """Which items each rank trains on in each step: pure functions of (seed, step), so resuming needs no loader's state.
 
-An item is what a global batch counts: a pair with its two sequences, or one sequence. Three decisions, in this order:
+An item is what a global batch counts: a pair with its two sequences, or one sequence. What it costs are its tokens, a prompt
+that two sequences share counted once; there is no padding. Three decisions, in this order:
 
 1. Order. The epoch's permutation sorts the items by random bits of PCG64 seeded with (seed, epoch): a bit generator's
    stream is fixed for ever, unlike the shuffling built upon it. Batches are cut from it, `batch_size` items each. The
    last batch of an epoch keeps what is left: no data is lost, and its loss is divided by its own number of items.
 2. Ranks. The longest item goes to the rank with the fewest tokens so far, and so on: a third over the best balance at
    most (Graham 1969). A rank may get none, if there are more ranks than items.
-3. Micro-batches. A rank's items, longest first, are cut so that none holds more than `micro_tokens` tokens with every
-   sequence padded to the longest. An item over the budget goes alone.
+3. Micro-batches. Each of a rank's items, longest first, goes to the first micro-batch that has room for it under
+   `micro_tokens`, else to a new one: at most 11/9 as many as the best packing needs, and one (Dósa 2007). An item over
+   the budget goes alone.
 
 Neither 2 nor 3 changes a result but for rounding: losses are sums over the items divided by the global count.
 
-Legend: I items, S sequences of an item, `lengths_IS` their tokens.
+Legend: I items.
 """
 
 import heapq
@@ -29,11 +31,19 @@ _SEEDS = 2**64
 
 
 @dataclass(frozen=True)
+class Tokens:
+    """Of each of I items: the tokens of its sequences, and those a model has to run for them (a shared prompt once)."""
+
+    sequences_I: Positions
+    run_I: Positions
+
+
+@dataclass(frozen=True)
 class Batches:
     """The batches of a run over `items`, a part of the I items; steps count from 1 and go on over the epochs."""
 
     items: Positions
-    lengths_IS: Positions
+    lengths: Tokens
     batch_size: int
     micro_tokens: int
     seed: int
@@ -51,11 +61,11 @@ class Batches:
 
     def micro_batches(self, step: int, rank: int, world: int) -> list[Positions]:
         """The part of the batch of `step` that is `rank`'s, in micro-batches; an empty list if it has no part."""
-        return share(self.batch(step), self.lengths_IS, self.micro_tokens, world)[rank]
+        return share(self.batch(step), self.lengths.run_I, self.micro_tokens, world)[rank]
 
     def tokens(self, step: int) -> int:
-        """Tokens of the global batch of `step`, padding not counted."""
-        return int(self.lengths_IS[self.batch(step)].sum())
+        """Tokens of the sequences of the global batch of `step`."""
+        return int(self.lengths.sequences_I[self.batch(step)].sum())
 
 
 def train_items(pairs: Pairs) -> Positions:
@@ -80,14 +90,14 @@ def seed_sequence(seed: int, *parts: int) -> np.random.SeedSequence:
     return np.random.SeedSequence([seed % _SEEDS, *parts])
 
 
-def share(items: Positions, lengths_IS: Positions, micro_tokens: int, world: int) -> list[list[Positions]]:
+def share(items: Positions, tokens_I: Positions, micro_tokens: int, world: int) -> list[list[Positions]]:
     """Distribute `items` over `world` ranks, and each rank's part over micro-batches."""
-    return [_cut(part, lengths_IS, micro_tokens) for part in _balance(items, lengths_IS, world)]
+    return [_pack(part, tokens_I, micro_tokens) for part in _balance(items, tokens_I, world)]
 
 
-def _balance(items: Positions, lengths_IS: Positions, world: int) -> list[Positions]:
+def _balance(items: Positions, tokens_I: Positions, world: int) -> list[Positions]:
     """Every rank's items, longest first; equals keep the order of `items`, so the outcome is one and the same."""
-    tokens = lengths_IS[items].sum(axis=1)
+    tokens = tokens_I[items]
     parts: list[list[int]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for at in np.argsort(-tokens, kind="stable"):
@@ -97,14 +107,16 @@ def _balance(items: Positions, lengths_IS: Positions, world: int) -> list[Positi
     return [np.array(part, dtype=np.int64) for part in parts]
 
 
-def _cut(items: Positions, lengths_IS: Positions, micro_tokens: int) -> list[Positions]:
-    if not len(items):
-        return []
-    longest, sequences = lengths_IS[items].max(axis=1), lengths_IS.shape[1]
-    by_length = np.argsort(-longest, kind="stable")
-    cuts, start = [], 0
-    for end in range(1, len(items) + 1):
-        if (end - start) * sequences * longest[by_length[start]] > micro_tokens and end - start > 1:
-            cuts.append(end - 1)
-            start = end - 1
-    return np.split(items[by_length], cuts)
+def _pack(items: Positions, tokens_I: Positions, micro_tokens: int) -> list[Positions]:
+    """Micro-batches of `items`, which come longest first."""
+    parts: list[list[int]] = []
+    rooms: list[int] = []
+    for item in items:
+        tokens = int(tokens_I[item])
+        place = next((n for n, room in enumerate(rooms) if tokens <= room), len(parts))
+        if place == len(parts):
+            parts.append([])
+            rooms.append(micro_tokens)
+        parts[place].append(int(item))
+        rooms[place] -= tokens
+    return [np.array(part, dtype=np.int64) for part in parts]

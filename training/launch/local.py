@@ -78,9 +78,13 @@ def _torchrun(processes: int, rendezvous: Path) -> list[str]:
 
 
 def _environment(processes: int, rendezvous: Path) -> dict[str, str]:
-    """This process's environment and what the job's processes need. OMP_NUM_THREADS, where set, is the user's choice."""
+    """This process's environment and what the job's processes need. What a user has set of OMP_... stays.
+
+    Threads that have nothing to do sleep: by default they spin, which made jobs that share a machine several times slower.
+    """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    parallel = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false" if processes > 1 else "true"}
+    parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
     ours = {**_QUIET, **_PYTHON, **_LOOPBACK, RENDEZVOUS: str(rendezvous / "ranks")}
     return {**parallel, **os.environ, **ours}
 

@@ -1,25 +1,27 @@
-"""Log-probabilities of responses under a model: the one place where the model's forward pass is called.
+"""Log-probabilities of responses under a model: the one place where a model's forward pass is called.
 
-Legend: S sequences, T tokens of the longest, N response tokens of all sequences together, V vocabulary.
+Legend: S sequences, N response tokens of all sequences together, T tokens of a row, H hidden size.
 
-Sequences are padded on the right, so no position needs shifting and the padding, masked, changes nothing. Only the rows
-that predict a response token go through the log-softmax, in float32 whatever the model's dtype.
+    lay out     sequences that share a prompt become one row without padding, the prompt in it once     (prefix.py)
+    run         the model's body over the row, each response attending to its prompt and itself         (attention.py)
+    pick        the hidden states that predict a response token: no other row goes through the head
+    score       head and log-softmax, the vocabulary in tiles                                           (head.py)
+
+Policy and reference, training and evaluation all come through here, so what cancels in a reward does cancel. A model that
+cannot share prefixes runs each sequence in a row of its own, in the attention it came with: slower, and the same result.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """A prompt with one response. `ids_T`: token ids, int64; `mask_T`: True where a token belongs to the response."""
-
-    ids_T: Tensor
-    mask_T: Tensor
+from training.model.attention import refusal, shared_prefixes
+from training.model.head import head_of, token_logprobs
+from training.model.prefix import Row, TokenSequence, lay_out
 
 
 @dataclass(frozen=True)
@@ -37,16 +39,32 @@ class LogProbs:
         return zeros_S.index_add(0, owners_N, self.tokens_N)
 
 
-def response_logprobs(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> LogProbs:
-    """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off."""
+def response_logprobs(
+    model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None
+) -> LogProbs:
+    """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off.
+
+    `sizes` says how many consecutive sequences each share a prompt; without it none do. What they really have in
+    common is found by comparing tokens, so a wrong group costs time and is not an error.
+    """
     device = next(model.parameters()).device
-    lengths_S = [len(s.ids_T) for s in sequences]
-    ids_ST = torch.nn.utils.rnn.pad_sequence([s.ids_T for s in sequences], batch_first=True).to(device)
-    mask_ST = torch.nn.utils.rnn.pad_sequence([s.mask_T for s in sequences], batch_first=True).to(device)
-    attention_ST = torch.arange(ids_ST.shape[1], device=device) < torch.tensor(lengths_S, device=device)[:, None]
-    logits_STV = model(input_ids=ids_ST, attention_mask=attention_ST.long(), use_cache=False).logits
-    predicted_ST = mask_ST[:, 1:].bool()
-    logits_NV = logits_STV[:, :-1][predicted_ST].float()
-    targets_N = ids_ST[:, 1:][predicted_ST]
-    tokens_N = -torch.nn.functional.cross_entropy(logits_NV, targets_N, reduction="none")
-    return LogProbs(tokens_N, predicted_ST.sum(1))
+    sharing = refusal(model, model.training) is None
+    remaining = iter(sequences)
+    groups = [list(islice(remaining, size)) for size in (sizes or [1] * len(sequences))]
+    batches = [groups] if sharing else [[[sequence]] for sequence in sequences]
+    rows = [lay_out(batch, device) for batch in batches]
+    hidden_NH = torch.cat([_hidden(model, row, sharing) for row in rows])
+    tokens_N = token_logprobs(hidden_NH, torch.cat([row.targets_N for row in rows]), head_of(model))
+    return LogProbs(tokens_N, torch.cat([row.counts_S for row in rows]))
+
+
+def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
+    """The hidden states that predict response tokens, N x H, from the model without its head."""
+    inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
+    if sharing:
+        with shared_prefixes(model):
+            states_1TH = model.base_model(**inputs, plan=row.plan).last_hidden_state
+    else:
+        states_1TH = model.base_model(**inputs).last_hidden_state
+    picked_NH: Tensor = states_1TH[0].index_select(0, row.rows_N)
+    return picked_NH

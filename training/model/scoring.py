@@ -2,10 +2,11 @@
 
 Legend: S sequences, N response tokens of all of them.
 
-Batches are made of sequences of similar length, longest first: a batch that does not fit in memory fails at once, and
-an estimate of the time left errs on the safe side. How many sequences a batch has depends on its first one alone. So
-when whole batches are taken off the list, because a pass that was killed had already committed them, the rest is cut
-into the same batches as before, and a pass taken up again gives the bits of one that was never interrupted.
+All responses to a prompt are scored together, so that the prompt is read once. Batches are made of such groups of similar size,
+largest first: a batch that does not fit in memory fails at once, and an estimate of the time left errs on the safe side.
+How many groups a batch has depends on its first one alone, and how many responses a group keeps together on its
+longest. So when whole batches are taken off the list, because a pass that was killed had already committed them, the
+rest is cut into the same batches as before, and a pass taken up again gives the bits of one that was never interrupted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +18,33 @@ import torch
 from transformers import PreTrainedModel
 
 from training.distributed import Group
-from training.model.logprobs import TokenSequence, response_logprobs
+from training.model.logprobs import response_logprobs
+from training.model.prefix import TokenSequence
 
 Positions = npt.NDArray[np.int64]
 
-# Padded tokens of one batch. A constant, since it decides in which order a device adds numbers up: it is part of the
-# way of scoring, not of the machine.
+# Tokens of one batch, a shared prompt counted once. A constant, since it decides in which order a device adds numbers
+# up: it is part of the way of scoring, not of the machine.
 BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Which prompt each of S sequences answers, by any number that tells prompts apart, and how long that prompt is."""
+
+    numbers_S: Positions
+    lengths_S: Positions
+
+    def take(self, positions: Positions) -> "Prompts":
+        return Prompts(self.numbers_S[positions], self.lengths_S[positions])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The positions of some sequences; `sizes` says how many consecutive ones each answer the same prompt."""
+
+    positions: Positions
+    sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -40,26 +61,53 @@ class Scores:
         return np.bincount(owners_N, weights=self.tokens_N, minlength=len(self.counts_S)).astype(np.float64)
 
 
-def padded_batches(lengths_S: Positions, tokens: int = BATCH_TOKENS) -> list[Positions]:
-    """The positions 0..S-1 in batches of at most `tokens` tokens with padding; one longer than that goes alone."""
-    order_S = np.argsort(-lengths_S, kind="stable")
+def shared_batches(lengths_S: Positions, prompts: Prompts, tokens: int = BATCH_TOKENS) -> list[Batch]:
+    """The positions 0..S-1 in batches of at most `tokens` tokens, a prompt counted once; what is longer goes alone."""
+    groups = [part for group in _by_prompt(lengths_S, prompts) for part in _cut(group, lengths_S, prompts, tokens)]
+    costs = np.array([_tokens(group, lengths_S, prompts) for group in groups], dtype=np.int64)
+    order = np.argsort(-costs, kind="stable")
     batches, start = [], 0
-    while start < len(order_S):
-        size = max(1, tokens // max(1, int(lengths_S[order_S[start]])))
-        batches.append(order_S[start : start + size])
+    while start < len(order):
+        size = max(1, tokens // max(1, int(costs[order[start]])))
+        chosen = [groups[at] for at in order[start : start + size]]
+        batches.append(Batch(np.concatenate(chosen), tuple(map(len, chosen))))
         start += size
     return batches
 
 
-def deal(batches: Sequence[Positions], group: Group) -> Iterator[tuple[Positions, Positions]]:
-    """Rounds in which every rank gets one batch: this rank's own (empty if none is left), and all of the round."""
+def _by_prompt(lengths_S: Positions, prompts: Prompts) -> list[Positions]:
+    """The sequences of each prompt, longest first, in the order of the prompts' first sequences."""
+    _, first, which_S = np.unique(prompts.numbers_S, return_index=True, return_inverse=True)
+    order_S = np.lexsort((-lengths_S, first[which_S]))
+    return np.split(order_S, np.flatnonzero(np.diff(which_S[order_S])) + 1) if len(order_S) else []
+
+
+def _cut(group: Positions, lengths_S: Positions, prompts: Prompts, tokens: int) -> list[Positions]:
+    """Parts of a group that fit, if each response were as long as the part's first, which is its longest."""
+    prompt = int(prompts.lengths_S[group[0]])
+    parts, start = [], 0
+    while start < len(group):
+        longest = max(1, int(lengths_S[group[start]]) - prompt)
+        size = max(1, (tokens - prompt) // longest)
+        parts.append(group[start : start + size])
+        start += size
+    return parts
+
+
+def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
+    return int(lengths_S[group].sum() - (len(group) - 1) * prompts.lengths_S[group[0]])
+
+
+def deal(batches: Sequence[Batch], group: Group) -> Iterator[tuple[Batch | None, Positions]]:
+    """Rounds in which every rank gets one batch: this rank's own, if there is one left for it, and all of the round."""
     for first in range(0, len(batches), group.world):
         dealt = batches[first : first + group.world]
-        yield (dealt[group.rank] if group.rank < len(dealt) else dealt[0][:0]), np.concatenate(dealt)
+        own = dealt[group.rank] if group.rank < len(dealt) else None
+        yield own, np.concatenate([batch.positions for batch in dealt])
 
 
-def score(model: PreTrainedModel, sequences: Sequence[TokenSequence]) -> Scores:
-    """The log-probs of the response tokens of one batch, on the host."""
+def score(model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None) -> Scores:
+    """The log-probs of the response tokens of one batch, on the host; `sizes` as in `Batch`, by default each alone."""
     with torch.inference_mode():
-        logprobs = response_logprobs(model, sequences)
+        logprobs = response_logprobs(model, sequences, sizes)
     return Scores(logprobs.counts_S.cpu().numpy().astype(np.int32), logprobs.tokens_N.cpu().numpy().astype(np.float32))

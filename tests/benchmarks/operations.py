@@ -1,0 +1,108 @@
+"""Floating-point operations of one epoch of training, counted, against the least that any trainer needs.
+
+Legend: T tokens with each prompt once, N response tokens, L layers, D width of all query heads, H hidden size, V vocabulary.
+
+The least, with the reference cached: six operations a weight and token for the layers (two forward, four backward), six a
+weight and response token for the head, and for attention, of each token to itself and what it may see, three times
+(forward once, backward twice) the four operations a pair, layer and unit of D.
+
+Counted: every matrix product of forward and backward, by torch's FlopCounterMode; attention by hand from the plan of each
+row, since what its kernels do inside is not seen: whole rectangles of queries and keys, and a backward pass of five products
+for the forward pass' two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
+
+from tests.benchmarks.workload import batches, training_settings
+from training.data.batches import SIDES, Pairs
+from training.model.head import Budget, head_of, token_logprobs
+from training.model.logprobs import response_logprobs
+from training.model.prefix import Row, TokenSequence, lay_out
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Operations:
+    """`kept` and `recomputed`: with all logits kept from forward to backward, and with none."""
+
+    least: float
+    kept: float
+    recomputed: float
+
+
+def _addmm_in_place(total: list[int], left: list[int], right: list[int], **_: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
+UNCOUNTED = {torch.ops.aten.addmm_: _addmm_in_place}  # torch counts it only where it writes into a new tensor
+
+
+def count(model: PreTrainedModel, pairs: Pairs, micro_tokens: int) -> Operations:
+    """Over every micro-batch of one epoch."""
+    kept = recomputed = 0.0
+    for groups in _micro_batches(pairs, micro_tokens):
+        row = lay_out(groups, CPU)
+        both = _attention(model, row)
+        kept += both + _products(model, groups)
+        recomputed += both + _products(model, groups) + _again(model, row)
+    return Operations(_least(model, pairs), kept, recomputed)
+
+
+def _micro_batches(pairs: Pairs, micro_tokens: int) -> Iterator[list[list[TokenSequence]]]:
+    found = batches(pairs, training_settings(micro_tokens))
+    for step in range(1, found.steps_per_epoch + 1):
+        for items in found.micro_batches(step, 0, 1):
+            yield [[pairs.sequence(int(item), side) for side in SIDES] for item in items]
+
+
+def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> float:
+    """Matrix products of the real forward and backward, all logits kept (the workload's fit in the budget)."""
+    sequences = [sequence for group in groups for sequence in group]
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+        response_logprobs(model, sequences, [len(group) for group in groups]).tokens_N.sum().backward()
+    model.zero_grad()
+    by_kernel = counter.get_flop_counts()["Global"]
+    return float(sum(flops for kernel, flops in by_kernel.items() if "attention" not in str(kernel)))
+
+
+def _again(model: PreTrainedModel, row: Row) -> float:
+    """What the head's backward adds where no tile was kept: its forward again, as counted on hidden states of zero."""
+    head, hidden_NH = head_of(model), torch.zeros(len(row.rows_N), model.config.hidden_size)
+    totals = []
+    for kept in (0, 1 << 40):
+        with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+            inputs = hidden_NH.clone().requires_grad_()
+            token_logprobs(inputs, row.targets_N, head, Budget(8 << 20, kept)).sum().backward()
+        totals.append(counter.get_total_flops())
+    model.zero_grad()
+    return float(totals[0] - totals[1])
+
+
+def _attention(model: PreTrainedModel, row: Row) -> float:
+    pairs = sum(part.length * (row.plan.before(n) + part.length) for n, part in enumerate(row.plan.segments))
+    return (1 + 2.5) * 4 * _width(model) * model.config.num_hidden_layers * pairs
+
+
+def _least(model: PreTrainedModel, pairs: Pairs) -> float:
+    head, embeddings = head_of(model).weight_VH.numel(), model.get_input_embeddings().weight.numel()
+    body = sum(p.numel() for p in model.parameters() if p.ndim > 1) - head - embeddings
+    prompts = pairs.prompt_lengths.astype(int)
+    tokens, seen = int(prompts.sum()), int((prompts * (prompts + 1) // 2).sum())
+    responses = 0
+    for side in SIDES:
+        lengths = pairs.lengths(side)
+        tokens += int((lengths - prompts).sum())
+        seen += int((lengths * (lengths + 1) // 2 - prompts * (prompts + 1) // 2).sum())
+        responses += sum(int(pairs.sequence(i, side).mask_T[1:].sum()) for i in range(len(pairs)))
+    return 6.0 * (body * tokens + head * responses) + 3 * 4 * _width(model) * model.config.num_hidden_layers * seen
+
+
+def _width(model: PreTrainedModel) -> int:
+    return int(model.config.num_attention_heads * model.config.head_dim)

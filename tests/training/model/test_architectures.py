@@ -1,0 +1,168 @@
+"""Shared prefixes in every architecture that is said to be verified, against plain transformers one sequence at a time.
+
+Both log-probs and the gradient of every parameter, in float32. The tiny models have random weights, windows shorter than
+the sequences where they have windows, and everything switched on that could tell one sequence from another.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from training.model.attention import VERIFIED, refusal
+from training.model.logprobs import response_logprobs
+from training.model.prefix import TokenSequence
+
+VOCABULARY = 97
+WINDOW = 6
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.2,
+    "attention_dropout": 0.0,
+}
+MIXED = ["sliding_attention", "full_attention"]
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "untied", {}),
+    ("llama", "tied", {"tie_word_embeddings": True}),
+    ("llama", "rope of llama 3", {"rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16}}),
+    ("mistral", "full", {"sliding_window": None}),
+    ("mistral", "window", {"sliding_window": WINDOW}),
+    ("mixtral", "experts", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    ("qwen2", "full", {}),
+    ("qwen2", "window", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    ("qwen3", "full", {}),
+    ("qwen3", "window", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    ("qwen2_moe", "experts", EXPERTS | {"shared_expert_intermediate_size": 16}),
+    ("qwen3_moe", "experts", EXPERTS),
+    ("olmo", "full", {}),
+    ("olmo2", "full", {}),
+    ("olmo3", "window", {"layer_types": MIXED, "sliding_window": WINDOW}),
+    ("phi", "bias in the head", {}),
+    ("phi3", "full", {"sliding_window": None}),
+    ("phi3", "window", {"sliding_window": WINDOW}),
+    ("cohere", "logit scale", {"logit_scale": 0.0625}),
+    ("cohere2", "window", {"layer_types": MIXED, "sliding_window": WINDOW, "logit_scale": 0.25}),
+    ("granite", "logit scale", {"logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3}),
+    ("gemma", "tied", {}),
+    ("gemma3_text", "window", {"layer_types": MIXED, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    ("gemma3_text", "softcap", {"layer_types": MIXED, "sliding_window": WINDOW, "final_logit_softcapping": 2.0}),
+    ("glm4", "full", {}),
+    ("smollm3", "layers without positions", {"no_rope_layers": [1, 0]}),
+    ("starcoder2", "window", {"sliding_window": WINDOW}),
+    ("gpt2", "learned positions", GPT2),
+    ("gpt2", "scaled by layer", GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    ("gpt_neox", "parallel", {"hidden_dropout": 0.0}),
+]  # fmt: skip
+
+
+def build(kind: str, changes: dict[str, Any], seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(COMMON | changes)), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases: away from one and zero, which would hide a mistake
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+    return model.eval()
+
+
+def groups() -> list[list[TokenSequence]]:
+    """A pair, three responses, one, a response within another, and two alike; prefixes that reach into responses."""
+    random = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> torch.Tensor:
+        return torch.randint(3, VOCABULARY, (count,), generator=random)
+
+    def group(prompt: int, same: int, *responses: int) -> list[TokenSequence]:
+        start = tokens(prompt + same)
+        sequences = [torch.cat([start, tokens(count)]) for count in responses]
+        return [TokenSequence(ids, torch.arange(len(ids)) >= prompt) for ids in sequences]
+
+    twin = group(5, 0, 7)[0]
+    inner = TokenSequence(twin.ids_T[:9], twin.mask_T[:9])
+    turns = group(4, 0, 9)[0]
+    gaps = TokenSequence(turns.ids_T, torch.tensor([True, False] * 6 + [False]))
+    nothing = TokenSequence(tokens(6), torch.zeros(6, dtype=torch.bool))
+    return [group(9, 0, 11, 5), group(3, 4, 2, 8, 6), group(12, 0, 9), [twin, inner, twin], [gaps, nothing]]
+
+
+def alone(model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
+    logprobs_TV = model(input_ids=sequence.ids_T[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs_TV.gather(1, sequence.ids_T[1:, None])[:, 0][sequence.mask_T[1:]]
+
+
+def gradients(model: PreTrainedModel, tokens_N: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    weights = torch.linspace(-1, 1, len(tokens_N), dtype=tokens_N.dtype) + 0.3
+    (tokens_N * weights).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("kind", "changes"), [pytest.param(k, c, id=f"{k}, {what}") for k, what, c in VARIANTS])
+def test_it_is_what_plain_transformers_says_of_each_sequence(kind: str, changes: dict[str, Any]):
+    model, together = build(kind, changes), groups()
+    assert refusal(model, training=True) is None
+    usual = model.config._attn_implementation
+    sequences = [sequence for group in together for sequence in group]
+    found = response_logprobs(model, sequences, [len(group) for group in together])
+    expected = [alone(model, sequence) for sequence in sequences]
+    assert found.counts_S.tolist() == [len(e) for e in expected]
+    torch.testing.assert_close(found.tokens_N, torch.cat(expected), atol=2e-5, rtol=0)
+    ours, plain = gradients(model, found.tokens_N), gradients(model, torch.cat(expected))
+    assert ours.keys() == plain.keys()
+    for name, gradient in plain.items():
+        error = (ours[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
+        assert error < 1e-5, f"{name}: {error:.1e} of a norm of {gradient.norm():.3g}"
+    assert model.config._attn_implementation == usual
+
+
+def test_every_verified_architecture_is_verified():
+    assert {kind for kind, _, _ in VARIANTS} == VERIFIED
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma2", {}, "gemma2"),
+    ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "gpt_oss"),
+    ("mamba", {"state_size": 4, "time_step_rank": 2}, "mamba"),
+    ("stablelm", {}, "stablelm"),
+    ("llama", {"attention_dropout": 0.1}, "dropout of 0.1"),
+    ("gemma3_text", {"attn_logit_softcapping": 5.0}, "capped"),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "why"), REFUSED, ids=[why for _, _, why in REFUSED])
+def test_what_cannot_share_runs_alone_with_the_same_result(kind: str, changes: dict[str, Any], why: str):
+    model, sequences = build(kind, changes), [sequence for group in groups() for sequence in group]
+    assert why in str(refusal(model, training=True))
+    found = response_logprobs(model, sequences, [len(group) for group in groups()])
+    expected = torch.cat([alone(model, sequence) for sequence in sequences])
+    torch.testing.assert_close(found.tokens_N, expected, atol=2e-5, rtol=0)
+
+
+def test_dropout_keeps_sequences_apart_in_training_only():
+    model = build("llama", {"attention_dropout": 0.1})
+    assert refusal(model, training=False) is None
+    assert "dropout" in str(refusal(model, training=True))

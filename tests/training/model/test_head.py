@@ -1,0 +1,183 @@
+"""The head against float64, torch's own finite differences and torch's own fused loss; and what it holds in memory."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import linear_cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import T5Config, T5ForConditionalGeneration
+
+from training.contract.errors import ModelError
+from training.model.head import Budget, Head, head_of, token_logprobs
+
+ROWS, HIDDEN, VOCABULARY = 23, 16, 101
+TINY_TILE = Budget(tile=ROWS * 4 * 7, kept=0)  # 7 entries of the vocabulary, 3 in the last one
+SOME_KEPT = Budget(tile=ROWS * 4 * 7, kept=ROWS * 4 * 7 * 5)
+ALL_KEPT = Budget(tile=1 << 20, kept=1 << 20)
+
+
+def operands(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, weight, bias, targets; the first and the last entry of the vocabulary are among the targets."""
+    random = torch.Generator().manual_seed(0)
+    made = (torch.randn(shape, generator=random) for shape in ((rows, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)))
+    hidden, weight, bias = (tensor.to(dtype).requires_grad_() for tensor in made)
+    targets = torch.randint(VOCABULARY, (rows,), generator=random)
+    targets[:2] = torch.tensor([0, VOCABULARY - 1])
+    return hidden, weight, bias, targets
+
+
+def plainly(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head) -> Tensor:
+    """The definition, in float64."""
+    logits = head.scale * (hidden.double() @ weight.double().T + (0 if bias is None else bias.double()))
+    if head.softcap is not None:
+        logits = head.softcap * (logits / head.softcap).tanh()
+    return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+KINDS = {
+    "plain": {},
+    "scale": {"scale": 0.3},
+    "softcap": {"softcap": 3.0},
+    "scale and softcap": {"scale": 2.0, "softcap": 5.0},
+}
+
+
+@pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+def test_values_and_gradients_are_those_of_float64(budget: Budget, kind: str, biased: bool):
+    hidden, weight, bias, targets = operands()
+    given = [hidden, weight, *([bias] if biased else [])]
+    head = Head(weight, bias if biased else None, **KINDS[kind])
+    upstream = torch.linspace(-2, 1, ROWS)
+    found = token_logprobs(hidden, targets, head, budget)
+    expected = plainly(hidden, weight, head.bias_V, targets, head)
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=0)
+    ours = torch.autograd.grad(found, given, upstream)
+    exact = torch.autograd.grad(expected, given, upstream.double())
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_finite_differences(budget: Budget, kind: str):
+    hidden, weight, bias, targets = operands(torch.float64, rows=5)
+
+    def of(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return token_logprobs(hidden, targets, Head(weight, bias, **KINDS[kind]), budget)
+
+    assert torch.autograd.gradcheck(of, (hidden, weight, bias), atol=1e-7)
+
+
+def test_it_agrees_with_the_fused_loss_of_torch():
+    hidden, weight, _, targets = operands()
+    found = token_logprobs(hidden, targets, Head(weight), TINY_TILE)
+    oracle = -linear_cross_entropy(hidden, weight, targets, reduction="none")
+    torch.testing.assert_close(found, oracle, atol=1e-5, rtol=0)
+    for one, other in zip(
+        torch.autograd.grad(found.sum(), (hidden, weight)),
+        torch.autograd.grad(oracle.sum(), (hidden, weight)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+def test_bfloat16_operands_cost_no_precision_in_the_sum():
+    """400 tokens over 4,096 entries. Logits rounded to bfloat16 would be half a nat off, as the last line shows."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(400, 256).bfloat16(), (0.3 * torch.randn(4096, 256)).bfloat16()
+    targets = torch.randint(4096, (400,))
+    found = token_logprobs(hidden, targets, Head(weight), Budget(1 << 18, 0))
+    exact = plainly(hidden, weight, None, targets, Head(weight))
+    assert found.dtype == torch.float32
+    assert abs(float(found.double().sum() - exact.sum())) < 1e-3
+    rounded = (hidden @ weight.T).float().log_softmax(-1).gather(1, targets[:, None])
+    assert abs(float(rounded.double().sum() - exact.sum())) > 0.1
+
+
+def test_bfloat16_gradients_are_rounded_once():
+    """The gradients are those of float64 on the same operands, to the precision of the dtype they are given in."""
+    hidden, weight, _, targets = operands(torch.bfloat16)
+    ours = torch.autograd.grad(token_logprobs(hidden, targets, Head(weight), TINY_TILE).sum(), (hidden, weight))
+    exact = torch.autograd.grad(plainly(hidden, weight, None, targets, Head(weight)).sum(), (hidden, weight))
+    for one, other in zip(ours, exact, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert (one.double() - other.double()).norm() < 2**-7 * other.double().norm()
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight = torch.full((2, 1), 1e4), torch.tensor([[1.0], [-1.0], [0.5]])
+    found = token_logprobs(hidden, torch.tensor([0, 1]), Head(weight), Budget(8, 0))
+    assert found.tolist() == [0.0, -2e4]
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_what_is_frozen_gets_no_gradient_and_costs_none(frozen: str):
+    hidden, weight, _, targets = operands()
+    (weight if frozen == "weight" else hidden).requires_grad_(False)
+    token_logprobs(hidden, targets, Head(weight), TINY_TILE).sum().backward()
+    assert (weight.grad is None, hidden.grad is None) == (frozen == "weight", frozen == "hidden")
+
+
+def test_no_row_at_all():
+    hidden, weight, _, targets = operands()
+    found = token_logprobs(hidden[:0], targets[:0], Head(weight), TINY_TILE)
+    found.sum().backward()
+    assert found.shape == (0,) and not weight.grad.any() and not hidden.grad.any()
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors made inside the block that lived at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        known = [
+            t.untyped_storage()._cdata for t in itertools.chain(args, (kwargs or {}).values()) if torch.is_tensor(t)
+        ]
+        for tensor in made if isinstance(made, tuple) else (made,):
+            if torch.is_tensor(tensor) and (storage := tensor.untyped_storage())._cdata not in known:
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: (ref, size) for key, (ref, size) in self._live.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._live.values()))
+        return made
+
+
+@pytest.mark.parametrize("kept_tiles", [0, 3])
+def test_it_holds_one_tile_the_gradients_and_a_few_numbers_a_row(kept_tiles: int):
+    rows, hidden_size, vocabulary, tile = 300, 32, 20_000, 1 << 20
+    hidden = torch.randn(rows, hidden_size, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
+    targets = torch.randint(vocabulary, (rows,))
+    with Memory() as forward:
+        found = token_logprobs(hidden, targets, Head(weight), Budget(tile, kept_tiles * tile))
+    with Memory() as backward:
+        found.sum().backward()
+    a_row = rows * (2 * hidden_size + 20) * 4
+    assert tile // 2 < forward.peak <= (1 + kept_tiles) * tile + a_row
+    assert weight.nbytes < backward.peak <= tile + weight.nbytes + a_row
+    assert rows * vocabulary * 4 > 20 * tile, "all the logits would be far more"
+
+
+def test_without_gradients_nothing_is_kept():
+    hidden, weight, _, targets = operands(rows=200)
+    with Memory() as memory, torch.no_grad():
+        token_logprobs(hidden, targets, Head(weight), Budget(200 * 4 * 10, 1 << 30))
+    assert memory.peak < 200 * 4 * (10 + 20)
+
+
+def test_a_head_that_is_no_linear_map_is_refused():
+    config = T5Config(vocab_size=32, d_model=8, d_ff=8, num_layers=1, num_heads=1, d_kv=8)
+    model = T5ForConditionalGeneration(config)
+    model.lm_head = torch.nn.Bilinear(8, 8, 32)
+    with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is Bilinear; expected one torch\.nn\.Linear"):
+        head_of(model)

@@ -1,0 +1,73 @@
+"""The self-check: silent for a sound model, a note where prompts cannot be shared, an error where numbers differ."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from training.contract.errors import ModelError
+from training.contract.events import EventWriter, read_events
+from training.model.selfcheck import demand_exact
+
+
+def llama(**changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=61, initializer_range=0.3, **shape, **changes)).eval()
+
+
+@pytest.fixture
+def told(tmp_path: Path):
+    """Run the self-check, and what it told."""
+
+    def check(model: PreTrainedModel, training: bool = False) -> list[str]:
+        demand_exact(model, EventWriter(tmp_path / "events.jsonl"), training)
+        return [event["text"] for event in read_events(tmp_path / "events.jsonl")]
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sound_model_passes_silently_and_stays_as_it_was(told, dtype):
+    model = llama().to(dtype)
+    assert told(model) == []
+    assert not model.training and all(p.grad is None for p in model.parameters())
+    assert told(model.train()) == [] and model.training
+
+
+def test_dropout_is_told_where_the_model_will_train_with_it(told):
+    model = llama(attention_dropout=0.2)
+    assert told(model) == []
+    (note,) = told(model, training=True)
+    assert "row of its own" in note and "attention dropout of 0.2" in note
+
+
+def test_a_head_that_does_more_than_its_config_says_is_refused(told):
+    """As of an architecture whose logits are scaled by something this program does not know of."""
+    model = llama()
+    model.register_forward_hook(lambda module, given, out: out.__setitem__("logits", out["logits"] * 0.9) or out)
+    with pytest.raises(ModelError, match=r"LlamaForCausalLM \(llama\) differ .* nats a token, expected at most 0\.001"):
+        told(model)
+
+
+def test_an_attention_that_looks_elsewhere_is_refused(told):
+    """Absolute positions that are off by one in the model's own forward pass only."""
+    config = GPT2Config(vocab_size=61, n_positions=32, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).eval()
+    own = model.transformer.forward
+
+    def shifted(*tokens: Any, **given: Any) -> Any:
+        return own(*tokens, **(given | {"position_ids": given["position_ids"] + 1} if "plan" in given else given))
+
+    model.transformer.forward = shifted
+    with pytest.raises(ModelError, match="differ from those of its own forward pass"):
+        told(model)
+
+
+def test_a_model_that_gives_no_numbers_is_left_to_the_job(told):
+    """Which can say in which row of the data it meets them."""
+    model = llama()
+    torch.nn.init.constant_(model.model.norm.weight, float("nan"))
+    assert told(model) == []

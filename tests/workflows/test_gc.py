@@ -1,0 +1,124 @@
+"""What goes and what stays when nobody refers to something any more, and what a rollback leaves behind."""
+
+import fcntl
+
+import dagster as dg
+import mlflow
+import numpy as np
+import pytest
+
+from assets.graph import GRAPH
+from assets.realize import record
+from model_registry.registry import ROLLED_BACK_TAG
+from tests.workflows.lookers import looker
+from training.contract.job import Job
+from training.contract.manifest import Derivation
+from training.contract.memo import Memo
+from workflows.execution import materialize
+from workflows.gc import collect
+from workflows.lineage import status
+from workflows.recipes import load_recipe
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def looking(materialized, small_recipe, tmp_path):
+    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
+    with found.instance:
+        yield found
+
+
+def named(looking, kind, delete=False):
+    found = collect(looking.services, looking.instance, delete)
+    return [item.fingerprint for item in found.garbage if item.kind == kind]
+
+
+def publish(looking, text):
+    """An artifact that nobody refers to."""
+    how = Derivation(kind="training_spec", code_version="1", inputs={}, settings={"text": text})
+    return record(looking.services, how, f"{len(text):064x}", {"spec.json": text}).artifact
+
+
+def score(looking, rule):
+    keys = np.arange(32, dtype=np.uint8)[None, :]
+    return Memo(looking.services.store, rule).add(keys, np.array([1], np.int32), np.array([-1.0], np.float32))
+
+
+def job_of(looking, asset):
+    """The job that made `asset`, in the copy of the home."""
+    [path] = looking.home.glob(f"jobs/{asset}-*/job.json")
+    return Job.read(path).model_copy(update={"folder": path.parent, "store": looking.home / "store"})
+
+
+def test_what_is_referred_to_stays_and_the_rest_goes(looking):
+    orphan, shard = publish(looking, "orphan"), score(looking, "f" * 64)
+    aside = looking.services.store.set_aside("training_spec", publish(looking, "broken bytes").fingerprint)
+    dry = collect(looking.services, looking.instance)
+    kinds = {item.kind for item in dry.garbage}
+    assert kinds == {"training_spec", "job", "corrupt", f"memo/{'f' * 64}"} and not dry.deleted
+    assert orphan.folder.is_dir() and dry.bytes == sum(item.bytes for item in dry.garbage) > 0
+    done = collect(looking.services, looking.instance, delete=True)
+    assert done.deleted and done.garbage == dry.garbage and done.kept == len(GRAPH) - 1
+    assert not orphan.folder.exists() and not shard.folder.exists() and not aside.exists()
+    assert looking.services.store.find("training_spec", orphan.derivation.key) is None
+    assert collect(looking.services, looking.instance).garbage == []
+    found = status(looking.pipeline, looking.services, looking.instance)
+    assert {asset.state for asset in found} == {"fresh"}
+
+
+def test_a_registered_version_keeps_its_lineage_and_its_memo(looking):
+    """A Dagster instance that knows of no materialization at all."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        found = collect(looking.services, instance)
+    assert {item.kind for item in found.garbage} == {"job"}
+
+
+def test_a_job_in_progress_and_one_to_be_taken_up_keep_their_folders(looking):
+    running, interrupted = (job_of(looking, asset) for asset in ("reference_logprobs", "policy"))
+    staging = [running.staging, looking.home / "store" / "staging" / "policy-abandoned"]
+    for folder in staging:
+        folder.mkdir(parents=True)
+    lock = looking.home / "store" / "locks" / f"{running.artifact}-{running.derivation.key}.lock"
+    interrupted = interrupted.model_copy(update={"settings": {**interrupted.settings, "seed": 1}})
+    interrupted.write()
+    (interrupted.checkpoints / "key" / "step-00000004").mkdir(parents=True)
+    with open(lock, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        found = named(looking, "job")
+        assert running.folder.name not in found and interrupted.folder.name not in found and len(found) == 4
+        assert named(looking, "staging") == []
+    assert running.folder.name in named(looking, "job")
+    assert named(looking, "staging") == sorted(folder.name for folder in staging)
+
+
+def test_what_a_run_in_progress_has_made_stays(looking):
+    orphan = publish(looking, "before")
+    manifest = orphan.folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace(orphan.manifest.created, "2020-01-01T00:00:00+00:00"))
+    run = dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED)
+    looking.instance.add_run(run)
+    recent = publish(looking, "while it runs")
+    assert named(looking, "training_spec") == [orphan.fingerprint]
+    looking.instance.report_run_failed(run)
+    assert named(looking, "training_spec") == sorted([orphan.fingerprint, recent.fingerprint])
+
+
+def test_a_version_that_was_rolled_back_is_not_promoted_again(looking, monkeypatch):
+    """The worst moment: it was promoted, rolled back by a person, and its decision was never written down."""
+    registry = looking.services.registry
+    client = mlflow.MlflowClient(registry.tracking_uri)
+    source = client.get_model_version("small", "1")
+    client.create_model_version("small", source.source, source.run_id)
+    client.set_model_version_tag("small", "1", "pedigree.previous_champion", "2")
+    assert registry.rollback("small").number == 2
+    client.delete_model_version_tag("small", "1", "pedigree.champion")
+    monkeypatch.setenv("PEDIGREE_HOME", str(looking.home))
+    loaded = load_recipe(looking.folder)
+    report = materialize(loaded, looking.services, looking.instance, "released_model")
+    assert report.succeeded, [asset.error for asset in report.assets]
+    champion = registry.champion("small")
+    assert champion is not None and champion.number == 2
+    assert client.get_model_version("small", "1").tags[ROLLED_BACK_TAG] == "true"
+    [released] = [asset for asset in report.assets if asset.asset == "released_model"]
+    assert released.outcome == "reused"

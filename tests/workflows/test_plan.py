@@ -1,0 +1,74 @@
+"""What `pedigree plan` promises, with counts, and that it runs no model and tells Dagster of nothing."""
+
+import json
+
+import pytest
+
+from tests.workflows.conftest import ATTRIBUTES, PAIRS
+from tests.workflows.lookers import edit, looker
+from training.contract.job import Job
+from workflows.plan import plan, sentence
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def looking(materialized, small_recipe, tmp_path):
+    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
+    with found.instance:
+        yield found
+
+
+def planned(looking):
+    found = plan(looking.pipeline, looking.services, looking.instance)
+    return {asset.asset: asset for asset in found}, sentence(found)
+
+
+def test_untouched_nothing_is_computed(looking):
+    assets, words = planned(looking)
+    assert {asset.action for asset in assets.values()} == {"reuse"}
+    assert words.startswith("would compute nothing; reuses raw_preferences, ")
+    assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS, "missing": 0}
+
+
+def test_another_beta_trains_and_scores_nothing(looking):
+    edit(looking, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    assets, words = planned(looking)
+    assert {name for name, a in assets.items() if a.action == "compute"} == {"policy", "evaluation", "released_model"}
+    assert assets["policy"].causes == ("training_spec: loss.beta 0.1 -> 0.2",)
+    assert assets["policy"].work["steps"] == 12
+    assert words.startswith("would train 12 steps, evaluate, decide on the release; reuses ")
+
+
+def test_new_rows_are_counted_as_they_will_be_scored(looking):
+    """Three rows more: one repeats a row, one shares a chosen response with a row, one is all new. 3 sequences to score."""
+    path = looking.folder / "preferences.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    answer = [{"role": "assistant", "content": "It is a new answer."}]
+    other = [{"role": "assistant", "content": "It is another answer."}]
+    more = [rows[0], {**rows[1], "rejected": answer}, {**rows[2], "chosen": answer, "rejected": other}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows + more))
+    jobs = {path.parent.name for path in (looking.home / "jobs").glob("*/job.json")}
+    known = looking.instance.get_latest_materialization_event(looking.pipeline.key("raw_preferences"))
+    assets, words = planned(looking)
+    assert assets["raw_preferences"].work["rows"] == PAIRS + 3
+    assert assets["reference_logprobs"].action == "compute"
+    assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS + 3, "missing": 3}
+    assert assets["reference_logprobs"].causes == (
+        "preference_source: preferences.jsonl differs (160 -> 163 rows read)",
+    )
+    assert assets["tokenized_pairs"].action == "reuse", "it was made for the plan, so a run finds it"
+    assert words.startswith(f"would score 3 of {2 * PAIRS + 3} sequences, train 12 steps")
+    new = [p for p in (looking.home / "jobs").glob("*/job.json") if p.parent.name not in jobs]
+    assert {Job.read(path).kind for path in new} == {"preferences", "pairs"}
+    assert looking.instance.get_latest_materialization_event(looking.pipeline.key("raw_preferences")) == known
+
+
+def test_a_reference_that_has_still_to_be_tuned_knows_no_sequence(looking):
+    sft = {"epochs": 3, "batch_size": 50}
+    edit(looking, {**ATTRIBUTES, "reference": {"model": "./base", "sft": sft}})
+    assets, words = planned(looking)
+    train = assets["policy"].work["pairs"]
+    assert assets["reference_model"].work == {"steps": 3 * -(-train // 50), "pairs": train}
+    assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS, "missing": 2 * PAIRS}
+    assert words.startswith("would tune the reference model for 9 steps, score ")

@@ -1,0 +1,96 @@
+"""What `pedigree verify` finds: nothing where nothing is wrong, and each kind of harm by its name."""
+
+import json
+import math
+
+import dagster as dg
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.workflows.conftest import Home
+from tests.workflows.lookers import looker
+from training.contract.errors import UsageError
+from training.contract.fingerprint import hash_file
+from training.contract.logprob_table import LogProbTable
+from workflows.verify import verify
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def looking(materialized, small_recipe, tmp_path):
+    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
+    with found.instance:
+        yield found
+
+
+def folder_of(looking, materialized, asset):
+    [fingerprint] = [a["fingerprint"] for a in materialized[1]["assets"] if a["asset"] == asset]
+    return looking.home / "store" / asset / fingerprint
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def faults(looking):
+    found = verify(looking.pipeline, looking.services, looking.instance, rows=0)
+    assert found.ok == all(asset.ok for asset in found.artifacts)
+    return {asset.asset: asset.fault for asset in found.artifacts if not asset.ok}
+
+
+def test_a_sound_recipe(looking, materialized):
+    """The live values are not the stored ones read again: the table holds sums of what another batch gave."""
+    found = verify(looking.pipeline, looking.services, looking.instance, rows=5)
+    assert found.ok and found.tolerance == 0.001
+    assert [a.asset for a in found.artifacts] == [a["asset"] for a in materialized[1]["assets"]]
+    stored = load_file(folder_of(looking, materialized, "reference_logprobs") / "logprobs.safetensors")
+    assert [row["row"] for row in found.rescored] == [0, 40, 80, 119, 159]
+    for row in found.rescored:
+        assert row["chosen"]["stored"] == stored["chosen_logprobs"][row["row"]]
+        assert math.isclose(row["chosen"]["live"], row["chosen"]["stored"], abs_tol=1e-3)
+
+
+def test_what_lies_outside_the_store(looking):
+    (looking.folder / "preferences.jsonl").write_text("{}\n")
+    flip(looking.folder / "base" / "model.safetensors")
+    assert faults(looking) == {
+        "preference_source": "preferences.jsonl differs (160 -> 1 rows read)",
+        "base_model": "model.safetensors differs",
+    }
+
+
+def test_flipped_bits_and_lost_files(looking, materialized):
+    flip(folder_of(looking, materialized, "policy") / "model.safetensors")
+    (folder_of(looking, materialized, "evaluation") / "report.html").unlink()
+    flip(next((looking.home / "store" / "memo").glob("*/*/*.safetensors")))
+    found = faults(looking)
+    assert found["policy"] == "file model.safetensors of its artifact is corrupt"
+    assert found["evaluation"] == "file report.html of its artifact is corrupt"
+    assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file shard")
+
+
+def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, materialized, small_recipe):
+    """A table with one wrong value and a manifest that fits it: as a wrong mask or precision would have made it."""
+    folder = folder_of(looking, materialized, "reference_logprobs")
+    table = LogProbTable.read(folder, 160)
+    table.chosen_logprobs[0] += np.float64(0.5)
+    table.write(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["logprobs.safetensors"]["sha256"] = hash_file(folder / "logprobs.safetensors")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    done = Home(looking.home).pedigree("verify", str(looking.folder), "--rows", "3", "--json")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["ok"] and all(asset["ok"] and asset["fault"] is None for asset in found["artifacts"])
+    [row] = [r for r in found["rescored"] if r["row"] == 0]
+    assert row["chosen"]["stored"] - row["chosen"]["live"] == pytest.approx(0.5, abs=1e-3)
+    assert row["rejected"]["stored"] == pytest.approx(row["rejected"]["live"], abs=1e-3)
+
+
+def test_nothing_to_verify_is_wrong_use(looking):
+    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(UsageError, match="pedigree run small"):
+        verify(looking.pipeline, looking.services, instance, rows=1)

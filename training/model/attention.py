@@ -1,0 +1,172 @@
+"""Attention over a row of sequences that share prefixes, as one function registered with transformers.
+
+A model whose `_attn_implementation` is `SHARED_PREFIX` calls `attend` in each layer, and whatever keyword the model was
+called with comes along: so the plan of the row travels as `plan=`. No mask is built by transformers for an
+implementation whose masks it does not know.
+
+Queries are never duplicated: each stands in the row once. Keys and values of a prefix are gathered for each response, which
+then attends causally with its last query on the last key (bottom-right).
+
+    CPU, or float32 on a GPU    one call of torch's scaled_dot_product_attention a segment
+    GPU in half precision       one call of torch's varlen_attn, which is FlashAttention (Dao 2023), for the whole row
+
+Which models this gives the right result for is a matter of record, not of hope: `VERIFIED` is what the tests run against plain
+transformers. `refusal` says of every other one why not.
+
+Legend: T tokens, Q and K query and key heads, D head size.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+
+from training.contract.errors import ModelError
+from training.model.prefix import Plan
+
+SHARED_PREFIX = "pedigree_shared_prefix"
+VERIFIED = frozenset(
+    {
+        "cohere",
+        "cohere2",
+        "gemma",
+        "gemma3_text",
+        "glm4",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "smollm3",
+        "starcoder2",
+    }
+)
+_LAYERS = {"full_attention", "sliding_attention"}
+_FORBIDDEN = ("softcap", "s_aux", "position_bias")
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def refusal(model: PreTrainedModel, training: bool) -> str | None:
+    """Why sequences must not share a row in `model`; None if they may."""
+    config = model.config
+    if config.model_type not in VERIFIED:
+        return f"models of type {config.model_type} are not among those verified to be exact with shared prefixes"
+    if training and (dropout := _attention_dropout(model)):
+        return f"attention dropout of {dropout} would not be drawn for each sequence"
+    if not getattr(model, "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not let its attention be replaced"
+    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
+        return f"layers of type {', '.join(sorted(unknown))} are not known"
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        return "attention scores are capped (attn_logit_softcapping)"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "attention is bidirectional"
+    if found := _rope_types(config) & {"dynamic", "longrope"}:
+        return f"rotary positions of type {found.pop()} depend on the longest sequence of a row"
+    return None
+
+
+@contextlib.contextmanager
+def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block, the layers of `model` attend by `attend`."""
+    config = model.config
+    usual = config._attn_implementation
+    config._attn_implementation = SHARED_PREFIX
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
+
+
+def attend(
+    module: torch.nn.Module,
+    query_1QTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    attention_mask: Tensor | None,
+    plan: Plan,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer, 1 x T x Q x D. Raises ModelError for what is asked for and would be left out."""
+    asked = [name for name in _FORBIDDEN if others.get(name) is not None]
+    asked += ["attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if asked:
+        raise ModelError(f"{type(module).__name__} asks for {', '.join(asked)}, which shared prefixes do not have")
+    on_gpu = query_1QTD.is_cuda and query_1QTD.dtype in _HALF
+    attention = _in_one_call if on_gpu else _by_segment
+    return attention(query_1QTD, key_1KTD, value_1KTD, plan, scaling, sliding_window), None
+
+
+def _by_segment(
+    query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
+) -> Tensor:
+    """The row is split once, not sliced: a slice's gradient is as long as the row, a piece's as long as the piece."""
+    queries, keys, values = (tensor.split(plan.lengths, dim=2) for tensor in (query_1QTD, key_1KTD, value_1KTD))
+    outputs = []
+    for number, segment in enumerate(plan.segments):
+        seen = [number] if segment.prefix is None else [segment.prefix, number]
+        mask = plan.mask(number, window)
+        output = scaled_dot_product_attention(
+            queries[number],
+            torch.cat([keys[n] for n in seen], dim=2),
+            torch.cat([values[n] for n in seen], dim=2),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query_1QTD.shape[1] != key_1KTD.shape[1],
+        )
+        outputs.append(output.transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def _in_one_call(
+    query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
+) -> Tensor:
+    gathered = plan.gathered
+    keys, values = (t[0].transpose(0, 1).index_select(0, gathered.key_rows_K) for t in (key_1KTD, value_1KTD))
+    output_TQD = varlen_attn(
+        query_1QTD[0].transpose(0, 1).contiguous(),
+        keys,
+        values,
+        gathered.query_bounds,
+        gathered.key_bounds,
+        gathered.longest_query,
+        gathered.longest_key,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query_1QTD.shape[1] != key_1KTD.shape[1],
+    )
+    return output_TQD[None]
+
+
+def _attention_dropout(model: PreTrainedModel) -> float:
+    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    return max(float(getattr(model.config, name, None) or 0.0) for name in names)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary positions, of the model or of each kind of its layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
+    return {part["rope_type"] for part in parts if isinstance(part.get("rope_type"), str)}
+
+
+AttentionInterface.register(SHARED_PREFIX, attend)

@@ -1,0 +1,214 @@
+"""The head: log-probs of given tokens from hidden states, without ever holding all the logits unless they are few.
+
+Legend: N rows (one a response token), H hidden size, V vocabulary, W vocabulary entries of one tile.
+
+A response token's log-prob is `logit[target] - log(sum(exp(logits)))`. The logits of N rows are N x V numbers, by far the
+largest thing of a training step. So the vocabulary is walked in tiles of a fixed number of bytes:
+
+1. Forward: the tile's logits in float32, from operands in the model's dtype; its log-sum-exp is folded into the rows'
+   by logaddexp. Kept for later are hidden states, targets, log-sum-exps, and as many tiles as a budget of bytes holds.
+2. Backward: each tile (kept, or computed again) becomes the gradient of its logits, `-(softmax - one-hot) * upstream`.
+   The one-hot is subtracted before the gradient is rounded to the model's dtype, since their difference is what is
+   small. Each tile adds to the gradient of the hidden states and writes its rows of the weight's gradient, once.
+
+Logits rounded to bfloat16 put the summed log-prob of 400 tokens half a nat off; float32 tiles of the same operands do not.
+Blockwise log-sum-exp is that of online softmax (Milakov and Gimelshein 2018); never storing the logits is the idea of
+Cut Cross-Entropy (Wijmans et al. 2024).
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from training.contract.errors import ModelError
+
+# A processor's tile should stay near its caches and off the allocator's slow path for large blocks; a GPU's should be
+# large enough to fill it. What is kept saves a quarter of the head's work, for memory.
+TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+KEPT_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+
+
+@dataclass(frozen=True)
+class Head:
+    """How hidden states become logits: `softcap(scale * (hidden @ weight.T + bias))`; no cap if `softcap` is None."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of one tile, and of all tiles that are kept from the forward to the backward pass."""
+
+    tile: int
+    kept: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Budget":
+        kind = device.type if device.type in TILE_BYTES else "cpu"
+        return cls(TILE_BYTES[kind], KEPT_BYTES[kind])
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The head of a causal language model. Raises ModelError if it is not one linear map."""
+    head, config = model.get_output_embeddings(), model.config
+    if not isinstance(head, torch.nn.Linear):
+        raise ModelError(
+            f"the output layer of {type(model).__name__} is {type(head).__name__}; expected one torch.nn.Linear, from "
+            f"which log-probs are computed a part of the vocabulary at a time: use another base model"
+        )
+    multiplier = getattr(config, "logit_scale", None)
+    divisor = getattr(config, "logits_scaling", None)
+    scale = (1.0 if multiplier is None else multiplier) / (1.0 if divisor is None else divisor)
+    return Head(head.weight, head.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+def token_logprobs(hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None) -> Tensor:
+    """The log-prob in nats of `targets_N[n]` after `hidden_NH[n]`, float32 (float64 for operands of that dtype)."""
+    budget = budget or Budget.of(hidden_NH.device)
+    kept = budget.kept if torch.is_grad_enabled() else 0
+    logprobs_N: Tensor = _TokenLogProbs.apply(
+        hidden_NH, head.weight_VH, head.bias_V, targets_N, head, Budget(budget.tile, kept)
+    )
+    return logprobs_N
+
+
+class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """`ctx` keeps the bounds of the tiles, the first of them with the peaks they are relative to, and the row-sized tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        head: Head,
+        budget: Budget,
+    ) -> Tensor:
+        wide = _wide(hidden_NH)
+        ctx.tiles, ctx.kept = _cut(len(weight_VH), len(hidden_NH) * wide.itemsize, budget.tile), []
+        lse_N = torch.full_like(targets_N, -torch.inf, dtype=wide)
+        target_logits_N = torch.zeros_like(lse_N)
+        room = budget.kept if head.softcap is None else 0
+        for start, end in ctx.tiles:
+            tile_NW = _logits(hidden_NH, weight_VH[start:end], None if bias_V is None else bias_V[start:end], head)
+            rows, columns = _inside(targets_N, start, end)
+            target_logits_N[rows] = tile_NW[rows, columns]
+            peak_N = tile_NW.amax(dim=1)
+            exps_NW = tile_NW.sub_(peak_N[:, None]).exp_()
+            lse_N = torch.logaddexp(lse_N, peak_N + exps_NW.sum(dim=1).log())
+            if exps_NW.nbytes <= room:
+                room -= exps_NW.nbytes
+                ctx.kept.append((exps_NW, peak_N))
+            del tile_NW, exps_NW  # else it would still be there while the next one is made
+        ctx.head = head
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, lse_N)
+        return target_logits_N - lse_N
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_NH, weight_VH, bias_V, _, _ = ctx.saved_tensors
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        hidden_grad = torch.zeros_like(hidden_NH, dtype=_wide(hidden_NH)) if wants_hidden else None
+        weight_grad = torch.empty_like(weight_VH) if wants_weight else None
+        bias_grad = torch.empty_like(bias_V) if wants_bias and bias_V is not None else None
+        for number, (start, end) in enumerate(ctx.tiles):
+            exact_NW = _logit_gradient(ctx, number, upstream_N)
+            if bias_grad is not None:
+                bias_grad[start:end] = exact_NW.sum(dim=0)
+            grad_NW = exact_NW.to(hidden_NH.dtype)
+            if hidden_grad is not None:
+                _add_product(hidden_grad, grad_NW, weight_VH[start:end])
+            if weight_grad is not None:
+                _write_product(weight_grad[start:end], grad_NW.T, hidden_NH)
+            del exact_NW, grad_NW  # else it would still be there while the next one is made
+        return (
+            None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype),
+            weight_grad,
+            bias_grad,
+            None,
+            None,
+            None,
+        )
+
+
+def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
+    """The gradient of what the linear map of tile `number` gives: `(one-hot - softmax) * upstream`, scaled, uncapped."""
+    hidden_NH, weight_VH, bias_V, targets_N, lse_N = ctx.saved_tensors
+    (start, end), head = ctx.tiles[number], ctx.head
+    slope_NW = None
+    if number < len(ctx.kept):
+        exps_NW, peak_N = ctx.kept[number]
+        grad_NW = exps_NW * (-upstream_N * (peak_N - lse_N).exp())[:, None]
+    else:
+        grad_NW = _logits(hidden_NH, weight_VH[start:end], None if bias_V is None else bias_V[start:end], head)
+        if head.softcap is not None:
+            slope_NW = 1 - (grad_NW / head.softcap).square()
+        grad_NW.sub_(lse_N[:, None]).exp_().mul_(-upstream_N[:, None])
+    rows, columns = _inside(targets_N, start, end)
+    grad_NW[rows, columns] += upstream_N[rows]
+    if slope_NW is not None:
+        grad_NW.mul_(slope_NW)
+    return grad_NW if head.scale == 1 else grad_NW.mul_(head.scale)
+
+
+def _logits(hidden_NH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, head: Head) -> Tensor:
+    """One tile of logits, in the wide dtype; the caller may write into it."""
+    tile_NW = _product(hidden_NH, weight_WH.T)
+    if bias_W is not None:
+        tile_NW.add_(bias_W)
+    if head.scale != 1:
+        tile_NW.mul_(head.scale)
+    return tile_NW if head.softcap is None else tile_NW.div_(head.softcap).tanh_().mul_(head.softcap)
+
+
+def _wide(operand: Tensor) -> torch.dtype:
+    """The dtype of sums over `operand`: float32, and float64 for itself."""
+    return torch.promote_types(operand.dtype, torch.float32)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left @ right` in the wide dtype: narrow operands, but nothing is rounded to their dtype."""
+    wide = _wide(left)
+    if left.dtype == wide:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=wide)
+    return left.to(wide) @ right.to(wide)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(_product(left, right))
+
+
+def _write_product(target: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == _wide(left):
+        torch.mm(left, right, out=target)
+    else:
+        target.copy_(_product(left, right))
+
+
+def _inside(targets_N: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """The rows whose target lies in the tile, and in which of its columns."""
+    rows = ((targets_N >= start) & (targets_N < end)).nonzero()[:, 0]
+    return rows, targets_N[rows] - start
+
+
+def _cut(vocabulary: int, column_bytes: int, tile_bytes: int) -> list[tuple[int, int]]:
+    """The bounds of tiles of about equal width, of at most `tile_bytes` if a column has `column_bytes`."""
+    width = max(1, tile_bytes // max(1, column_bytes))
+    tiles = -(-vocabulary // width)
+    bounds = [vocabulary * n // tiles for n in range(tiles + 1)]
+    return list(pairwise(bounds))

@@ -1,0 +1,157 @@
+"""Laying sequences out in one row in which what they share stands once.
+
+    P1 C1 R1 P2 C2 R2 ...        P a shared prefix, C and R what the responses to it add; no padding
+
+A group is any number of sequences with a common beginning; its prefix is the longest, found by comparing tokens, so it
+may reach into the responses. Positions of each response go on from the end of its prefix, and it attends to its prefix and
+to itself: its hidden states are those it would have alone. Tokens after the last one that is asked for are left out:
+nothing looks at them.
+
+Legend: T tokens of the row, N response tokens of all sequences, S sequences, K keys that all segments see together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A prompt with one response. `ids_T`: token ids, int64; `mask_T`: True where a token belongs to the response."""
+
+    ids_T: Tensor
+    mask_T: Tensor
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of the row. They see themselves, causally, after all of the segment number `prefix`."""
+
+    start: int
+    length: int
+    prefix: int | None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The plan for one call of a kernel for sequences of unequal length: for each segment its queries and its keys."""
+
+    key_rows_K: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_key: int
+
+
+class Plan:
+    """Who sees whom in a row: its segments, in order, which cover it without a gap. It belongs to one forward pass."""
+
+    def __init__(self, segments: tuple[Segment, ...], device: torch.device) -> None:
+        self.segments, self.device = segments, device
+        self.lengths = [segment.length for segment in segments]
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def before(self, number: int) -> int:
+        """Tokens that stand before segment `number` in its own sequence."""
+        prefix = self.segments[number].prefix
+        return 0 if prefix is None else self.segments[prefix].length
+
+    def mask(self, number: int, window: int | None) -> Tensor | None:
+        """Which keys (its prefix, then itself) segment `number` sees; None where that is plain causal attention.
+
+        Query i stands at position `before + i`, and with a window it sees that position and the `window - 1` before.
+        """
+        before, length = self.before(number), self.segments[number].length
+        if before + length <= (window or before + length):
+            window = None
+        if before == 0 and window is None:
+            return None
+        if (number, window) not in self._masks:
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=self.device).tril_(before)
+            self._masks[number, window] = mask if window is None else mask.triu_(before - window + 1)
+        return self._masks[number, window]
+
+    @cached_property
+    def gathered(self) -> Gathered:
+        """Keys of the row, gathered for each segment."""
+        rows, keys = [], []
+        for number, segment in enumerate(self.segments):
+            if segment.prefix is not None:
+                prefix = self.segments[segment.prefix]
+                rows.append(torch.arange(prefix.start, prefix.start + prefix.length))
+            rows.append(torch.arange(segment.start, segment.start + segment.length))
+            keys.append(self.before(number) + segment.length)
+        return Gathered(
+            torch.cat(rows).to(self.device),
+            _bounds(self.lengths, self.device),
+            _bounds(keys, self.device),
+            max(self.lengths),
+            max(keys),
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens to run with their positions; `rows_N` are those that predict a response token, `targets_N` what they predict.
+
+    Both are sequence after sequence, `counts_S` of each; a row of the prefix may occur once for each of them.
+    """
+
+    ids_T: Tensor
+    positions_T: Tensor
+    plan: Plan
+    rows_N: Tensor
+    targets_N: Tensor
+    counts_S: Tensor
+
+
+def lay_out(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> Row:
+    """One row of all groups, on `device`."""
+    segments: list[Segment] = []
+    ids, positions, rows, targets, counts = [], [], [], [], []
+    start = 0
+    for group in groups:
+        runs = [sequence.ids_T[: _needed(sequence)] for sequence in group]
+        shared = common_prefix(runs)
+        ids.append(runs[0][:shared])
+        positions.append(torch.arange(shared))
+        prefix = len(segments)
+        segments.append(Segment(start, shared, None))
+        start += shared
+        for sequence, run in zip(group, runs, strict=True):
+            predicted = sequence.mask_T.bool().nonzero()[:, 0]
+            predicted = predicted[predicted > 0]
+            at = predicted - 1
+            rows.append(torch.where(at < shared, segments[prefix].start + at, start - shared + at))
+            targets.append(sequence.ids_T[predicted])
+            counts.append(len(predicted))
+            if len(run) > shared:
+                ids.append(run[shared:])
+                positions.append(torch.arange(shared, len(run)))
+                segments.append(Segment(start, len(run) - shared, prefix))
+                start += len(run) - shared
+    tensors = (torch.cat(parts).to(device) for parts in (ids, positions, rows, targets))
+    ids_T, positions_T, rows_N, targets_N = tensors
+    return Row(
+        ids_T, positions_T, Plan(tuple(segments), device), rows_N, targets_N, torch.tensor(counts, device=device)
+    )
+
+
+def common_prefix(runs: Sequence[Tensor]) -> int:
+    """How many tokens all of `runs` begin with."""
+    shortest = min(len(run) for run in runs)
+    same = torch.stack([run[:shortest] for run in runs]).eq(runs[0][:shortest]).all(dim=0)
+    return int(same.long().cumprod(0).sum())
+
+
+def _needed(sequence: TokenSequence) -> int:
+    """Tokens up to the one that predicts the last response token; at least one."""
+    predicted = sequence.mask_T.bool().nonzero()[:, 0]
+    return max(1, int(predicted[-1])) if len(predicted) else 1
+
+
+def _bounds(lengths: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)

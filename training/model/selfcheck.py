@@ -1,0 +1,64 @@
+"""The self-check: before a job relies on them, a model's log-probs must be those of plain transformers.
+
+Two tiny groups of made-up tokens go through `response_logprobs` and, one sequence at a time, through the model's own
+forward pass and a log-softmax of all its logits. Whatever a new architecture or a new version of a library does to the
+head, the positions or the attention shows here, in a fraction of a second, and not in a wrong policy.
+
+Rounding alone makes the two differ, in bfloat16 mostly by that of the plain pass' logits: a root mean square of 0.1 nats a
+token is allowed there, 0.001 in float32.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from training.contract.errors import ModelError
+from training.contract.events import EventWriter
+from training.model.attention import refusal
+from training.model.logprobs import response_logprobs
+from training.model.prefix import TokenSequence
+
+TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+_GROUPS = ((7, (5, 9, 2)), (4, (6, 3)))  # tokens of each prompt, and of the responses to it
+
+
+def demand_exact(model: PreTrainedModel, events: EventWriter, training: bool = False) -> None:
+    """Raise ModelError unless the log-probs of `model` are exact; say so if it cannot share prompts among responses.
+
+    `training` tells that the model will run in training mode as well, where some models cannot.
+    """
+    if reason := refusal(model, training):
+        events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
+    groups = _groups(model.config.vocab_size)
+    sequences = [sequence for group in groups for sequence in group]
+    mode = model.training
+    with torch.no_grad():
+        model.eval()
+        found_N = response_logprobs(model, sequences, [len(group) for group in groups]).tokens_N
+        plain_N = torch.cat([_plain(model, sequence) for sequence in sequences])
+    model.train(mode)
+    error = float((found_N - plain_N).square().mean().sqrt())
+    allowed = TOLERANCE_NATS.get(model.dtype, max(TOLERANCE_NATS.values()))
+    if bool(plain_N.isfinite().all()) and not error <= allowed:  # a job that meets NaN in real data can name the rows
+        raise ModelError(
+            f"the log-probs of {type(model).__name__} ({model.config.model_type}) differ from those of its own forward "
+            f"pass by {error:.3g} nats a token, expected at most {allowed:g} in {model.dtype}: from {found_N[0]:.4f} and "
+            f"{plain_N[0]:.4f} in the first one. This model's head or attention is not what its config says: use another "
+            f"base model, or the version of transformers this program was tested with"
+        )
+
+
+def _groups(vocabulary: int) -> list[list[TokenSequence]]:
+    random = torch.Generator().manual_seed(0)
+    groups = []
+    for prompt, responses in _GROUPS:
+        start = torch.randint(vocabulary, (prompt,), generator=random)
+        runs = [torch.cat([start, torch.randint(vocabulary, (count,), generator=random)]) for count in responses]
+        groups.append([TokenSequence(ids_T, torch.arange(len(ids_T)) >= prompt) for ids_T in runs])
+    return groups
+
+
+def _plain(model: PreTrainedModel, sequence: TokenSequence) -> Tensor:
+    ids_T, mask_T = sequence.ids_T.to(model.device), sequence.mask_T.to(model.device)
+    logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
+    return logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0][mask_T[1:]]
