@@ -54,18 +54,24 @@ class World:
 Edit = Callable[[World], None]
 
 
-def field(name: str, value: Any) -> Edit:
-    return lambda world: world.set(name, value)
+@dataclass(frozen=True)
+class SetFields:
+    """Other values for fields of the recipe, by their dotted names."""
+
+    values: dict[str, Any]
+
+    def __call__(self, world: World) -> None:
+        for name, value in self.values.items():
+            world.set(name, value)
 
 
-def fields(section: str, values: dict[str, Any]) -> Edit:
-    """Several fields at once, of which each alone changes nothing."""
+def field(name: str, value: Any) -> SetFields:
+    return SetFields({name: value})
 
-    def edit(world: World) -> None:
-        for name, value in values.items():
-            world.set(f"{section}.{name}", value)
 
-    return edit
+def fields(section: str, values: dict[str, Any]) -> SetFields:
+    """Several fields of a section at once."""
+    return SetFields({f"{section}.{name}": value for name, value in values.items()})
 
 
 def code_version(asset: str) -> Edit:
@@ -223,7 +229,7 @@ def config(name: str, value: Any) -> Edit:
 
 
 def flip_a_bit(world: World) -> None:
-    """The last bit of the last weight in the file, a float32's of the highest order but the sign and exponent: 0.5 ulp-ish."""
+    """The lowest bit of the last weight in the file, a little-endian float32: one part in ten million."""
     path = world.base / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-4] ^= 1

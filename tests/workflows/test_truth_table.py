@@ -19,20 +19,17 @@ was before must cost nothing, whatever was made in between.
 """
 
 import itertools
-import json
 import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from dataclasses import field as dataclass_field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import dagster as dg
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from pydantic import BaseModel
 
 import model_registry.files
 from assets.graph import GRAPH
@@ -42,8 +39,20 @@ from assets.world import ROOTS
 from model_registry.package import package
 from tests.workflows import edits
 from tests.workflows.conftest import write_recipe
-from tests.workflows.edits import Edit, World, code_version, config, data_lines, field, fields, retokenizer, template
-from tests.workflows.in_process import services_in
+from tests.workflows.edits import (
+    Edit,
+    SetFields,
+    World,
+    code_version,
+    config,
+    data_lines,
+    field,
+    fields,
+    retokenizer,
+    template,
+)
+from tests.workflows.in_process import PAIRS, Ground, services_in, write_inputs
+from training.contract.recipe import Recipe
 from workflows.execution import materialize
 from workflows.lineage import outlook, status
 from workflows.plan import plan
@@ -51,7 +60,6 @@ from workflows.recipes import load_recipe
 
 pytestmark = pytest.mark.slow
 
-PAIRS = 24
 PLAIN: dict[str, Any] = {
     "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": 0.25},
     "tokenization": {"max_length": 128},
@@ -68,33 +76,6 @@ TUNED: dict[str, Any] = {
 }
 
 
-@dataclass
-class Ground:
-    """The world every edit starts from: two recipes that were run once, in one home, and what that gave."""
-
-    home: Path
-    services: Services
-    instance: dg.DagsterInstance
-    folders: dict[str, Path]
-    fingerprints: dict[str, dict[str, str | None]] = dataclass_field(default_factory=dict)
-    records: list[dg.AssetMaterialization] = dataclass_field(default_factory=list)
-
-    def run_once(self, name: str) -> None:
-        loaded = load_recipe(self.folders[name])
-        report = materialize(loaded, self.services, self.instance)
-        assert report.succeeded and len(report.assets) == len(GRAPH), report
-        self.fingerprints[name] = {asset.asset: asset.fingerprint for asset in report.assets}
-        for asset in GRAPH:
-            event = self.instance.get_latest_materialization_event(loaded.pipeline.key(asset))
-            assert event is not None and event.asset_materialization is not None
-            self.records.append(event.asset_materialization)
-
-    def restore(self) -> None:
-        """Make what the first runs gave the latest that Dagster knows of again."""
-        for record in self.records:
-            self.instance.report_runless_asset_event(record)
-
-
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
     place = tmp_path_factory.mktemp("truth")
@@ -102,7 +83,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> 
     home.mkdir()
     folders = {name: place / "recipes" / name for name in ("plain", "tuned")}
     for name, attributes in (("plain", PLAIN), ("tuned", TUNED)):
-        _write_inputs(write_recipe(folders[name], attributes), demo_maker)
+        write_inputs(write_recipe(folders[name], attributes), demo_maker)
     with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
         # What a process of its own does, done here.
         patch.setattr(model_registry.files, "_package", package)
@@ -110,29 +91,6 @@ def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> 
         for name in folders:
             made.run_once(name)
         yield made
-
-
-def _write_inputs(folder: Path, maker: ModuleType) -> None:
-    """24 pairs, of which the first 16 are of opposites and the other 8 of capitals; a tokenizer; a tiny random Llama."""
-    rows = list(itertools.islice(maker.pairs(), 0, 400, 17))[:PAIRS]
-    (folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = maker.make_tokenizer([m["content"] for row in rows for side in row.values() for m in side])
-    tokenizer.save_pretrained(folder / "base")
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=maker.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    LlamaForCausalLM(shape).save_pretrained(folder / "base")
 
 
 @dataclass(frozen=True)
@@ -305,6 +263,41 @@ TABLE: dict[str, Row] = {
 }
 
 
+# Fields that no line of the table sets by their name.
+ELSEWHERE = {
+    **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
+    "reference.model": "a moved model",
+    **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
+    **dict.fromkeys(("training.start_from", "training.adapter", "training.loss.type"), "has one value"),
+    **dict.fromkeys(("training.optimizer.type", "reference.sft.optimizer.type"), "has one value"),
+    **dict.fromkeys(("release.gate.type", "compute.nodes"), "has one value"),
+}
+
+
+def test_every_field_of_the_recipe_is_in_the_table() -> None:
+    edited = {
+        name.replace("sources.0.", "sources.")
+        for row in TABLE.values()
+        if isinstance(row.edit, SetFields)
+        for name in row.edit.values
+    }
+    assert set(field_names(Recipe)) - edited == ELSEWHERE.keys()
+
+
+def field_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all fields that are no sections themselves, also of sections in lists or that may be absent."""
+    for name, about in section.model_fields.items():
+        inner = [kind for kind in (about.annotation, *get_args(about.annotation)) if _is_section(kind)]
+        if inner:
+            yield from field_names(inner[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_what_an_edit_recomputes(name: str, ground: Ground, tmp_path: Path) -> None:
     row = TABLE[name]
@@ -318,9 +311,10 @@ def test_what_an_edit_recomputes(name: str, ground: Ground, tmp_path: Path) -> N
         time.tzset()
         assert _in_groups(letters) == row.letters
         assert scored == (row.scored or 0)
-        assert_the_way_back_is_free(ground, row.recipe)
+        if letters != "." * len(GRAPH):
+            assert_the_way_back_is_free(ground, row.recipe)
     finally:
-        ground.restore()
+        ground.restore(row.recipe)
 
 
 def assert_the_way_back_is_free(ground: Ground, recipe: str) -> None:
