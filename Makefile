@@ -37,6 +37,7 @@ check: install
 
 bench: install
 	$(BIN)/pip install --quiet --editable '.[dev,bench]' --constraint constraints.txt
+	$(BIN)/python -m pytest -q -s tests/benchmarks/hashing.py tests/benchmarks/memo_lookup.py
 	$(BIN)/python -m tests.benchmarks.training $(BENCH_DATA)
 
 clean:

@@ -42,7 +42,7 @@ def test_it_loads_what_is_there_ready_to_score(folder):
     model = load_model(folder, "float32", CPU)
     for name, tensor in load_file(folder / WEIGHTS).items():
         assert torch.equal(model.state_dict()[name], tensor)
-    assert not model.training and model.config.use_cache is False
+    assert not model.training and model.config.use_cache is True
 
 
 def test_the_dtype_is_the_one_asked_for(folder):

@@ -1,6 +1,6 @@
 """How fast the identity of a model is known: read for the first time, and again through the cache.
 
-    python -m pytest tests/benchmarks/test_hashing.py --benchmarks -s
+    python -m pytest tests/benchmarks/hashing.py -s
 
 The measure beside it is one thread of sha256 over the same bytes in memory: with as many threads as cores, and files in the
 page cache, a model should take about that time divided by the number of cores.
@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 from safetensors.numpy import save_file
 
 from training.contract.hash_cache import HashCache
@@ -28,10 +27,7 @@ def seconds(work: object) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.slow
-def test_two_gibibytes_of_weights(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--benchmarks", default=False):
-        pytest.skip("a benchmark; ask for it with --benchmarks")
+def test_two_gibibytes_of_weights(tmp_path: Path) -> None:
     tensor = np.frombuffer(np.random.default_rng(0).bytes(4 * ROWS * COLUMNS), np.float32).reshape(ROWS, COLUMNS)
     (tmp_path / "config.json").write_text("{}")
     save_file({f"layers.{number}.weight": tensor for number in range(LAYERS)}, tmp_path / "model.safetensors")

@@ -1,6 +1,6 @@
 """How long it takes to look ten million sequences up, and in how much memory.
 
-    python -m pytest tests/benchmarks/test_memo_lookup.py --benchmarks -s
+    python -m pytest tests/benchmarks/memo_lookup.py -s
 
 Keys are random, as hashes are; half of those asked for are known. Each measurement runs in a process of its own, so that
 its memory is its own: anonymous memory is what the machine must have, mapped files can be given back at any time.
@@ -46,11 +46,8 @@ print(json.dumps({"seconds": np.diff(seconds).tolist(), "mebibytes": anonymous_m
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shards", [10, 1000])
-def test_ten_million_sequences(tmp_path: Path, request: pytest.FixtureRequest, shards: int) -> None:
-    if not request.config.getoption("--benchmarks", default=False):
-        pytest.skip("a benchmark; ask for it with --benchmarks")
+def test_ten_million_sequences(tmp_path: Path, shards: int) -> None:
     memo, seed = Memo(Store(tmp_path), RULE), 7
     keys = np.random.default_rng(seed).integers(0, 256, (SEQUENCES, 32), dtype=np.uint8)
     for part in np.split(keys, shards):
