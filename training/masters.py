@@ -23,6 +23,7 @@ from training.contract.recipe import Dtype
 from training.model.load import load_model
 
 _MANTISSA_ROOM = 1e-6
+_PIECE = 1 << 16
 
 
 class Masters:
@@ -42,6 +43,11 @@ class Masters:
         """Whether the model's config asks for any dropout: only then is there a training mode that differs."""
         fields = self.model.config.to_dict().items()
         return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields)
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole gradient, from those of its pieces: one float32 sum of millions of squares is 1e-3 off."""
+        norm: Tensor = torch.nn.utils.get_total_norm(self.gradient_N.split(_PIECE))
+        return norm
 
     def clip_(self, norm: Tensor, limit: float) -> None:
         """Scale the gradient down to a norm of `limit`, where it is larger."""

@@ -119,7 +119,7 @@ class Stepper:
         bad: npt.NDArray[np.bool_] = ~values_IM.isfinite().all(dim=1).cpu().numpy()
         if bad.any():
             return items[bad]
-        return items[:0] if bool(self.masters.gradient_N.norm().isfinite()) else items
+        return items[:0] if bool(self.masters.gradient_norm().isfinite()) else items
 
     def _refuse(self, step: int, suspects: Positions, counts: list[int]) -> None:
         own = torch.from_numpy(self.objective.rows(suspects)).to(self._group.device)
@@ -131,7 +131,8 @@ class Stepper:
         )
 
     def _reduce_gradient(self, step: int) -> Tensor:
-        norm: Tensor = self._group.sum_(self.masters.gradient_N).norm()
+        self._group.sum_(self.masters.gradient_N)
+        norm = self.masters.gradient_norm()
         if not norm.isfinite():
             raise TrainingError(
                 f"step {step}: the norm of the gradient is {float(norm)} on all {self._group.world} ranks together, "
