@@ -128,10 +128,6 @@ def _row_counts(before: int | None, now: int | None) -> str:
 
 
 def _model_changes(before: dict[str, Any], now: dict[str, Any], folder: Path) -> Iterator[str]:
-    old, new = before.get("files", {}), now.get("files", {})
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            yield f"{name} {'added' if name not in old else 'removed' if name not in new else 'differs'}"
     if before.get("weights") != now.get("weights"):
         names = sorted(file.name for file in folder.glob("*.safetensors"))
         yield f"{names[0]} differs" if len(names) == 1 else f"the weights in {len(names)} files differ"

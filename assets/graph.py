@@ -11,6 +11,7 @@ from typing import Any
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Recipe
+from training.contract.scoring import SCORING_VERSION
 
 Settings = dict[str, Any]
 
@@ -31,7 +32,9 @@ def _tokenization(recipe: Recipe) -> Settings:
 
 
 def _training(recipe: Recipe) -> Settings:
-    return recipe.training.model_dump(mode="json")
+    """Epochs change nothing where `max_steps` says when to stop."""
+    without = {"epochs"} if recipe.training.max_steps else None
+    return recipe.training.model_dump(mode="json", exclude=without)
 
 
 def _evaluation(recipe: Recipe) -> Settings:
@@ -43,7 +46,8 @@ def _supervised(recipe: Recipe) -> Settings:
 
 
 def _scoring(recipe: Recipe) -> Settings:
-    return {"dtype": recipe.reference.dtype}
+    """The scoring's version too: log-probs of another one are others, though the recipe says nothing of it."""
+    return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION}
 
 
 def _release(recipe: Recipe) -> Settings:
@@ -136,7 +140,15 @@ GRAPH: dict[str, Node] = {
         "evaluation",
         frozenset({"pytorch", "mlflow"}),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
-        needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
+        # The spec as well: the tokens that end a sampled answer are in no pair.
+        needs=(
+            "policy",
+            "reference_logprobs",
+            "reference_model",
+            "tokenized_pairs",
+            "tokenization_spec",
+            "evaluation_spec",
+        ),
         pool="gpu",
     ),
     "released_model": Node(

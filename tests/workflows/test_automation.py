@@ -6,6 +6,7 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
+from assets.realize import latest_metadata
 from tests.workflows.conftest import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
 from workflows.resources import services
@@ -92,6 +93,18 @@ def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
     job = sensed.definitions.resolve_job_def(sensor.job_name)
     recorded = {key.path[1] for key in job.asset_layer.executable_asset_keys}
     assert recorded == {"preference_source", "base_model", "tokenization_spec"}
+
+
+def test_a_materialization_shows_what_changed(sensed):
+    def shown(asset):
+        return latest_metadata(sensed.instance, sensed.pipeline.key(asset))["changes"]
+
+    sensed.look()
+    assert shown("preference_source") == "first materialization"
+    sensed.write("Why?", "How?")
+    sensed.look()
+    assert "preferences.jsonl differs (1 -> 2 rows read)" in shown("preference_source")
+    assert shown("base_model") == "nothing"
 
 
 def test_the_schedule_asks_for_the_whole_graph(sensed):

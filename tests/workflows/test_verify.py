@@ -70,7 +70,7 @@ def test_flipped_bits_and_lost_files(looking, materialized):
     found = faults(looking)
     assert found["policy"] == "file model.safetensors of its artifact is corrupt"
     assert found["evaluation"] == "file report.html of its artifact is corrupt"
-    assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file shard")
+    assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file ")
 
 
 def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, materialized, small_recipe):
