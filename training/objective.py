@@ -46,7 +46,7 @@ class PreferenceObjective:
 
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         sequences = [self._pairs.sequence(int(item), side) for item in items for side in SIDES]
-        policy_I2 = response_logprobs(model, sequences, [len(SIDES)] * len(items)).sums_S.double().view(-1, 2)
+        policy_I2 = response_logprobs(model, sequences, [len(SIDES)] * len(items)).sums_S.view(-1, 2)
         reference_I2 = self._reference_P2[torch.from_numpy(items).to(self._reference_P2.device)]
         of_pairs = preference_loss(self._loss, PairLogProbs(*policy_I2.unbind(1), *reference_I2.unbind(1)))
         columns = [

@@ -6,7 +6,6 @@ that carries a chosen response is the item; a response that several pairs share 
 """
 
 import numpy as np
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -41,7 +40,7 @@ class ResponseObjective:
 
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         sequences = [self._pairs.sequence(int(item), "chosen") for item in items]
-        return -response_logprobs(model, sequences).sums_S.to(torch.float64)[:, None]
+        return -response_logprobs(model, sequences).sums_S[:, None]
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:

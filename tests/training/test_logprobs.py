@@ -97,7 +97,7 @@ def test_sums_have_the_gradient_of_plain_transformers():
         (sums() * weights_S).sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
-    found = gradients(lambda: response_logprobs(model, sequences).sums_S.double())
+    found = gradients(lambda: response_logprobs(model, sequences).sums_S)
     expected = gradients(lambda: torch.stack([plain(model, s).sum() for s in sequences]))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
@@ -125,6 +125,15 @@ def test_in_bfloat16_it_stays_near_what_those_weights_say(shared_data):
         expected = np.concatenate([plain(exact, s).numpy() for s in sequences])
     found = score(model, sequences).tokens_N
     assert found.dtype == np.float32 and np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+
+
+def test_logprobs_sum_in_float64_too():
+    """2**24 + 1 is no float32. In float32 the policy's sums were off by 1e-4 nats, and the rewards with them."""
+    tokens_N = torch.tensor([-(2.0**24), -1.0, -0.5], requires_grad=True)
+    sums_S = LogProbs(tokens_N, torch.tensor([2, 0, 1])).sums_S
+    assert sums_S.tolist() == [-(2.0**24) - 1, 0.0, -0.5]
+    sums_S[0].backward()
+    assert tokens_N.grad is not None and tokens_N.grad.tolist() == [1, 1, 0]
 
 
 def test_scores_sum_in_float64():

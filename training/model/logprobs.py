@@ -33,10 +33,10 @@ class LogProbs:
 
     @property
     def sums_S(self) -> Tensor:
-        """Summed log-probs, a sequence each, float32 and differentiable."""
+        """Summed log-probs, a sequence each, differentiable, in float64: the sum of 100 tokens in float32 is 1e-4 off."""
         owners_N = torch.repeat_interleave(torch.arange(len(self.counts_S), device=self.tokens_N.device), self.counts_S)
-        zeros_S = torch.zeros(len(self.counts_S), dtype=self.tokens_N.dtype, device=self.tokens_N.device)
-        return zeros_S.index_add(0, owners_N, self.tokens_N)
+        zeros_S = torch.zeros(len(self.counts_S), dtype=torch.float64, device=self.tokens_N.device)
+        return zeros_S.index_add(0, owners_N, self.tokens_N.double())
 
 
 def response_logprobs(
