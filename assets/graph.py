@@ -140,15 +140,7 @@ GRAPH: dict[str, Node] = {
         "evaluation",
         frozenset({"pytorch", "mlflow"}),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
-        # The spec as well: the tokens that end a sampled answer are in no pair.
-        needs=(
-            "policy",
-            "reference_logprobs",
-            "reference_model",
-            "tokenized_pairs",
-            "tokenization_spec",
-            "evaluation_spec",
-        ),
+        needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
         pool="gpu",
     ),
     "released_model": Node(

@@ -44,7 +44,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     positions_V = held_out_positions(pairs)
     reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
-    tokenizer = load_tokenizer(str(job.inputs["tokenization_spec"].folder / TOKENIZER_FOLDER))
+    tokenizer = load_tokenizer(str(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER))
     shown = spread_prompts(pairs, positions_V, job.settings["samples"])
     prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
 

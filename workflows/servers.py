@@ -16,6 +16,8 @@ from pathlib import Path
 from training.contract.errors import PedigreeError
 
 HOST = "127.0.0.1"
+# MLflow would start eight processes for jobs of its own that nothing here asks for.
+_NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 _READY_SECONDS = 180.0
 _STOP_SECONDS = 10.0
 
@@ -80,7 +82,7 @@ def _start(server: Server) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true"},
+            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", **_NO_JOBS},
             start_new_session=True,
             preexec_fn=_restore_signals,
         )

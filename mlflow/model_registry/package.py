@@ -14,6 +14,8 @@ from pathlib import Path
 import mlflow.transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from training.launch.processes import die_with_parent
+
 # Named here, since MLflow's own guess loads the model again and asks for packages that text generation does not use.
 _REQUIRED = ("mlflow", "torch", "transformers")
 
@@ -55,4 +57,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()  # a run that is killed leaves nothing behind
     sys.exit(main())

@@ -72,7 +72,7 @@ class World:
         raw = do(preferences.run, job("preferences", "raw_preferences", {}, settings, where))
         settings = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
         where = {"tokenizer": str(self.model), "revision": None, "chat_template": None}
-        self.spec = spec = do(template.run, job("tokenizer", "tokenization_spec", {}, settings, where))
+        spec = do(template.run, job("tokenizer", "tokenization_spec", {}, settings, where))
         return do(
             pairs_job.run, job("pairs", "tokenized_pairs", {"raw_preferences": raw, "tokenization_spec": spec}, {})
         )
@@ -82,7 +82,6 @@ class World:
             "policy": policy or self.policy,
             "reference_logprobs": self.table,
             "tokenized_pairs": self.pairs,
-            "tokenization_spec": self.spec,
             "reference_model": self.model,
         }
         return self.workshop.job("evaluation", "evaluation", inputs, {**SETTINGS, **settings})

@@ -27,7 +27,7 @@ EXPECTED = {
     "policy": ("training", {"tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"}, True),
     "evaluation": (
         "evaluation",
-        {"policy", "reference_logprobs", "reference_model", "tokenized_pairs", "tokenization_spec", "evaluation_spec"},
+        {"policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"},
         True,
     ),
     "released_model": ("release", {"policy", "evaluation", "tokenization_spec"}, False),

@@ -143,7 +143,7 @@ NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
 NEW_TRAINING, NEW_LOSS = ".. .C. .. .. CCC", ".. .CC .. .. CCC"
 NEW_EVALUATION, NEW_RELEASE = ".. ..C .. .. .CC", ".. ... .. .. ..C"
 NEW_REFERENCE, OTHER_BASE = ".. ... .. CC CCC", ".C ... .. CC CCC"
-SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c.. .r .r rrr", ".. C.. .c .r rcC", ".. C.. .C .C CCC"
+SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c.. .r .r rrr", ".. C.. .c .r rrC", ".. C.. .C .C CCC"
 
 #                    sources: preference_source, base_model
 #                       specs: tokenization_spec, training_spec, evaluation_spec
@@ -175,7 +175,7 @@ TABLE: dict[str, Row] = {
     "tokenizer saved again": Row(retokenizer(lambda words: None), SAME_SPEC, 0),
     "padding token": Row(retokenizer(edits.pad_with_the_end), SAME_SPEC, 0),
     "a token is added": Row(retokenizer(edits.add_token), SAME_TOKENS, 0),
-    "end-of-sequence id": Row(retokenizer(edits.end_with_the_user), SAME_TOKENS, 0),
+    "end-of-sequence id": Row(retokenizer(edits.end_with_the_user), ".. C.. .C .c ccC", 0),
     # Chat template and rules
     "template: a comment": Row(template(lambda text: "{#- a comment #}" + text), SAME_TOKENS, 0),
     "template: the same, in a file": Row(edits.template_in_a_file, SAME_SPEC, 0),
@@ -213,7 +213,7 @@ TABLE: dict[str, Row] = {
     "tuned: seed": Row(field("reference.sft.seed", 1), NEW_REFERENCE, ALL, "tuned"),
     "tuned: a row is appended": Row(data_lines(lambda rows: [*rows, RIVER]), "C. ... CC CC CCC", ALL + 2, "tuned"),
     "tuned: a row that is none": Row(data_lines(lambda rows: [*rows, "[]\n"]), "C. ... Cc rr rrr", 0, "tuned"),
-    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C.. .c rr rcC", 0, "tuned"),
+    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C.. .c rr rrC", 0, "tuned"),
     "tuned: beta": Row(field("training.loss.beta", 0.3), NEW_LOSS, 0, "tuned"),
     # Preference tuning
     "beta": Row(field("training.loss.beta", 0.2), NEW_LOSS, 0),

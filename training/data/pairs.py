@@ -3,9 +3,10 @@
     pairs.arrow       the pairs (training/data/batches.py has the columns and the reader)
     tokenizer/        the tokenizer that made them
 
-The fingerprint covers rows, splits, ids and masks and nothing else: an edit of the template or of the data that changes
-no token leaves everything below as it is. The rows of `raw_preferences` that are not among the pairs were dropped; how many
-and why is in the details, which belong to this derivation, while the files belong to everyone who made the same tokens.
+The fingerprint covers rows, splits, ids, masks and the token that ends a sampled answer, and nothing else: an edit of the
+template or of the data that changes no token leaves everything that is made from the pairs as it is. The rows of
+`raw_preferences` that are not among the pairs were dropped; how many and why is in the details, which belong to this
+derivation, while the files belong to everyone who made the same tokens.
 """
 
 import hashlib
@@ -66,7 +67,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     for reason, count in details["reasons"].items():
         events.note(f"{count} pairs dropped: {reason}")
     details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]
-    return Made(fingerprint_of_stream("tokenized_pairs", tally.digests), details)
+    end = canonical_json({"eos_token_id": tokenizer.eos_token_id})
+    return Made(fingerprint_of_stream("tokenized_pairs", [end, *tally.digests]), details)
 
 
 @dataclass
