@@ -39,6 +39,5 @@ def _tracked(
     if run_id is None:
         return {}
     services.tracker.log_evaluation(run_id, made.artifact.details["metrics"], step=int(policy["steps"]))
-    if not made.reused:
-        services.tracker.log_file(run_id, made.artifact.file("report.html"), "evaluation")
+    services.tracker.log_file(run_id, made.artifact.file("report.html"), "evaluation", made.artifact.fingerprint)
     return {"mlflow_run_id": run_id}

@@ -24,11 +24,11 @@ from model_registry.connection import connect, reason, shown
 from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged
 from model_registry.records import tags_of
 from training.contract.errors import RegistryError
+from training.contract.fingerprint import fingerprint, short
 
 Alias = Literal["candidate", "champion"]
 PREVIOUS_TAG = "pedigree.previous_champion"
 ROLLED_BACK_TAG = "pedigree.rolled_back"
-_ARTIFACT = "policy"
 _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[0-9]+))")
 
 
@@ -72,7 +72,7 @@ class Registry:
         if found := self.find_version(name, identity):
             return found
         with self._asking(f"register {name}") as client:
-            source = self._store_files(client, name, policy, tokenizer or policy, run_id)
+            source = self._store_files(client, name, policy, tokenizer or policy, run_id, _folder_name(name, identity))
             if _registered(client, name) is None:
                 client.create_registered_model(name)
             return _version(client.create_model_version(name, source, run_id, tags=tags_of({**tags, **identity})))
@@ -163,16 +163,24 @@ class Registry:
             place = shown(self.tracking_uri)
             raise RegistryError(f"MLflow at {place} cannot {what}: {reason(error, self.tracking_uri)}") from error
 
-    def _store_files(self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str) -> str:
-        """Put the packaged policy among the run's artifacts; gives its address."""
+    def _store_files(
+        self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str, place: str
+    ) -> str:
+        """Put the packaged policy into the folder `place` among the run's artifacts; gives its address.
+
+        What an unfinished attempt left there is replaced; what a version points at stays as it is.
+        """
         root = client.get_run(run_id).info.artifact_uri
+        source = f"{root}/{place}"
+        if any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
+            return source
         local = local_path(root)
         with packaged(f"models:/{name}", policy, tokenizer, local or self._downloads) as folder:
             if local:
-                move_into_place(folder, local / _ARTIFACT)
+                move_into_place(folder, local / place)
             else:
-                client.log_artifacts(run_id, str(folder), _ARTIFACT)
-        return f"{root}/{_ARTIFACT}"
+                client.log_artifacts(run_id, str(folder), place)
+        return source
 
     def _downloaded(self, version: Version) -> Path:
         """A version's model folder, fetched once: a version never changes."""
@@ -198,6 +206,11 @@ def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise
+
+
+def _folder_name(name: str, identity: Mapping[str, str]) -> str:
+    """A folder for each version: one run gives several of them, with other tokenizers for example."""
+    return f"policy-{short(fingerprint('model_version', [name, dict(identity)]))}"
 
 
 def _version(found: ModelVersion) -> Version:

@@ -121,11 +121,20 @@ class Tracker:
 
         return self._connection.attempt("log the evaluation", work)
 
-    def log_file(self, run_id: str, path: Path, folder: str | None = None) -> bool:
-        """Add the file to the artifacts of a run, under `folder`; gives whether the server has it."""
-        return self._connection.attempt(
-            f"log {path.name}", lambda client: client.log_artifact(run_id, str(path), folder)
-        )
+    def log_file(self, run_id: str, path: Path, folder: str, identity: str) -> bool:
+        """Add the file to the artifacts of a run, under `folder`; gives whether the server has it.
+
+        A tag of the run names the `identity` of the file it has. So what an outage kept away arrives at the next call,
+        and nothing is sent twice.
+        """
+        tag = f"pedigree.{folder}.{path.name}"
+
+        def work(client: MlflowClient) -> None:
+            if client.get_run(run_id).data.tags.get(tag) != identity:
+                client.log_artifact(run_id, str(path), folder)
+                client.set_tag(run_id, tag, identity)
+
+        return self._connection.attempt(f"log {path.name}", work)
 
     def _open(self, experiment: str, key: str, plan: RunPlan) -> Run:
         client = self._connection.client

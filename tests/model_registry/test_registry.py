@@ -116,7 +116,27 @@ def test_its_folder_names_no_place_of_this_machine(registered: Registered, polic
     texts = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
     assert {"MLmodel", "requirements.txt", "chat_template.jinja"} <= {path.name for path in texts}
     assert [path for path in texts if str(policy) in path.read_text() or str(folder) in path.read_text()] == []
-    assert [path.name for path in folder.parent.iterdir()] == ["policy"], "nothing of the making is left"
+    assert all(path.name.startswith("policy-") for path in folder.parent.iterdir()), "nothing of the making is left"
+
+
+def test_two_versions_of_one_run_keep_each_its_own_files(registered: Registered, policy: Path, tmp_path: Path):
+    """The second has another tokenizer. Registered once more under a lost tag, it is not packaged: there is no policy."""
+    other = shutil.copytree(policy, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors*"))
+    (other / "chat_template.jinja").write_text("{#- another #}" + (policy / "chat_template.jinja").read_text())
+    registry, identity = registered.registry, {"pedigree.policy": "c" * 64}
+    second = registry.register("demo", policy, registered.run_id, identity=identity, tags={}, tokenizer=other)
+    folders = {number: registry.resolve(f"models:/demo/{number}") for number in (1, second.number)}
+    for number, words in ((1, policy), (second.number, other)):
+        template = (words / "chat_template.jinja").read_bytes()
+        assert (folders[number] / "chat_template.jinja").read_bytes() == template
+        assert (folders[number].parent / "components/tokenizer/chat_template.jinja").read_bytes() == template
+    for shard in policy.glob("*.safetensors"):
+        assert all(shard.samefile(folder / shard.name) for folder in folders.values())
+    MlflowClient(registered.uri).delete_model_version_tag("demo", str(second.number), "pedigree.policy")
+    package = folders[second.number].parent
+    before = package.stat().st_ino
+    again = registry.register("demo", policy / "none", registered.run_id, identity=identity, tags={})
+    assert (again.number, again.source, package.stat().st_ino) == (second.number + 1, second.source, before)
 
 
 def test_a_reference_can_be_a_registered_model_with_its_tokenizer(registered: Registered, policy: Path):

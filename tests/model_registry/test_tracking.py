@@ -4,6 +4,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import mlflow
 import pytest
@@ -169,14 +170,39 @@ def test_the_evaluation_is_added_to_the_finished_run_once(
     assert history(client, run.run_id, "eval/pairs") == [(3, 10.0)]
     assert client.get_run(run.run_id).info.status == "FINISHED"
     assert warnings == ["not logged to MLflow, since not finite: eval/rewards/margins"] * 2
-    assert tracker.log_file(run.run_id, report, "evaluation")
+    assert tracker.log_file(run.run_id, report, "evaluation", "a")
     assert [entry.path for entry in client.list_artifacts(run.run_id, "evaluation")] == ["evaluation/report.html"]
+
+
+def test_a_file_that_an_outage_kept_away_arrives_later_and_once(
+    tracker: Tracker, client: MlflowClient, home: Path, tmp_path: Path, warnings: list[str]
+):
+    """While the artifacts' folder is a plain file nothing can be written there. The last text is not sent: same identity."""
+    report = tmp_path / "report.html"
+    report.write_text("first")
+    with tracker.run(**ABOUT) as run:
+        pass
+    artifacts = Path(unquote(urlsplit(client.get_run(run.run_id).info.artifact_uri).path))
+    artifacts.parent.mkdir(parents=True, exist_ok=True)
+    if artifacts.is_dir():
+        artifacts.rmdir()
+    artifacts.write_text("in the way")
+    assert not tracker.log_file(run.run_id, report, "evaluation", "a")
+    assert "cannot log report.html" in warnings[0]
+    artifacts.unlink()
+    assert tracker.log_file(run.run_id, report, "evaluation", "a")
+    logged = artifacts / "evaluation" / "report.html"
+    assert logged.read_text() == "first"
+    report.write_text("not sent")
+    assert tracker.log_file(run.run_id, report, "evaluation", "a") and logged.read_text() == "first"
+    report.write_text("second")
+    assert tracker.log_file(run.run_id, report, "evaluation", "b") and logged.read_text() == "second"
 
 
 def test_a_file_that_is_gone_is_a_warning(tracker: Tracker, tmp_path: Path, warnings: list[str]):
     with tracker.run(**ABOUT) as run:
         pass
-    assert not tracker.log_file(run.run_id, tmp_path / "none.html")
+    assert not tracker.log_file(run.run_id, tmp_path / "none.html", "evaluation", "a")
     assert "cannot log none.html" in warnings[0]
 
 
