@@ -25,7 +25,7 @@ from training.contract.events import Event
 from training.contract.fingerprint import short
 from training.contract.job import Input, Job, JobKind
 from training.contract.manifest import Derivation
-from training.contract.store import Artifact, Made
+from training.contract.store import Artifact, Made, Store
 from training.launch.launcher import run_job
 
 # A model or a checkpoint that is not what was published is refused; anything else can be made again without loss.
@@ -94,6 +94,22 @@ def latest_key(instance: dg.DagsterInstance, key: dg.AssetKey) -> str | None:
     """The key of the derivation that the latest materialization of `key` gave; None if there is none."""
     found = latest_metadata(instance, key).get("key")
     return None if found is None else str(found)
+
+
+def latest_derivation(
+    instance: dg.DagsterInstance, pipeline: Pipeline, store: Store, asset: str, fingerprint: str
+) -> Derivation:
+    """How the artifact `fingerprint` of `asset` was made when it was last materialized.
+
+    Its manifest tells the first way to its content only. That is the answer where the last way is not known: another
+    artifact was materialized since, or its record is gone. Raises StoreError if there is no such artifact either.
+    """
+    key = pipeline.key(asset)
+    if data_version(instance, key) == fingerprint and (latest := latest_key(instance, key)) is not None:
+        told = store.derivation(asset, latest)
+        if told is not None:
+            return told
+    return store.open(asset, fingerprint, hashes=False).manifest.made_from
 
 
 def upstream(context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, asset: str) -> Artifact:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from assets.changes import input_changes, shown_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import latest_metadata, upstream
+from assets.realize import latest_derivation, latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
@@ -34,7 +34,7 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         started = time.monotonic()
         above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
         run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
-        candidate = _Candidate(pipeline, services.store, above, run_id)
+        candidate = _Candidate(pipeline, services.store, context.instance, above, run_id)
         changes = input_changes(context.instance, pipeline, "released_model")
         known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
         if known is not None and _has_decision(known):
@@ -65,6 +65,7 @@ def _has_decision(version: Version) -> bool:
 class _Candidate:
     pipeline: Pipeline
     store: Store
+    instance: dg.DagsterInstance
     above: dict[str, Artifact]
     run_id: str | None
 
@@ -83,14 +84,14 @@ class _Candidate:
 
     @cached_property
     def lineage(self) -> dict[str, str]:
-        """The fingerprint of every artifact it stands on, by kind, found by walking from manifest to manifest."""
+        """The fingerprint of every artifact it stands on, by kind, found by walking up the latest materializations."""
         found: dict[str, str] = {}
         waiting = [(name, artifact.fingerprint) for name, artifact in self.above.items()]
         while waiting:
             kind, fingerprint = waiting.pop()
             if found.setdefault(kind, fingerprint) == fingerprint:
-                inputs = self.store.open(kind, fingerprint, hashes=False).manifest.made_from.inputs
-                waiting += [(source.kind, source.fingerprint) for source in inputs.values()]
+                how = latest_derivation(self.instance, self.pipeline, self.store, kind, fingerprint)
+                waiting += [(source.kind, source.fingerprint) for source in how.inputs.values()]
         return found
 
 

@@ -66,6 +66,13 @@ class PairReader:
         chosen, rejected = (self._side(pair, at, side) for side in SIDES)
         return TokenizedRow(row, pair["split"], chosen, rejected)
 
+    def keys(self, row: int) -> tuple[str, str] | None:
+        """The identities of the pair's two token sequences, in hexadecimal; None if it was dropped."""
+        at = find_row(self._pairs, row)
+        if at is None:
+            return None
+        return self._pairs["chosen_key"][at].as_py().hex(), self._pairs["rejected_key"][at].as_py().hex()
+
     def _side(self, pair: dict[str, Any], at: int, side: str) -> TokenizedSide:
         ids, mask = pair[f"{side}_ids"], pair[f"{side}_mask"]
         return TokenizedSide(

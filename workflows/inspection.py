@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from assets.page import render_page
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version
+from assets.realize import data_version, latest_derivation
 from assets.rescoring import rescore
 from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
 from training.contract.errors import UsageError
@@ -66,12 +66,13 @@ class _Inspector:
         if messages is None:
             raise UsageError(f"there is no row {row} in raw_preferences {short(raw.fingerprint)}")
         pairs = self._demanded("tokenized_pairs")
-        tokens = PairReader(self._services.store, pairs, self._table_of(pairs)).read(row)
+        reader = PairReader(self._services.store, pairs, self._table_of(pairs))
+        tokens = reader.read(row)
         if tokens is None:
             raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized")
-        policy = self._evaluated(row)
+        policy = self._evaluated(row, reader.keys(row))
         if policy is None and score:
-            policy = self._scored(row)
+            policy = self._scored(pairs, row)
         chosen, rejected = policy or (None, None)
         return InspectedRow(
             row,
@@ -84,17 +85,29 @@ class _Inspector:
     def _table_of(self, pairs: Artifact) -> Artifact | None:
         """The table of log-probs, unless it is one of other pairs, as it is while a run has come half its way."""
         table = self._materialized("reference_logprobs")
-        if table is None or table.manifest.made_from.inputs["tokenized_pairs"].fingerprint != pairs.fingerprint:
+        if table is None:
             return None
-        return table
+        how = latest_derivation(
+            self._instance, self._pipeline, self._services.store, "reference_logprobs", table.fingerprint
+        )
+        return table if how.inputs["tokenized_pairs"].fingerprint == pairs.fingerprint else None
 
-    def _evaluated(self, row: int) -> tuple[float, float] | None:
+    def _evaluated(self, row: int, keys: tuple[str, str] | None) -> tuple[float, float] | None:
+        """The policy's log-probs of the pair, unless the row had other tokens when the policy was evaluated."""
         evaluation = self._materialized("evaluation")
         found = None if evaluation is None else _row(pq.read_table(evaluation.file("pairs.parquet")), row)
-        return None if found is None else (found["policy_chosen_logprob"], found["policy_rejected_logprob"])
+        if found is None or (found["chosen_key"], found["rejected_key"]) != keys:
+            return None
+        return found["policy_chosen_logprob"], found["policy_rejected_logprob"]
 
-    def _scored(self, row: int) -> tuple[float, float]:
+    def _scored(self, pairs: Artifact, row: int) -> tuple[float, float]:
         inputs = {name: self._demanded(name) for name in _TO_SCORE}
+        if self._table_of(pairs) is None:
+            name = self._pipeline.name
+            raise UsageError(
+                f"{name}/reference_logprobs is of other pairs than {name}/tokenized_pairs {short(pairs.fingerprint)}, so "
+                f"row {row} cannot be scored; run `pedigree run {name}` first"
+            )
         [scored] = rescore(self._pipeline, self._services, inputs, [row]).rows
         return scored["chosen"]["live"], scored["rejected"]["live"]
 

@@ -24,8 +24,10 @@ from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services
 from assets.realize import IRREPLACEABLE, data_version, latest_key, latest_metadata
+from assets.release import is_decided
 from assets.world import ROOTS, Found, hash_cache, look
-from training.contract.errors import CorruptArtifact
+from model_registry.connection import brief_patience
+from training.contract.errors import CorruptArtifact, RegistryError
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation, read_manifest
@@ -35,13 +37,17 @@ State = Literal["fresh", "stale", "missing"]
 
 NEVER = "never materialized"
 LOST = "its files are no longer in the store"
+NO_VERSION = "its version is no longer in the registry"
 # Which spec holds the settings of an asset that reads none of the recipe's fields itself.
 _SPECS = {"policy": "training_spec", "evaluation": "evaluation_spec"}
 
 
 @dataclass(frozen=True)
 class AssetStatus:
-    """`fingerprint` is that of the last materialization; `causes` say why it is not what a run would give now."""
+    """`fingerprint` is that of the last materialization; `causes` say why it is not what a run would give now.
+
+    A fresh asset has none, but for a model whose registry cannot be asked: its version is taken to be there, with a word.
+    """
 
     asset: str
     state: State
@@ -86,7 +92,7 @@ def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance)
 
 def judge(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, outcomes: Outlook) -> list[AssetStatus]:
     """The state of every asset, if a run would give `outcomes`."""
-    judged = _Judge(pipeline, services.store, instance, outcomes)
+    judged = _Judge(pipeline, services, instance, outcomes)
     return [judged.asset(asset) for asset in GRAPH]
 
 
@@ -141,8 +147,9 @@ def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifa
 class _Judge:
     """Judges assets in the order of the graph: the causes of those above are known when those below ask for them."""
 
-    def __init__(self, pipeline: Pipeline, store: Store, instance: dg.DagsterInstance, outcomes: Outlook):
-        self._pipeline, self._store, self._instance, self._outcomes = pipeline, store, instance, outcomes
+    def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, outcomes: Outlook):
+        self._pipeline, self._instance, self._outcomes = pipeline, instance, outcomes
+        self._store, self._registry = services.store, services.registry
         self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
 
     def asset(self, asset: str) -> AssetStatus:
@@ -152,11 +159,24 @@ class _Judge:
             return AssetStatus(asset, "missing", (NEVER,), None)
         if self._outcomes[asset].fingerprint == materialized:
             self._causes[asset] = []
+            if asset == "released_model":
+                return self._released(materialized)
             return AssetStatus(asset, "fresh", (), materialized)
         found = list(dict.fromkeys(self._find_causes(asset)))
         self._causes[asset] = found
         words = tuple(text if origin == asset else f"{origin}: {text}" for origin, text in found)
         return AssetStatus(asset, "stale", words, materialized)
+
+    def _released(self, key: str) -> AssetStatus:
+        """A model whose derivation is that of now: fresh if the registry has it, or cannot be asked within seconds."""
+        try:
+            with brief_patience():
+                decided = is_decided(self._registry, self._pipeline, key)
+        except RegistryError as error:
+            return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
+        if decided:
+            return AssetStatus("released_model", "fresh", (), key)
+        return AssetStatus("released_model", "stale", (NO_VERSION,), key)
 
     def _find_causes(self, asset: str) -> Iterator[tuple[str, str]]:
         outcome, key = self._outcomes[asset], latest_key(self._instance, self._pipeline.key(asset))

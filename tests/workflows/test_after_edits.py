@@ -1,0 +1,115 @@
+"""What is said of a recipe between an edit and the end of the next run, and of content that was made in two ways."""
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import dagster as dg
+import pytest
+from mlflow import MlflowClient
+
+import model_registry.files
+from assets.realize import data_version
+from model_registry.package import package
+from model_registry.registry import Registry
+from tests.workflows import edits
+from tests.workflows.conftest import write_recipe
+from tests.workflows.edits import World, data_lines, field, retokenizer
+from tests.workflows.in_process import Ground, services_in, write_inputs
+from tests.workflows.test_truth_table import HELD_OUT, PLAIN
+from training.contract.errors import UsageError
+from workflows.execution import materialize
+from workflows.inspection import inspect_row
+from workflows.lineage import AssetStatus, status
+from workflows.plan import plan
+from workflows.recipes import LoadedRecipe, load_recipe
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
+    place = tmp_path_factory.mktemp("edited")
+    (home := place / "home").mkdir()
+    folder = place / "recipes" / "plain"
+    write_inputs(write_recipe(folder, PLAIN), demo_maker)
+    with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
+        patch.setattr(model_registry.files, "_package", package)  # what a process of its own does, done here
+        made = Ground(home, services_in(home), instance, {"plain": folder})
+        made.run_once("plain")
+        yield made
+
+
+@pytest.fixture
+def world(ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    yield World(Path(shutil.copytree(ground.folders["plain"], tmp_path / "plain")), ground.home, monkeypatch)
+    ground.restore("plain")
+
+
+def run(ground: Ground, world: World, asset: str | None = None) -> LoadedRecipe:
+    loaded = load_recipe(world.folder)
+    report = materialize(loaded, ground.services, ground.instance, asset)
+    assert report.succeeded, report
+    return loaded
+
+
+def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
+    """The file says the same in other words, so its rows are the artifact whose manifest names the file of before."""
+    edits.rewrite_data(world)
+    field("release.gate.min_accuracy", 0.1)(world)
+    pipeline = run(ground, world).pipeline
+    now = {name: data_version(ground.instance, pipeline.key(name)) for name in ("preference_source", "raw_preferences")}
+    before = ground.fingerprints["plain"]
+    assert (
+        now["raw_preferences"] == before["raw_preferences"] and now["preference_source"] != before["preference_source"]
+    )
+    version = max(ground.services.registry.versions(), key=lambda version: version.number)
+    assert {name: version.tags[f"pedigree.{name}"] for name in now} == now
+
+
+def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world: World):
+    pipeline = load_recipe(world.folder).pipeline
+    assert inspect_row(pipeline, ground.services, ground.instance, HELD_OUT).chosen.policy_logprob is not None
+    data_lines(edits.reword(HELD_OUT))(world)
+    pipeline = run(ground, world, "tokenized_pairs").pipeline
+    found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
+    assert (found.split, found.chosen.policy_logprob, found.rejected.policy_logprob) == ("validation", None, None)
+    with pytest.raises(UsageError, match="reference_logprobs is of other pairs than plain/tokenized_pairs"):
+        inspect_row(pipeline, ground.services, ground.instance, HELD_OUT, score=True)
+
+
+def test_a_table_that_was_first_made_from_other_pairs_fits_those_of_now(ground: Ground, world: World):
+    """Another end of sequence makes other pairs with the same tokens, whose log-probs are the table of before."""
+    retokenizer(edits.end_with_the_user)(world)
+    pipeline = run(ground, world, "reference_logprobs").pipeline
+    for asset, same in (("tokenized_pairs", False), ("reference_logprobs", True)):
+        assert (data_version(ground.instance, pipeline.key(asset)) == ground.fingerprints["plain"][asset]) is same
+    found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
+    assert found.chosen.reference_logprob is not None and found.chosen.policy_logprob is not None
+
+
+def test_a_registry_that_is_away_leaves_a_word(ground: Ground, world: World):
+    """Nothing listens at port 9."""
+    away = replace(ground.services, registry=Registry("http://127.0.0.1:9", ground.home / "downloads"))
+    released = status(load_recipe(world.folder).pipeline, away, ground.instance)[-1]
+    assert (released.asset, released.state) == ("released_model", "fresh")
+    [words] = released.causes
+    assert words.startswith("its version is taken to be there: MLflow at http://127.0.0.1:9 cannot look for versions")
+
+
+def test_a_version_that_is_gone_is_told_by_status_and_by_plan(ground: Ground, world: World):
+    """The last test: the version does not come back."""
+    loaded = load_recipe(world.folder)
+    key = ground.fingerprints["plain"]["released_model"]
+    registry = ground.services.registry
+    version = registry.find_version("plain", {"pedigree.release": key})
+    assert version is not None
+    MlflowClient(registry.tracking_uri).delete_model_version("plain", str(version.number))
+    words = ("its version is no longer in the registry",)
+    found = status(loaded.pipeline, ground.services, ground.instance)
+    assert found[-1] == AssetStatus("released_model", "stale", words, key)
+    assert {asset.state for asset in found[:-1]} == {"fresh"}
+    planned = plan(loaded.pipeline, ground.services, ground.instance)[-1]
+    assert (planned.asset, planned.action, planned.causes) == ("released_model", "compute", words)
