@@ -28,6 +28,7 @@ from workflows.resources import build_services, pedigree_home
 _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
+_NOTHING = "nothing"  # the cursor when there is nothing to ask for; Dagster would keep the old one for an empty text
 # What stands for the world outside; the two other specs are made of the recipe alone, and their code version tells.
 _LOOKED_AT = ("preference_source", "base_model", "tokenization_spec")
 _CAUSE_TAG = "pedigree/cause"
@@ -94,7 +95,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         causes = _causes(pipeline, services, context.instance, found)
         if not causes:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
-            return dg.SensorResult(skip_reason=same, cursor="")
+            return dg.SensorResult(skip_reason=same, cursor=_NOTHING)
         seen = fingerprint("seen", [_identity(each) for each in found])
         if _was_asked_for(seen, context.cursor):
             return dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
