@@ -26,6 +26,11 @@ class Pipeline:
     name: str
     recipe: Recipe
 
+    @property
+    def identifier(self) -> str:
+        """The name as Dagster takes it for jobs, schedules and sensors, which have no hyphens."""
+        return self.name.replace("-", "_")
+
     def key(self, asset: str) -> dg.AssetKey:
         return dg.AssetKey([self.name, asset])
 

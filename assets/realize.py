@@ -19,6 +19,7 @@ from assets.graph import GRAPH
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata
 from assets.pipeline import Listener, Pipeline, Services, ignore
+from assets.process import sign
 from assets.world import Found, count_source_rows
 from training.contract.errors import CorruptArtifact, StoreError, UsageError
 from training.contract.events import Event
@@ -116,6 +117,7 @@ def realize(
 
     Unless `changes` are given, those of the inputs as Dagster recorded them are told.
     """
+    sign(context)
     asset = context.asset_key.path[-1]
     inputs = {name: upstream(context, pipeline, services, name) for name in GRAPH[asset].needed_by(pipeline.recipe)}
     made = make(pipeline, services, asset, work, inputs, context.log)

@@ -11,6 +11,7 @@ Three parts, each of which does what only it can:
 The first run is a person's to start: a recipe that was never materialized is left alone by sensor and conditions.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from workflows.resources import build_services, pedigree_home
 
 _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
+_SECONDS_BEFORE_ASKING_AGAIN = 3600
+_NOTHING = "nothing"  # the cursor when there is nothing to ask for; Dagster would keep the old one for an empty text
 # What stands for the world outside; the two other specs are made of the recipe alone, and their code version tells.
 _LOOKED_AT = ("preference_source", "base_model", "tokenization_spec")
 _CAUSE_TAG = "pedigree/cause"
@@ -35,12 +38,12 @@ _CAUSE_CHARACTERS = 500
 def retraining(pipeline: Pipeline) -> dg.Definitions:
     """The jobs of a recipe, with the schedule and the sensors that it asks for; these start running."""
     retrain = dg.define_asset_job(
-        f"{pipeline.name}_retrain",
+        f"{pipeline.identifier}_retrain",
         selection=[pipeline.key(asset) for asset in GRAPH],
         description=f"Brings every artifact of {pipeline.name} up to date.",
     )
     record = dg.define_asset_job(
-        f"{pipeline.name}_look",
+        f"{pipeline.identifier}_look",
         selection=[pipeline.key(asset) for asset in _LOOKED_AT],
         description=f"Records the data, the base model and the tokenizer of {pipeline.name} as they are now.",
     )
@@ -56,7 +59,7 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
     automation = pipeline.recipe.automation
     assert automation.cron is not None
     return dg.ScheduleDefinition(
-        name=f"{pipeline.name}_schedule",
+        name=f"{pipeline.identifier}_schedule",
         job_name=job,
         cron_schedule=automation.cron,
         execution_timezone=automation.timezone,
@@ -67,7 +70,7 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
 
 def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinition:
     return dg.AutomationConditionSensorDefinition(
-        name=f"{pipeline.name}_automation",
+        name=f"{pipeline.identifier}_automation",
         target=[pipeline.key(asset) for asset in GRAPH],
         minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
@@ -77,7 +80,7 @@ def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinit
 
 def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
     @dg.sensor(
-        name=f"{pipeline.name}_data_sensor",
+        name=f"{pipeline.identifier}_data_sensor",
         job_name=job,
         minimum_interval_seconds=_SECONDS_BETWEEN_LOOKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
@@ -91,14 +94,21 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         found = [look(pipeline, services, asset, cache) for asset in _LOOKED_AT]
         causes = _causes(pipeline, services, context.instance, found)
         if not causes:
-            return dg.SkipReason("data, base model and tokenizer are what was last materialized")
+            same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
+            return dg.SensorResult(skip_reason=same, cursor=_NOTHING)
         seen = fingerprint("seen", [_identity(each) for each in found])
-        if seen == context.cursor:
+        if _was_asked_for(seen, context.cursor):
             return dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
         request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
-        return dg.SensorResult(run_requests=[request], cursor=seen)
+        return dg.SensorResult(run_requests=[request], cursor=f"{seen} {time.time():.0f}")
 
     return data_sensor
+
+
+def _was_asked_for(seen: str, cursor: str | None) -> bool:
+    """Whether a run for what is seen was requested lately. One that failed, since a disk was full, is requested again."""
+    asked, _, when = (cursor or "").partition(" ")
+    return asked == seen and time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN
 
 
 def _causes(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Sequence[Found]) -> list[str]:

@@ -8,8 +8,10 @@ import json
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
@@ -21,6 +23,7 @@ from rich.console import Console
 
 from assets.graph import GRAPH
 from assets.page import write_page
+from model_registry.connection import is_server
 from training.contract.errors import PedigreeError
 from workflows import show
 from workflows.execution import RunReport, materialize
@@ -201,13 +204,12 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
     tracking = build_services(home).tracker.tracking_uri
     dagster = dagster_server(home, free_port(port))
-    servers = (
-        [dagster] if tracking.startswith("http") else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
-    )
+    servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
     _people.print("Starting the web servers; this takes about half a minute.")
     with serving(*servers):
         show.addresses(_people, dagster.address, tracking if len(servers) == 1 else servers[1].address)
-        show.wait_for_ctrl_c()
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
 
 
 def _load(recipe: str) -> LoadedRecipe:

@@ -1,5 +1,6 @@
 """`type: workflows.PreferenceTuning`: a recipe's file becomes twelve assets, a job, a schedule and a sensor."""
 
+import re
 from typing import Self
 
 import dagster as dg
@@ -7,9 +8,11 @@ from pydantic import BaseModel
 
 from assets import data, evaluation, policy, reference, release, sources, specs
 from assets.pipeline import Pipeline
+from training.contract.errors import RecipeError
 from training.contract.recipe import Recipe
 from workflows.automation import retraining
 
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BUILDERS = (
     sources.preference_source,
     sources.base_model,
@@ -43,6 +46,10 @@ class PreferenceTuning(dg.Component):
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
         assert isinstance(attributes, Recipe)
+        if not _NAME.fullmatch(context.path.name):
+            raise RecipeError(
+                f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
+            )
         return cls(Pipeline(context.path.name, attributes.located_at(context.path)))
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:

@@ -1,24 +1,22 @@
 """Materializing a recipe in this process, as a run that Dagster's UI shows like any other."""
 
 import logging
-import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import dagster as dg
-import psutil
 
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
+from assets.process import PROCESS_TAG, is_alive, this_process
 from assets.realize import data_version, latest_metadata
 from training.contract.errors import UsageError
 from workflows.recipes import LoadedRecipe
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _log = logging.getLogger(__name__)
-PROCESS_TAG = "pedigree/process"
 Outcome = Literal["computed", "reused", "failed"]
 
 
@@ -35,17 +33,16 @@ class AssetRun:
 
 @dataclass(frozen=True)
 class RunReport:
+    """`succeeded` is Dagster's word on the whole run, which can fail outside its assets as well."""
+
     recipe: str
     dagster_run_id: str
+    succeeded: bool
     assets: list[AssetRun]
     metrics: dict[str, float]
     mlflow_run_id: str | None
     model_version: str | None
     samples: list[dict[str, str]]
-
-    @property
-    def succeeded(self) -> bool:
-        return all(asset.outcome != "failed" for asset in self.assets)
 
 
 def with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
@@ -78,7 +75,7 @@ def materialize(
     result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
         instance=instance,
         asset_selection=[pipeline.key(name) for name in selected],
-        tags={PROCESS_TAG: _this_process()},
+        tags={PROCESS_TAG: this_process()},
         run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
         raise_on_error=False,
     )
@@ -89,6 +86,7 @@ def materialize(
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=result.run_id,
+        succeeded=result.success,
         assets=assets,
         metrics=details.get("metrics", {}),
         mlflow_run_id=shown.get("policy", {}).get("mlflow_run_id"),
@@ -105,7 +103,7 @@ def close_dead_runs(instance: dg.DagsterInstance) -> None:
     """
     unfinished = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
     for run in instance.get_runs(dg.RunsFilter(statuses=unfinished)):
-        if PROCESS_TAG in run.tags and not _is_alive(run.tags[PROCESS_TAG]):
+        if PROCESS_TAG in run.tags and not is_alive(run.tags[PROCESS_TAG]):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 
@@ -122,22 +120,6 @@ def wait_for_pools(pools: set[str], instance: dg.DagsterInstance) -> None:
             info = instance.event_log_storage.get_concurrency_info(pool)
 
 
-def _this_process() -> str:
-    """Host, process id, and when the process began, since ids are used again."""
-    process = psutil.Process()
-    return f"{platform.node()} {process.pid} {process.create_time()}"
-
-
-def _is_alive(process: str) -> bool:
-    host, pid, began = process.rsplit(" ", 2)
-    if host != platform.node():
-        return True
-    try:
-        return psutil.Process(int(pid)).create_time() == float(began)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def _asset_runs(
     result: dg.ExecuteInProcessResult, pipeline: Pipeline, instance: dg.DagsterInstance
 ) -> Iterator[AssetRun]:
@@ -146,7 +128,7 @@ def _asset_runs(
     }
     failures = {step: event for event in result.filter_events(lambda e: e.is_step_failure) if (step := event.step_key)}
     for asset in GRAPH:
-        failure = failures.get(f"{pipeline.name}__{asset}")
+        failure = failures.get(pipeline.key(asset).to_python_identifier())
         fingerprint = data_version(instance, pipeline.key(asset))
         if failure is not None:
             yield AssetRun(asset, "failed", fingerprint, 0.0, _reason(failure))

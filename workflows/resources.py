@@ -10,7 +10,7 @@ import dagster as dg
 
 from assets.pipeline import Listener, Services, ignore
 from model_registry.registry import Registry
-from model_registry.tracking import Tracker, tracking_uri
+from model_registry.tracking import Tracker, artifact_root, tracking_uri
 from training.contract.store import Store
 from training.launch.local import LocalLauncher
 
@@ -47,7 +47,7 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
         home=home,
         store=Store(home / "store"),
         launcher=LocalLauncher(),
-        tracker=Tracker(address, home / "mlflow" / "artifacts"),
+        tracker=Tracker(address, artifact_root(home)),
         registry=Registry(address, home / "mlflow" / "downloads"),
         listener=listener,
     )

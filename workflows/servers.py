@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.contract.errors import PedigreeError
+from training.launch.processes import die_with_parent
 
 HOST = "127.0.0.1"
 # MLflow would start eight processes for jobs of its own that nothing here asks for.
@@ -64,6 +65,8 @@ def mlflow_server(home: Path, tracking_uri: str, port: int) -> Server:
 def serving(*servers: Server) -> Iterator[None]:
     """Start the servers, wait until each answers, and stop them at the end with everything they started."""
     started: list[subprocess.Popen[bytes]] = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         started += [_start(server) for server in servers]
         for server, process in zip(servers, started, strict=True):
@@ -84,14 +87,15 @@ def _start(server: Server) -> "subprocess.Popen[bytes]":
             stderr=subprocess.STDOUT,
             env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", **_NO_JOBS},
             start_new_session=True,
-            preexec_fn=_restore_signals,
+            preexec_fn=_prepare_child,
         )
 
 
-def _restore_signals() -> None:
-    """A shell that starts us in the background has SIGINT ignored, and a child would inherit that."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+def _prepare_child() -> None:
+    """A shell that starts us in the background has SIGINT ignored, and a child would inherit that; nor may it outlive us."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
+    die_with_parent(signal.SIGTERM)
 
 
 def _wait_until_ready(server: Server, process: "subprocess.Popen[bytes]") -> None:

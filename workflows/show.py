@@ -1,7 +1,5 @@
 """What people see in the terminal: bars while jobs run, tables when they are done."""
 
-import signal
-import threading
 from collections.abc import Sequence
 from typing import Self
 
@@ -195,14 +193,6 @@ def inspected(console: Console, found: InspectedRow) -> None:
 def addresses(console: Console, dagster: str, mlflow: str) -> None:
     """Where to look. MLflow's pages open in the mode for training runs, not in the one for traces."""
     console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}/#/experiments?workflowType=machine_learning")
-
-
-def wait_for_ctrl_c() -> None:
-    """Until SIGINT or SIGTERM comes, also where a shell that starts things in the background had SIGINT ignored."""
-    stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
-    stopped.wait()
 
 
 def _tokens(side: InspectedSide) -> str:

@@ -84,6 +84,19 @@ def test_the_sensor_asks_once_for_each_change_of_the_bytes(sensed):
     assert [sensed.requests(), sensed.requests()] == [1, 0]
 
 
+def test_a_request_that_led_nowhere_is_repeated_an_hour_later(sensed):
+    sensed.look()
+    sensed.write("Why?", "How?")
+    assert [sensed.requests(), sensed.requests()] == [1, 0]
+    seen, when = sensed.cursor.split(" ")
+    sensed.cursor = f"{seen} {float(when) - 3601}"
+    assert [sensed.requests(), sensed.requests()] == [1, 0]
+    sensed.write("Why?")
+    assert sensed.requests() == 0
+    sensed.write("Why?", "How?")
+    assert sensed.requests() == 1
+
+
 def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
     sensed.look()
     sensed.write("Why?", "How?")

@@ -36,7 +36,7 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
 
 @pytest.mark.slow
 def test_missing_data_fails_with_the_path(home, tmp_path):
-    folder = write_recipe(tmp_path / "empty", ATTRIBUTES)
+    folder = write_recipe(tmp_path / "no-data", ATTRIBUTES)
     done = home.pedigree("run", str(folder), "--select", "raw_preferences")
     assert done.returncode == 1
     assert str(folder / "preferences.jsonl").replace("\n", "") in done.stdout.replace("\n", "")

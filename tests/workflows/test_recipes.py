@@ -124,3 +124,22 @@ def test_dg_finds_the_definitions(command):
     if command == ["list", "defs"]:
         for name in ("demo/released_model", "demo_schedule", "demo_data_sensor"):
             assert name in done.stdout
+
+
+def test_a_hyphen_in_the_name_is_fine(tmp_path):
+    """Dagster takes none in the names of jobs, schedules and sensors, but in asset keys."""
+    graph = graph_of(write_recipe(tmp_path / "my-model", ATTRIBUTES))
+    assert {key.path[0] for key in graph.get_all_asset_keys()} == {"my-model"}
+
+
+def test_a_name_dagster_cannot_take_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
+        load_recipe(write_recipe(tmp_path / "my model", ATTRIBUTES))
+
+
+def test_a_recipe_that_would_start_itself_again_is_refused(tmp_path):
+    attributes = {**ATTRIBUTES, "reference": {"model": "models:/small@champion"}}
+    with pytest.raises(RecipeError, match="on_change: false"):
+        load_recipe(write_recipe(tmp_path / "loop", attributes))
+    attributes["automation"] = {"on_change": False, "cron": "0 6 * * 1"}
+    load_recipe(write_recipe(tmp_path / "weekly", attributes))

@@ -166,6 +166,16 @@ class Recipe(Section):
     compute: Compute = Compute()
     automation: Automation = Automation()
 
+    @model_validator(mode="after")
+    def _no_loop(self) -> Self:
+        own = f"models:/{self.release.model_name}@"
+        if self.automation.on_change and self.reference.model.startswith(own):
+            raise ValueError(
+                f"`reference.model: {self.reference.model}` is what this recipe releases, so every promotion would start "
+                "another run; set `automation.on_change: false` and let a `cron` decide"
+            )
+        return self
+
     def located_at(self, folder: Path) -> "Recipe":
         """The same recipe with every local path absolute; relative ones are taken from `folder`, the recipe's own."""
         sources = tuple(

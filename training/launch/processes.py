@@ -17,12 +17,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 
 
-def die_with_parent() -> None:
-    """Have the kernel end this process (SIGKILL) when the thread that forked it ends. Kept by exec, not by fork.
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process `number` when the thread that forked it ends. Kept by exec, not by fork.
 
     A parent that is gone already sends no signal: compare the parent with the expected one after this call.
     """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
