@@ -15,9 +15,10 @@ PAIRS_WORK = Work("pairs", settings={})
 
 
 def preferences_work(pipeline: Pipeline, source: Found) -> Work:
-    """The job that reads the files of `source`, a `preference_source`."""
+    """The job that reads the files of `source`, a `preference_source`: those that were hashed, and no others."""
     settings = GRAPH["raw_preferences"].reads(pipeline.recipe)
-    return Work("preferences", settings, locations={"sources": source.places["sources"]})
+    places = {"sources": source.places["sources"], "files": source.places["listed"]}
+    return Work("preferences", settings, locations=places)
 
 
 def raw_preferences(pipeline: Pipeline) -> dg.AssetsDefinition:

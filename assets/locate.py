@@ -12,23 +12,12 @@ from huggingface_hub import HfApi, snapshot_download
 
 from model_registry.registry import Registry
 from training.contract.errors import DataError, ModelError
-from training.contract.files import data_files
+from training.contract.files import TOKENIZER_FILES, DataFile, data_files, tokenizer_files
 from training.contract.fingerprint import fingerprint, hash_files
 from training.contract.hash_cache import HashCache
 from training.contract.recipe import DataSource, Recipe
 from training.contract.weights import weights_fingerprint, weights_identity
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
 _MODEL_FILES = ["*.safetensors", "config.json", "generation_config.json", "*.safetensors.index.json"]
 
 
@@ -57,12 +46,12 @@ class LocatedTokenizer:
 class LocatedData:
     """The preference sources, ready to be read. `identity`: for files their sha256 in order, for the hub the commit.
 
-    `files`: the local files of all sources, in that order.
+    `files`: the local files of each source, in that order, with their sha256; none for one of the hub.
     """
 
     sources: list[dict[str, Any]]
     identity: list[Any]
-    files: list[Path]
+    files: list[list[DataFile]]
 
     @property
     def fingerprint(self) -> str:
@@ -84,8 +73,8 @@ def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None
     address, revision = recipe.tokenization.tokenizer, None
     if address is None:
         address, revision = recipe.reference.model, recipe.reference.revision
-    folder = _model_folder(address, revision, list(_TOKENIZER_FILES), registry)
-    files = {name: folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()}
+    folder = _model_folder(address, revision, list(TOKENIZER_FILES), registry)
+    files = tokenizer_files(folder)
     if not files:
         raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json (set `tokenization.tokenizer`)")
     template = recipe.tokenization.chat_template
@@ -103,16 +92,18 @@ def locate_data(recipe: Recipe, cache: HashCache | None = None) -> LocatedData:
     return LocatedData(
         [described for described, _, _ in located],
         [identity for _, identity, _ in located],
-        [file for _, _, files in located for file in files],
+        [files for _, _, files in located],
     )
 
 
-def _locate_source(source: DataSource, cache: HashCache | None) -> tuple[dict[str, Any], Any, list[Path]]:
+def _locate_source(source: DataSource, cache: HashCache | None) -> tuple[dict[str, Any], Any, list[DataFile]]:
     described = source.model_dump(mode="json")
     if source.path is not None:
-        files = data_files(source.path)
-        hashes = zip(files, _hashed(files, cache), strict=True)
-        return described, [{"name": f.name, "bytes": f.stat().st_size, "sha256": sha} for f, sha in hashes], files
+        found = data_files(source.path)
+        hashes = zip(found, _hashed([file.path for file in found], cache), strict=True)
+        files = [file.model_copy(update={"sha256": sha}) for file, sha in hashes]
+        identity = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
+        return described, identity, files
     assert source.hub is not None
     try:
         commit = HfApi().dataset_info(source.hub, revision=source.revision).sha
@@ -120,8 +111,8 @@ def _locate_source(source: DataSource, cache: HashCache | None) -> tuple[dict[st
         raise DataError(
             f"the data set {source.hub!r} (revision {source.revision or 'main'}) cannot be reached: {error}"
         ) from error
-    identity = {"hub": source.hub, "config": source.config, "split": source.split, "commit": commit}
-    return {**described, "revision": commit}, identity, []
+    pinned = {"hub": source.hub, "config": source.config, "split": source.split, "commit": commit}
+    return {**described, "revision": commit}, pinned, []
 
 
 def _hashed(files: list[Path], cache: HashCache | None) -> list[str]:

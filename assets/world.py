@@ -81,11 +81,16 @@ def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
 
 def _preference_source(pipeline: Pipeline, cache: HashCache | None) -> Found:
     located = locate_data(pipeline.recipe, cache)
+    paths = [file.path for files in located.files for file in files]
     return Found(
         derivation("preference_source", {}, {"sources": located.identity}),
         located.fingerprint,
         {"sources.json": located.identity},
-        {"sources": located.sources, "files": dict(zip(named_files(located.identity), located.files, strict=True))},
+        {
+            "sources": located.sources,
+            "listed": [[file.model_dump(mode="json") for file in files] for files in located.files],
+            "files": dict(zip(named_files(located.identity), paths, strict=True)),
+        },
     )
 
 

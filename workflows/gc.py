@@ -6,11 +6,14 @@ Kept is what is referred to by
 * a job in progress, which is one whose key's lock is held, and whatever was made since the oldest unfinished run began: it
   may be published and not yet told to Dagster;
 with everything it was made from, and so on upwards. The memo of a kept model is kept whole: it is what makes scoring
-cheap. A job that was interrupted keeps its folder as long as it has checkpoints to be taken up from.
+cheap. A job that was interrupted keeps its folder as long as it has checkpoints to be taken up from, and one whose
+description cannot be read keeps it for a day.
 
-The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt.
+The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each goes under
+the lock of whoever would use it, so that what has come into use since it was named stays.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -31,6 +34,7 @@ from training.contract.memo import scoring_rule
 from training.contract.recipe import Dtype
 from training.contract.removal import (
     freed_bytes,
+    holding,
     is_held,
     keys_by_fingerprint,
     lock_of,
@@ -50,6 +54,7 @@ _UNFINISHED = [
     dg.DagsterRunStatus.STARTED,
     dg.DagsterRunStatus.CANCELING,
 ]
+_UNREADABLE_JOB_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -74,14 +79,16 @@ class Collection:
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
     """Name what nobody refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked."""
     close_dead_runs(instance)
-    sweep = _Sweep(services, instance)
+    sweep = Sweep(services, instance)
     garbage = list(sweep.garbage())
     if delete:
         garbage = [item for item in garbage if sweep.remove(item)]
     return Collection(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
 
 
-class _Sweep:
+class Sweep:
+    """One look at everything, and the removal of what it found."""
+
     def __init__(self, services: Services, instance: dg.DagsterInstance):
         self._services, self._store, self._instance = services, services.store, instance
         self._keys = {kind: keys_by_fingerprint(self._store, kind) for kind in _KINDS}
@@ -106,16 +113,32 @@ class _Sweep:
     def remove(self, item: Garbage) -> bool:
         """Remove it; False if somebody has begun to use it meanwhile."""
         if item.kind == "job":
-            remove_folder(self._services.home / "jobs" / item.fingerprint)
-        elif item.kind in ("staging", "corrupt"):
-            remove_folder(self._store.root / item.kind / item.fingerprint)
-        else:
-            if item.kind not in self._keys:
-                self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
-            return remove_artifact(
-                self._store, item.kind, item.fingerprint, self._keys[item.kind].get(item.fingerprint, [])
-            )
-        return True
+            return self._remove_job(self._services.home / "jobs" / item.fingerprint)
+        if item.kind == "staging":
+            return self._remove_staging(self._store.root / "staging" / item.fingerprint)
+        if item.kind == "corrupt":
+            remove_folder(self._store.root / "corrupt" / item.fingerprint)
+            return True
+        if item.kind not in self._keys:
+            self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
+        keys = self._keys[item.kind].get(item.fingerprint, [])
+        return remove_artifact(self._store, item.kind, item.fingerprint, keys)
+
+    def _remove_job(self, folder: Path) -> bool:
+        with holding(self._locks_of_job(folder)) as free:
+            ended = free and self._has_ended(folder)
+            if ended:
+                remove_folder(folder)
+        return ended
+
+    def _remove_staging(self, folder: Path) -> bool:
+        if not self._is_abandoned(folder):
+            return False
+        beside = _lock_beside(folder)
+        with holding([beside if beside.exists() else self._lock_named(folder.name)]) as free:
+            if free:
+                remove_folder(folder)
+        return free
 
     @cached_property
     def kept(self) -> set[Reference]:
@@ -182,22 +205,37 @@ class _Sweep:
         return is_held(lock_of(self._store, job.artifact, job.derivation.key))
 
     def _is_over(self, folder: Path) -> bool:
-        """Whether a job has ended and cannot be taken up: it published its artifact, or it has no checkpoint."""
+        return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)
+
+    def _locks_of_job(self, folder: Path) -> list[Path]:
+        """The lock of the job's key; of one that cannot be read, those whose key begins as its folder's name says."""
         job = _read_job(folder)
         if job is None:
-            return True
-        if self._is_running(job):
-            return False
+            return list((self._store.root / "locks").glob(f"{folder.name}*.lock"))
+        return [lock_of(self._store, job.artifact, job.derivation.key)]
+
+    def _has_ended(self, folder: Path) -> bool:
+        """Whether a job that nobody runs cannot be taken up: it published its artifact, or it has no checkpoint."""
+        job = _read_job(folder)
+        if job is None:
+            return folder.is_dir() and time.time() - folder.stat().st_mtime > _UNREADABLE_JOB_SECONDS
         record = self._store.record(job.artifact, job.derivation.key)
         published = record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
         return published or not any((folder / job.checkpoints.name).rglob("step-*"))
 
+    def _lock_named(self, name: str) -> Path:
+        return self._store.root / "locks" / f"{name}.lock"
+
     def _is_abandoned(self, folder: Path) -> bool:
         """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""
-        beside, named = folder.with_name(f"{folder.name}.lock"), self._store.root / "locks" / f"{folder.name}.lock"
+        beside, named = _lock_beside(folder), self._lock_named(folder.name)
         if beside.exists() or named.exists():
             return not is_held(beside) and not is_held(named)
         return not any(is_held(lock) for lock in (self._store.root / "locks").glob("*.lock"))
+
+
+def _lock_beside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
 
 
 def _folders(parent: Path) -> list[Path]:

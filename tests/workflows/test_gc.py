@@ -1,6 +1,8 @@
 """What goes and what stays when nobody refers to something any more, and what a rollback leaves behind."""
 
 import fcntl
+import os
+import time
 
 import dagster as dg
 import mlflow
@@ -14,8 +16,9 @@ from tests.workflows.lookers import looker
 from training.contract.job import Job
 from training.contract.manifest import Derivation
 from training.contract.memo import Memo
+from training.contract.removal import holding, lock_of
 from workflows.execution import materialize
-from workflows.gc import collect
+from workflows.gc import Sweep, collect
 from workflows.lineage import status
 from workflows.recipes import load_recipe
 
@@ -90,6 +93,37 @@ def test_a_job_in_progress_and_one_to_be_taken_up_keep_their_folders(looking):
         assert named(looking, "staging") == []
     assert running.folder.name in named(looking, "job")
     assert named(looking, "staging") == sorted(folder.name for folder in staging)
+
+
+def test_what_came_into_use_since_it_was_named_stays(looking):
+    job = job_of(looking, "policy")
+    job.staging.mkdir(parents=True)
+    aside = looking.home / "store" / "staging" / "claimed"
+    aside.mkdir()
+    sweep = Sweep(looking.services, looking.instance)
+    names = (job.folder.name, job.staging.name, aside.name)
+    items = [item for item in sweep.garbage() if item.fingerprint in names]
+    assert len(items) == 3
+    locks = [lock_of(looking.services.store, job.artifact, job.derivation.key), aside.with_name("claimed.lock")]
+    with holding(locks) as free:
+        assert free
+        assert [sweep.remove(item) for item in items] == [False] * 3
+    interrupted = job.model_copy(update={"settings": {**job.settings, "seed": 1}})
+    interrupted.write()
+    (interrupted.checkpoints / "key" / "step-00000004").mkdir(parents=True)
+    assert [item.kind for item in items if sweep.remove(item)] == ["staging", "staging"]
+    assert job.folder.is_dir() and not job.staging.exists() and not aside.exists()
+
+
+def test_a_job_that_cannot_be_read_keeps_its_folder_for_a_day_and_while_it_runs(looking):
+    job = job_of(looking, "policy")
+    job.path.write_text(job.path.read_text()[:100])
+    assert job.folder.name not in named(looking, "job", delete=True)
+    yesterday = time.time() - 25 * 3600
+    os.utime(job.folder, (yesterday, yesterday))
+    with holding([lock_of(looking.services.store, job.artifact, job.derivation.key)]):
+        assert job.folder.name not in named(looking, "job", delete=True)
+    assert job.folder.name in named(looking, "job", delete=True) and not job.folder.exists()
 
 
 def test_what_a_run_in_progress_has_made_stays(looking):

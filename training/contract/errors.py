@@ -3,7 +3,7 @@
     PedigreeError                 something a person can act on; the command ends with exit code 1
     ├── UsageError                the request itself is wrong: unknown recipe, asset or row; exit code 2
     ├── RecipeError               a field of a recipe (file, line, field, value, what was expected)
-    ├── DataError                 preference data that cannot be read, or too much of it in quarantine
+    ├── DataError                 input files that cannot be read or change meanwhile, too much in quarantine
     ├── TemplateError             a chat template or tokenizer that cannot be used as the recipe asks
     ├── ModelError                weights that are missing, incomplete or of an unsupported kind
     ├── StoreError                an artifact that cannot be written or published

@@ -1,33 +1,96 @@
-"""Which local files a recipe's `path` stands for: a file, a glob, or every data file of a folder, in name order."""
+"""The local files a recipe stands for, in name order: the one listing by which they are hashed and read.
+
+What is listed and hashed is handed on as it is, and whoever reads it compares the bytes again afterwards. So a file that
+changes, comes or goes between the two never becomes part of something that carries another identity.
+"""
 
 import glob
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict
+
 from training.contract.errors import DataError
+from training.contract.fingerprint import hash_file, short
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_NUMBER_OF_NAMES = 5
 
 
-def data_files(path: str) -> list[Path]:
-    """The files behind `path`, sorted by name so that rows have one order on every machine.
+class DataFile(BaseModel):
+    """A file of a source: `name` is its path below the folder or glob it came from; `sha256` None until it is hashed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    path: Path
+    sha256: str | None = None
+
+
+def data_files(path: str) -> list[DataFile]:
+    """The files behind `path`, a file, a folder (its files of known kinds, none hidden) or a glob, sorted by path.
 
     Raises DataError where there is nothing, or a file of a kind that is not read.
     """
     place = Path(path)
-    if place.is_dir():
-        found = sorted(p for p in place.rglob("*") if p.is_file() and p.suffix.lower() in SUFFIXES)
-        if not found:
-            raise DataError(f"the folder {place} holds no data file; expected {', '.join(SUFFIXES)}")
-        return found
     if place.is_file():
-        return [_readable(place)]
-    found = sorted(Path(p) for p in glob.glob(path, recursive=True) if Path(p).is_file())
-    if not found:
-        raise DataError(f"there is no file {path}; `data.sources[].path` is a file, a glob or a folder")
-    return [_readable(p) for p in found]
+        return [_readable(place.name, place)]
+    if place.is_dir():
+        return _folder_files(place)
+    matches = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
+    if not matches:
+        wanted = "matches no file" if glob.has_magic(path) else "does not exist"
+        raise DataError(f"{path} {wanted}; `path` of a data source is a file, a folder or a glob, beside the recipe")
+    fixed = _fixed_part(place)
+    return [_readable(match.relative_to(fixed).as_posix(), match) for match in matches]
 
 
-def _readable(path: Path) -> Path:
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """The files in `folder` that decide how text becomes tokens, by name."""
+    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+
+
+def check_unchanged(path: Path, sha256: str) -> None:
+    """Raises DataError unless the bytes of `path`, which was just read, are those that gave `sha256` before."""
+    try:
+        now = hash_file(path)
+    except OSError as error:
+        raise DataError(f"{path} changed while it was read: {error.strerror or error}; run again") from error
+    if now != sha256:
+        raise DataError(
+            f"{path} changed while it was read: it was {short(sha256)} and is {short(now)}; run again once it is written"
+        )
+
+
+def _folder_files(folder: Path) -> list[DataFile]:
+    found = [(path.relative_to(folder), path) for path in sorted(folder.rglob("*")) if path.is_file()]
+    files = [
+        DataFile(name=name.as_posix(), path=path)
+        for name, path in found
+        if path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in name.parts)
+    ]
+    if not files:
+        seen = ", ".join(str(name) for name, _ in found[:_NUMBER_OF_NAMES]) or "nothing"
+        raise DataError(f"the folder {folder} has no file of the kinds {', '.join(SUFFIXES)}; it holds {seen}")
+    return files
+
+
+def _readable(name: str, path: Path) -> DataFile:
     if path.suffix.lower() not in SUFFIXES:
-        raise DataError(f"{path} ends in {path.suffix or 'nothing'!r}; expected one of {', '.join(SUFFIXES)}")
-    return path
+        known = ", ".join(SUFFIXES)
+        raise DataError(f"{path} has the extension {path.suffix or 'none'!r}; expected one of {known}")
+    return DataFile(name=name, path=path)
+
+
+def _fixed_part(pattern: Path) -> Path:
+    """The folder before the first part with a wildcard."""
+    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))

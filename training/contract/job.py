@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from training.contract.durable import write_durably
 from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Compute
 
@@ -94,8 +95,7 @@ class Job(BaseModel):
         return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
 
     def write(self) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(self.model_dump_json(indent=2), encoding="utf-8")
+        write_durably(self.path, self.model_dump_json(indent=2).encode())
         return self.path
 
     @classmethod

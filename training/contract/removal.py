@@ -9,7 +9,9 @@ import fcntl
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from pydantic import ValidationError
 
@@ -30,6 +32,13 @@ def is_held(lock: Path) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def holding(locks: Iterable[Path]) -> Iterator[bool]:
+    """Hold all of `locks`, without waiting for any; False where one is held by somebody else."""
+    with contextlib.ExitStack() as held:
+        yield all(_try_lock(held.enter_context(_opened(lock))) for lock in locks)
+
+
 def lock_of(store: Store, kind: str, key: str) -> Path:
     return store.root / "locks" / f"{kind.replace('/', '-')}-{key}.lock"
 
@@ -45,19 +54,26 @@ def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
 
 def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str]) -> bool:
     """Remove an artifact with the records of its `keys`; False if one of those is in use now, and then nothing goes."""
-    with contextlib.ExitStack() as held:
-        for key in keys:
-            lock = lock_of(store, kind, key)
-            lock.parent.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(open(lock, "ab"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
+    with holding(lock_of(store, kind, key) for key in keys) as free:
+        if not free:
+            return False
         for key in keys:
             (store.root / "keys" / kind / f"{key}.json").unlink(missing_ok=True)
         with store.staging() as staging, contextlib.suppress(FileNotFoundError):
             os.rename(store.folder(kind, fingerprint), staging / fingerprint)
+    return True
+
+
+def _opened(lock: Path) -> BinaryIO:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return open(lock, "ab")
+
+
+def _try_lock(file: BinaryIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True
 
 

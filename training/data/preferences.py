@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.events import EventWriter, Progress
+from training.contract.files import DataFile, data_files
 from training.contract.fingerprint import canonical_json, fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.recipe import DataSource
@@ -54,15 +55,19 @@ _QUARANTINE_EXAMPLES, _EXAMPLE_CHARACTERS, _PAIR_EXAMPLES = 20, 300, 3
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
-    """Read, convert and split the sources of `job.locations`. Raises DataError where they hold no pair."""
+    """Read, convert and split the sources of `job.locations`.
+
+    Its `files` lists those of each source with their sha256; without it they are listed here and compared with nothing.
+    Raises DataError where they hold no pair, or a file is no longer what it was when it was listed.
+    """
     assert group.world == 1, "reading preferences is the work of one process"
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
     events.phase("reading preferences")
     files = _distinctly_named(
         [
             (file, name)
-            for source, name in zip(sources, job.settings["formats"], strict=True)
-            for file in open_source(source)
+            for source, opened, name in zip(sources, _listed(job, sources), job.settings["formats"], strict=True)
+            for file in open_source(source, opened)
         ]
     )
     with _Collector(job.staging, job.settings["validation_fraction"]) as collector:
@@ -169,6 +174,12 @@ class _ParquetRows:
         if self._rows:
             self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
         self._rows = []
+
+
+def _listed(job: Job, sources: Sequence[DataSource]) -> list[list[DataFile]]:
+    if "files" in job.locations:
+        return [[DataFile.model_validate(file) for file in files] for files in job.locations["files"]]
+    return [data_files(source.path) if source.path else [] for source in sources]
 
 
 def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:

@@ -6,16 +6,15 @@
     .csv              a header, then a record a row; every value is text
     hub data sets     through `datasets.load_dataset`, with its cache and its authentication
 
-A source's path is a file, a glob or a folder. Files are read in the order of their names, so the result depends on
-nothing else.
+Which files a source's path stands for, and in what order, is decided before by `data_files`; each is compared, once it is
+read, with the sha256 it had then.
 """
 
 import csv
-import glob
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
+from training.contract.files import DataFile, check_unchanged
 from training.contract.recipe import DataSource
 from training.data.messages import Quarantined, Reason, Row
 
 _BATCH_ROWS = 1024
 _BLANK = re.compile(r"[ \t\r\n]*")
-_NUMBER_OF_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,11 @@ class SourceFile:
     read: Callable[[], Iterator[Record]]
 
 
-def open_source(source: DataSource) -> list[SourceFile]:
-    """The files of a source, in name order. Raises DataError where there are none or one is of an unknown kind."""
+def open_source(source: DataSource, files: Sequence[DataFile]) -> list[SourceFile]:
+    """The `files` of a source in their order, or its hub data set; reading one that has changed raises DataError."""
     if source.hub is not None:
         return [_hub_file(source)]
-    assert source.path is not None
-    return [SourceFile(name, str(path), _reader(path)) for name, path in _local_files(source.path)]
+    return [SourceFile(file.name, str(file.path), _reader(file)) for file in files]
 
 
 def parse_row(line: int, text: str) -> Record:
@@ -171,53 +169,18 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 }
 
 
-def _reader(path: Path) -> Callable[[], Iterator[Record]]:
-    read = _READERS.get(path.suffix.lower())
-    if read is None:
-        known = ", ".join(_READERS)
-        raise DataError(f"{path} has the extension {path.suffix or 'none'!r}; expected one of {known}")
-    return lambda: _guarded(read, path)
+def _reader(file: DataFile) -> Callable[[], Iterator[Record]]:
+    return lambda: _guarded(_READERS[file.path.suffix.lower()], file)
 
 
-def _guarded(read: Callable[[Path], Iterator[Record]], path: Path) -> Iterator[Record]:
+def _guarded(read: Callable[[Path], Iterator[Record]], file: DataFile) -> Iterator[Record]:
     try:
-        yield from read(path)
+        yield from read(file.path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}; look at the file and its rights") from error
-
-
-def _local_files(path: str) -> list[tuple[str, Path]]:
-    """Name and place of each file that `path` stands for: a file, a folder (its files of known kinds) or a glob."""
-    place = Path(path)
-    if place.is_file():
-        return [(place.name, place)]
-    if place.is_dir():
-        return _folder_files(place)
-    matches = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
-    if not matches:
-        wanted = "matches no file" if glob.has_magic(path) else "does not exist"
-        raise DataError(f"{path} {wanted}; `path` of a data source is a file, a folder or a glob, beside the recipe")
-    fixed = _fixed_part(place)
-    return [(match.relative_to(fixed).as_posix(), match) for match in matches]
-
-
-def _folder_files(folder: Path) -> list[tuple[str, Path]]:
-    found = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    names = [(path.relative_to(folder), path) for path in found]
-    files = [
-        (name.as_posix(), path)
-        for name, path in names
-        if path.suffix.lower() in _READERS and not any(part.startswith(".") for part in name.parts)
-    ]
-    if not files:
-        seen = ", ".join(str(name) for name, _ in names[:_NUMBER_OF_NAMES]) or "nothing"
-        raise DataError(f"the folder {folder} has no file of the kinds {', '.join(_READERS)}; it holds {seen}")
-    return files
-
-
-def _fixed_part(pattern: Path) -> Path:
-    """The folder before the first part with a wildcard."""
-    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+        reason = error.strerror or error
+        raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its rights") from error
+    if file.sha256 is not None:
+        check_unchanged(file.path, file.sha256)
 
 
 def _hub_file(source: DataSource) -> SourceFile:

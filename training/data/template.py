@@ -17,8 +17,9 @@ from typing import Any, TypedDict
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from training.contract.errors import TemplateError
+from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter
+from training.contract.files import check_unchanged, tokenizer_files
 from training.contract.fingerprint import fingerprint
 from training.contract.job import Job
 from training.contract.store import Made
@@ -91,10 +92,15 @@ class ChatTemplate:
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
-    """Freeze tokenizer and template. Raises TemplateError where they cannot be used as `job.settings` asks."""
+    """Freeze tokenizer and template. Raises TemplateError where they cannot be used as `job.settings` asks.
+
+    Raises DataError where the files are no longer those whose sha256 `job.settings` holds.
+    """
     assert group.world == 1, "freezing a tokenizer is the work of one process"
     events.phase("loading the tokenizer")
     tokenizer = _load(job.locations)
+    if "files" in job.settings:
+        _check_files(job)
     template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
     events.phase("checking the chat template")
     check_template(template, job.settings["train_on"])
@@ -164,6 +170,18 @@ def _load(locations: dict[str, Any]) -> PreTrainedTokenizerFast:
             "`tokenization.tokenizer` to a tokenizer that has one"
         )
     return tokenizer
+
+
+def _check_files(job: Job) -> None:
+    """The files that were just loaded are those that the derivation names, no more and no fewer."""
+    folder, hashes = Path(job.locations["tokenizer"]), job.settings["files"]
+    found = tokenizer_files(folder)
+    if differing := sorted(found.keys() ^ hashes.keys()):
+        raise DataError(f"{folder} changed while it was read: {', '.join(differing)} came or went; run again")
+    for name, path in found.items():
+        check_unchanged(path, hashes[name])
+    if template := job.locations["chat_template"]:
+        check_unchanged(Path(template), job.settings["chat_template"])
 
 
 def _template_file(path: Path) -> str:

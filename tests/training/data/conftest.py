@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from training.contract.events import EventWriter
+from training.contract.files import DataFile
 from training.contract.job import Input, Job
 from training.contract.recipe import Compute
 from training.contract.store import Made
@@ -61,14 +62,18 @@ class Workshop:
         job.staging.mkdir(parents=True)
         return Done(work(job, Group(0, 1, torch.device("cpu")), EventWriter(job.events)), job)
 
-    def preferences(self, *sources: dict[str, Any], fraction: float = 0.1) -> Done:
+    def preferences(
+        self, *sources: dict[str, Any], fraction: float = 0.1, listed: list[list[DataFile]] | None = None
+    ) -> Done:
+        """The job on `sources`: on the files `listed` for each of them, or on what they stand for now."""
+        files = [[file.model_dump(mode="json") for file in each] for each in listed or []]
         settings = {"formats": [source.get("format", "auto") for source in sources], "validation_fraction": fraction}
         return self._run(
             preferences.run,
             kind="preferences",
             artifact="raw_preferences",
             settings=settings,
-            locations={"sources": list(sources)},
+            locations={"sources": list(sources), **({"files": files} if files else {})},
         )
 
     def rows(self, rows: list[Any], format: str = "auto", fraction: float = 0.1) -> Done:
@@ -79,7 +84,7 @@ class Workshop:
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         return self.preferences({"path": str(path), "format": format}, fraction=fraction)
 
-    def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, **settings: Any) -> Done:
+    def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, /, **settings: Any) -> Done:
         defaults = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
         return self._run(
             template.run,

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.contract.errors import DataError
+from training.contract.files import data_files
+from training.contract.fingerprint import hash_file
 from training.data.preferences import split_of
 
 GOOD = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}
@@ -153,3 +155,17 @@ def test_files_of_one_name_are_told_apart(workshop, tmp_path):
     assert [row["source"] for row in done.table("preferences.parquet")] == ["1:rows.jsonl", "2:rows.jsonl"]
     assert done.details["formats"] == {"1:rows.jsonl": "strings", "2:rows.jsonl": "strings"}
     assert done.details["reasons"] == {"missing field": 2}
+
+
+def test_what_changed_since_it_was_hashed_is_refused_and_what_came_does_not_enter(workshop, tmp_path):
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(json.dumps(GOOD) + "\n")
+    listed = [file.model_copy(update={"sha256": hash_file(file.path)}) for file in data_files(str(folder))]
+    (folder / "b.ndjson").write_text(json.dumps({**GOOD, "prompt": "Who?"}) + "\n")
+    source = {"path": str(folder)}
+    assert workshop.preferences(source).details["counts"]["pairs"] == 2
+    assert workshop.preferences(source, listed=[listed]).details["formats"] == {"a.jsonl": "strings"}
+    (folder / "a.jsonl").write_text(json.dumps({**GOOD, "chosen": "So."}) + "\n")
+    with pytest.raises(DataError, match=r"a\.jsonl changed while it was read: it was [0-9a-f]{12} and is [0-9a-f]{12}"):
+        workshop.preferences(source, listed=[listed])

@@ -1,6 +1,8 @@
 """Reading: what each kind of file holds, bad rows named by their line, and unusable places refused by name."""
 
+import hashlib
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -9,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from training.contract.errors import DataError
+from training.contract.files import DataFile, data_files
 from training.contract.recipe import DataSource
 from training.data.messages import Reason
 from training.data.readers import open_source
@@ -16,8 +19,12 @@ from training.data.readers import open_source
 ROWS = [{"prompt": f"Question {n}?\u2028\r", "chosen": 'yes, "really"\nyes', "rejected": "no"} for n in range(3)]
 
 
+def _opened(path):
+    return open_source(DataSource(path=str(path)), data_files(str(path)))
+
+
 def _records(path):
-    return [record for file in open_source(DataSource(path=str(path))) for record in file.read()]
+    return [record for file in _opened(path) for record in file.read()]
 
 
 def _jsonl(path: Path) -> None:
@@ -93,13 +100,26 @@ def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
 
 
 def test_folders_and_globs_are_read_in_name_order(tmp_path):
-    for name in ("b/2.jsonl", "a/1.jsonl", "c.jsonl", ".hidden.jsonl", "README.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    names = ["a/1.jsonl", "b/2.jsonl", "c.jsonl", "d.ndjson"]
+    for name in (*reversed(names), ".hidden.jsonl", ".cache/e.jsonl", "a/.cache/f.json", "README.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text('{"a": 1}\n')
-    names = [file.name for file in open_source(DataSource(path=str(tmp_path)))]
-    assert names == ["a/1.jsonl", "b/2.jsonl", "c.jsonl"]
-    assert [file.name for file in open_source(DataSource(path=str(tmp_path / "*/*.jsonl")))] == names[:2]
-    assert [file.name for file in open_source(DataSource(path=str(tmp_path / "**/[12].jsonl")))] == names[:2]
+    assert [file.name for file in _opened(tmp_path)] == names
+    assert [file.name for file in _opened(tmp_path / "*/*.jsonl")] == names[:2]
+    assert [file.name for file in _opened(tmp_path / "**/[12].jsonl")] == names[:2]
+
+
+def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n')
+    hashed = [DataFile(name=path.name, path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())]
+    [file] = open_source(DataSource(path=str(tmp_path)), hashed)
+    assert [record.value for record in file.read()] == [{"a": 1}]
+    path.write_text('{"a": 2}\n')
+    now = hashlib.sha256(path.read_bytes()).hexdigest()
+    words = f"{path} changed while it was read: it was {hashed[0].sha256[:12]} and is {now[:12]}"
+    with pytest.raises(DataError, match=re.escape(words)):
+        list(file.read())
 
 
 @pytest.mark.parametrize(
@@ -134,8 +154,8 @@ def test_a_data_set_is_read_as_the_datasets_library_reads_it(tmp_path, monkeypat
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     (tmp_path / "set").mkdir()
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "set" / "train-00000.parquet")
-    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="train"))
+    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="train"), [])
     assert [dict(record.value) for record in file.read()] == ROWS
-    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="nowhere"))
+    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="nowhere"), [])
     with pytest.raises(DataError, match="split nowhere"):
         list(file.read())

@@ -6,7 +6,9 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
-from training.contract.errors import TemplateError
+from training.contract.errors import DataError, TemplateError
+from training.contract.files import tokenizer_files
+from training.contract.fingerprint import hash_file
 from training.data.template import PROBES, ChatTemplate, Rejected, read_spec
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 
@@ -141,6 +143,21 @@ def test_no_chat_template_anywhere(workshop, shared_data, write, name):
         workshop.tokenizer(folder)
     given = workshop.tokenizer(folder, write("{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}"))
     assert list(given.details["end_of_turn"].values()) == [1]
+
+
+def test_files_that_changed_since_they_were_hashed_are_refused(workshop, tiny_chat, copied, write):
+    folder, template = copied(), write((tiny_chat / "chat_template.jinja").read_text())
+    hashes = {name: hash_file(path) for name, path in tokenizer_files(folder).items()}
+    was = {"files": hashes, "chat_template": hash_file(template)}
+    assert workshop.tokenizer(folder, template, **was).details["files"] == hashes
+    with pytest.raises(DataError, match=r"tokenizer\.json changed while it was read: it was 0{12} and is [0-9a-f]{12}"):
+        workshop.tokenizer(folder, template, **{**was, "files": {**hashes, "tokenizer.json": "0" * 64}})
+    write(template.read_text() + "{# since #}")
+    with pytest.raises(DataError, match=r"template\.jinja changed while it was read"):
+        workshop.tokenizer(folder, template, **was)
+    (folder / "added_tokens.json").write_text("{}")
+    with pytest.raises(DataError, match=r"changed while it was read: added_tokens\.json came or went"):
+        workshop.tokenizer(folder, None, **was)
 
 
 def test_places_that_hold_no_tokenizer_are_named(workshop, tmp_path, tiny_chat):

@@ -1,0 +1,29 @@
+"""The files of a recipe's sources: what is hashed is what the job is told to read."""
+
+import hashlib
+
+from assets.data import preferences_work
+from assets.world import look
+from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from workflows.recipes import load_recipe
+from workflows.resources import build_services
+
+
+def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
+    attributes = {**ATTRIBUTES, "data": {"sources": [{"path": "rows"}, {"path": "rows/*.ndjson"}]}}
+    folder = write_recipe(tmp_path / "small", attributes)
+    rows = folder / "rows"
+    for name in ("a/1.jsonl", "b.ndjson", ".cache/c.jsonl", ".d.csv"):
+        (rows / name).parent.mkdir(parents=True, exist_ok=True)
+        (rows / name).write_text(f'{{"name": "{name}"}}\n')
+    pipeline = load_recipe(folder).pipeline
+    found = look(pipeline, build_services(tmp_path / "home"), "preference_source")
+    sha256 = {name: hashlib.sha256((rows / name).read_bytes()).hexdigest() for name in ("a/1.jsonl", "b.ndjson")}
+    told = preferences_work(pipeline, found).locations["files"]
+    assert told == [
+        [{"name": name, "path": str(rows / name), "sha256": sha} for name, sha in sha256.items()],
+        [{"name": "b.ndjson", "path": str(rows / "b.ndjson"), "sha256": sha256["b.ndjson"]}],
+    ]
+    assert [[file["sha256"] for file in source] for source in found.files["sources.json"]] == [
+        [file["sha256"] for file in source] for source in told
+    ]
