@@ -100,7 +100,7 @@ def test_paths_are_taken_from_the_recipes_folder(tmp_path: Path):
     assert located.tokenization.tokenizer is None
 
 
-@pytest.mark.parametrize("model", ["org/name", "models:/demo@champion"])
+@pytest.mark.parametrize("model", ["org/name", "models:/other@champion"])
 def test_a_hub_id_and_a_registry_address_stay_as_they_are(tmp_path, model):
     assert recipe(f"reference: {{model: '{model}'}}").located_at(tmp_path).reference.model == model
 
