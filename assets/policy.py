@@ -31,6 +31,7 @@ def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
             **details["train"],
             **details.get("eval", {}),
             "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
+            "provenance": dg.MetadataValue.json(details.get("provenance", {})),
             **tracking.links(made),
         }
         return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])

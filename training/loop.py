@@ -12,6 +12,7 @@ The same code runs in one process or in many; results differ by rounding only.
 import json
 import math
 import shutil
+import time
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Train the policy and write it into `job.staging`. Raises TrainingError where the run must not go on."""
     events.phase("loading the reference model as the policy")
+    started = time.perf_counter()
     tuning = _Tuning(job, group, events)
+    tuning.trainer.took("loading", time.perf_counter() - started)
     tuning.trainer.run(tuning.observe)
     events.phase("saving the policy")
     return tuning.save()

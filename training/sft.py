@@ -5,6 +5,8 @@ short ones, as everywhere in language modelling. Stepping, resuming and saving a
 that carries a chosen response is the item; a response that several pairs share is trained on as often.
 """
 
+import time
+
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,6 +48,7 @@ class ResponseObjective:
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Tune the base model and write it into `job.staging`. Raises TrainingError where the run must not go on."""
     events.phase("loading the base model")
+    started = time.perf_counter()
     settings = SupervisedTuning.model_validate(job.settings)
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     masters = Masters(job.inputs["base_model"].folder, "float32", group.device)
@@ -57,9 +60,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     steps = settings.epochs * batches.steps_per_epoch
     stepper = Stepper(masters, ResponseObjective(pairs), batches, settings, steps, group)
     trainer = Trainer(job, group, events, stepper, ("loss",))
+    trainer.took("loading", time.perf_counter() - started)
     trainer.run()
     if not group.is_main:
         return Made(fingerprint="")
     events.phase("saving the reference model")
-    fingerprint = write_model(job, masters)
+    with trainer.timed("saving"):
+        fingerprint = write_model(job, masters)
     return Made(fingerprint, trainer.facts | {"pairs": len(batches.items), "world": group.world})

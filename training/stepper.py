@@ -91,6 +91,7 @@ class Stepper:
             values_IM = self.objective.values_IM(self.masters.model, items)
             (values_IM[:, 0].sum() / count).backward()
             tables.append(values_IM.detach())
+            del values_IM  # with its graph, whose kept logits would stand beside those of the next micro-batch
         items = np.concatenate([np.zeros(0, np.int64), *parts])
         sums, memory = self._agree(step, items, torch.cat(tables))
         return {name: value / count for name, value in zip(self.objective.names, sums, strict=True)}, memory

@@ -20,7 +20,7 @@ from training.contract.weights import weights_fingerprint, weights_identity
 from training.distributed import Group
 from training.masters import Masters
 from training.model.load import save_model
-from training.stepper import Stepper
+from training.stepper import Stepper, peak_memory_mb
 
 _POINTS = 200
 
@@ -43,6 +43,7 @@ class Trainer:
             "tokens": 0,
             "peak_memory_mb": 0.0,
             "seconds": {},
+            "peaks_mb": {},
             "train": {},
             "series": {"steps": []} | curves,
         }
@@ -63,11 +64,16 @@ class Trainer:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of a block to what `facts` says of `phase`."""
+        """Have `facts` tell what a block of `phase` took."""
         started = time.perf_counter()
         yield
-        seconds = self.facts["seconds"]
-        seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
+        self.took(phase, time.perf_counter() - started)
+
+    def took(self, phase: str, seconds: float) -> None:
+        """Add to the seconds of `phase`, and note the most memory that this process has held until now."""
+        total = self.facts["seconds"]
+        total[phase] = total.get(phase, 0.0) + seconds
+        self.facts["peaks_mb"][phase] = peak_memory_mb(self._group.device)
 
     def _step(self, step: int) -> None:
         with self.timed("training"):
@@ -91,7 +97,10 @@ class Trainer:
                 return 0
             self._stepper.masters.restore(found.model)
             restore_optimizer(self._stepper.optimizer, found.optimizer)
+            ours = self.facts["seconds"]
             self.facts.update(found.facts)
+            for phase, seconds in ours.items():
+                self.took(phase, seconds)
         self._events.rewind(found.step)
         self._events.note(f"resumed from the checkpoint of step {found.step}")
         return found.step

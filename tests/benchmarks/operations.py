@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Operations:
-    """`kept` and `recomputed`: with all logits kept from forward to backward, and with none."""
+    """`kept` and `recomputed`: with as many logits kept from forward to backward as the budget holds, and with none."""
 
     least: float
     kept: float
@@ -63,7 +63,7 @@ def _micro_batches(pairs: Pairs, micro_tokens: int) -> Iterator[list[list[TokenS
 
 
 def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> float:
-    """Matrix products of the real forward and backward, all logits kept (the workload's fit in the budget)."""
+    """Matrix products of the real forward and backward."""
     sequences = [sequence for group in groups for sequence in group]
     with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         response_logprobs(model, sequences, [len(group) for group in groups]).tokens_N.sum().backward()
@@ -73,13 +73,14 @@ def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> floa
 
 
 def _again(model: PreTrainedModel, row: Row) -> float:
-    """What the head's backward adds where no tile was kept: its forward again, as counted on hidden states of zero."""
+    """What the head's backward adds where no tile is kept: more of its forward, as counted on hidden states of zero."""
     head, hidden_NH = head_of(model), torch.zeros(len(row.rows_N), model.config.hidden_size)
     totals = []
-    for kept in (0, 1 << 40):
+    budget = Budget.of(CPU)
+    for kept in (0, budget.kept):
         with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
             inputs = hidden_NH.clone().requires_grad_()
-            token_logprobs(inputs, row.targets_N, head, Budget(8 << 20, kept)).sum().backward()
+            token_logprobs(inputs, row.targets_N, head, Budget(budget.tile, kept)).sum().backward()
         totals.append(counter.get_total_flops())
     model.zero_grad()
     return float(totals[0] - totals[1])

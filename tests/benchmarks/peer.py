@@ -7,10 +7,8 @@ of a careful user with little memory: one pair a forward, the rest of the batch 
 
 import argparse
 import json
-import resource
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import DPOConfig, DPOTrainer
 
-from tests.benchmarks.workload import BATCH, BETA, CLIP, MAX_LENGTH, RATE, Workload
+from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE, cpu_seconds, peak_mb
 
 SERIES = (
     "loss",
@@ -36,14 +34,10 @@ class Timed(DPOTrainer):
     """TRL's trainer, which tells what its reference pass cost."""
 
     def _precompute_ref_logps(self, *given: Any, **named: Any) -> Dataset:
-        started = time.process_time()
+        started = cpu_seconds()
         made = super()._precompute_ref_logps(*given, **named)
-        self.reference = {"cpu_seconds": time.process_time() - started, "peak_mb": peak_mb()}
+        self.reference = {"cpu_seconds": cpu_seconds() - started, "peak_mb": peak_mb()}
         return made
-
-
-def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def configuration(output: str, micro: int) -> DPOConfig:
@@ -72,19 +66,20 @@ def configuration(output: str, micro: int) -> DPOConfig:
     )
 
 
-def measure(workload: Workload, micro: int) -> dict[str, Any]:
-    tokenizer = AutoTokenizer.from_pretrained(workload.base)
-    model = AutoModelForCausalLM.from_pretrained(workload.base, dtype=torch.float32)
+def measure(folder: Path, micro: int) -> dict[str, Any]:
+    """Train on `order.json` from the model in `base`, both made by workload.py."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     with tempfile.TemporaryDirectory() as output:
         # As a file in a folder of its own: what TRL caches beside it is then not found by the next run.
         rows = Path(output) / "rows.json"
-        rows.write_text(workload.order.read_text(encoding="utf-8"), encoding="utf-8")
+        rows.write_text((folder / "order.json").read_text(encoding="utf-8"), encoding="utf-8")
         data = Dataset.from_json(str(rows), cache_dir=output)
         trainer = Timed(model, args=configuration(output, micro), train_dataset=data, processing_class=tokenizer)
-        started = time.process_time()
+        started = cpu_seconds()
         trainer.train()
     steps = [{name: log[name] for name in SERIES} for log in trainer.state.log_history if "rewards/chosen" in log]
-    trained = {"cpu_seconds": time.process_time() - started, "peak_mb": peak_mb()}
+    trained = {"cpu_seconds": cpu_seconds() - started, "peak_mb": peak_mb()}
     return {"reference": trainer.reference, "policy": trained, "steps": steps}
 
 
@@ -93,4 +88,4 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     parser.add_argument("--micro", type=int, default=BATCH)
     arguments = parser.parse_args()
-    sys.stdout.write(json.dumps(measure(Workload(arguments.folder), arguments.micro)) + "\n")
+    sys.stdout.write(json.dumps(measure(arguments.folder, arguments.micro)) + "\n")

@@ -1,6 +1,6 @@
 """The workload of the training benchmark, made with the project's own jobs: 64 real pairs, a random Llama, eight steps.
 
-    folder/rows.jsonl     every 37th row of the data, the first 64 of them
+    folder/rows.jsonl     64 rows of the data, evenly taken
     folder/base           a random Llama, untied, with the tokenizer and a ChatML template
     folder/order.json     the pairs as messages, in the order in which the policy job takes them: the peer takes the same
     folder/jobs/...       jobs that are ready to be run: reference_logprobs, policy
@@ -9,13 +9,16 @@ What is not measured (reading, tokenizing) happens here; what is measured, in a 
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
 from training import main
 from training.contract.fingerprint import fingerprint
 from training.contract.job import Input, Job, JobKind
@@ -27,7 +30,7 @@ from training.data.packing import Batches, train_items
 from training.distributed import group
 from training.objective import pair_tokens
 
-PAIRS, EVERY, BATCH, BETA, RATE, CLIP, MAX_LENGTH = 64, 37, 8, 0.1, 1e-4, 1.0, 1024
+PAIRS = 64
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n' }}"
     "{%- if m['role'] == 'assistant' %}{% generation %}{{- m['content'] + '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
@@ -82,12 +85,26 @@ class Workload:
         return job
 
 
-def prepare(data: Path, folder: Path) -> tuple[Workload, Artifact]:
-    """The workload in `folder`, from the rows and the tokenizer in `data`, and its tokenized pairs."""
+Rows = Callable[[Path], list[Any]]
+
+
+def multi_turn_rows(data: Path) -> list[Any]:
+    """Long conversations of many sources: most of a sequence is its prompt."""
+    lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[::37]
+    return [json.loads(line) for line in lines[:PAIRS]]
+
+
+def short_rows(data: Path) -> list[Any]:
+    """Short instructions with short answers: little to share and little to pad."""
+    rows = json.loads((data / "preferences" / "rasbt.instruction-data-with-preference.json").read_bytes())
+    return [row for row in rows[::16] if row["chosen"] != row["rejected"]][:PAIRS]
+
+
+def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Workload, Artifact]:
+    """The workload in `folder`, from `rows` and the tokenizer in `data`, and its tokenized pairs."""
     workload = Workload(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[::EVERY][:PAIRS]
-    (folder / "rows.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(data)), encoding="utf-8")
     _write_base(data / "tokenizers" / "mistral-v3", workload.base)
     where = {"sources": [{"path": str(folder / "rows.jsonl"), "format": "auto"}]}
     read = {"formats": ["auto"], "validation_fraction": 0.0}
@@ -97,7 +114,7 @@ def prepare(data: Path, folder: Path) -> tuple[Workload, Artifact]:
     spec = workload.run(workload.job("tokenizer", "tokenization_spec", {}, rules, where))
     inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
     pairs = workload.run(workload.job("pairs", "tokenized_pairs", inputs, {}))
-    _write_order(workload, pairs)
+    _write_order(workload, raw, pairs)
     return workload, pairs
 
 
@@ -155,13 +172,13 @@ def _write_base(tokenizer_folder: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _write_order(workload: Workload, artifact: Artifact) -> None:
+def _write_order(workload: Workload, raw: Artifact, artifact: Artifact) -> None:
     pairs = Pairs.open(artifact.folder)
     assert len(pairs) == PAIRS, f"{len(pairs)} of {PAIRS} pairs were read"
     found = batches(pairs, training_settings())
     order = [int(pairs.rows[item]) for step in range(1, found.steps_per_epoch + 1) for item in found.batch(step)]
-    lines = (workload.folder / "rows.jsonl").read_bytes().split(b"\n")
-    workload.order.write_text(json.dumps([json.loads(lines[row]) for row in order]), encoding="utf-8")
+    rows = pq.read_table(raw.file("preferences.parquet"), columns=["prompt", "chosen", "rejected"]).to_pylist()
+    workload.order.write_text(json.dumps([rows[row] for row in order]), encoding="utf-8")
 
 
 def _as_input(name: str, given: Artifact | Path) -> Input:

@@ -83,7 +83,17 @@ def world_builder() -> Callable[..., TinyWorld]:
     return build_world
 
 
-def build_world(root: Path, train: int = 38, validation: int = 7, attention_dropout: float = 0.0) -> TinyWorld:
+Examples = list[dict[str, Any]]
+
+
+def build_world(
+    root: Path,
+    train: int = 38,
+    validation: int = 7,
+    attention_dropout: float = 0.0,
+    arrange: Callable[[Examples], Examples] = list,
+) -> TinyWorld:
+    """A world in `root`; `arrange` may put its examples in another order before they are written."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -98,7 +108,7 @@ def build_world(root: Path, train: int = 38, validation: int = 7, attention_drop
         tie_word_embeddings=True,
     )
     model = LlamaForCausalLM(config).eval()
-    examples = _random_examples(train, validation)
+    examples = arrange(_random_examples(train, validation))
     world = TinyWorld(root, root / "model", root / "pairs", root / "reference", examples)
     model.save_pretrained(world.model)
     _write_pairs(world)

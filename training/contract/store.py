@@ -54,7 +54,7 @@ from training.contract.manifest import (
 )
 from training.contract.staging import claim_folder, remove_abandoned
 
-_LIBRARIES = ("torch", "transformers", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
+_LIBRARIES = ("torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -252,7 +252,7 @@ def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -
         kind=derivation.kind,
         fingerprint=made.fingerprint,
         made_from=derivation,
-        libraries=_library_versions(),
+        libraries=library_versions(),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         files=files,
         details=made.details,
@@ -260,7 +260,8 @@ def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -
 
 
 @functools.cache
-def _library_versions() -> dict[str, str]:
+def library_versions() -> dict[str, str]:
+    """The versions of Python and of the libraries a result depends on, of those that are installed."""
     versions = {"python": platform.python_version()}
     for name in _LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

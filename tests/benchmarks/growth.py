@@ -1,0 +1,145 @@
+"""How the cost of the two jobs grows with the data and the model: `python -m tests.benchmarks.growth`.
+
+Random tokens and a small random Llama (hidden 128, 2 layers, vocabulary 4,096), 64 pairs of a prompt of 64 tokens with two
+responses of 64, one epoch in batches of 8, float32 on the CPU: from there each of three quantities grows alone, fourfold
+or more. CPU-seconds are the jobs', without imports; peaks are of the whole process, and what it holds before any work
+(the libraries) is told in the head.
+
+What should be seen. In pairs: time linear, memory flat. In the vocabulary: time linear, memory by the weights only (the
+parameter, its gradient, two moments, and what passes through: a gradient of the embedding and one of the head), since
+logits are held under a budget of bytes. In the length of responses: time linear but for attention, whose part is quadratic;
+memory by the tokens of a micro-batch. `marginal` is the cost of one more unit, from the row before to this one; where
+growth is linear it stays what it was. Exit status 1 if, in pairs or vocabulary, it rises by more than half.
+"""
+
+import argparse
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.benchmarks.setting import machine, run, table
+from tests.benchmarks.workload import Workload, policy_job, reference_job
+from training.contract.fingerprint import fingerprint, sequence_key
+from training.contract.manifest import Derivation
+from training.contract.recipe import Training
+from training.contract.store import Artifact, Made, Store
+from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES
+
+PROMPT = 64
+MOST_RISE = 1.5
+
+
+@dataclass(frozen=True)
+class Point:
+    pairs: int = 64
+    vocabulary: int = 4096
+    response: int = 64
+
+
+@dataclass(frozen=True)
+class Cost:
+    reference_seconds: float
+    training_seconds: float
+    peak_mb: float
+    imports_mb: float
+
+    @property
+    def seconds(self) -> float:
+        return self.reference_seconds + self.training_seconds
+
+
+AXES = {"pairs": (64, 256, 1024), "vocabulary": (4096, 32_768, 131_072), "response": (64, 256, 1024)}
+LINEAR = ("pairs", "vocabulary")
+
+
+def cost(point: Point, threads: int) -> Cost:
+    """The jobs `reference_logprobs` and `policy` at `point`, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        workload = Workload(Path(folder))
+        _write_model(point, workload.base)
+        pairs = _publish_pairs(point, Store(workload.folder / "store"))
+        scoring = reference_job(workload, pairs)
+        scored = run("measured", str(scoring.path), threads=threads)
+        found = Store(scoring.store).find(scoring.artifact, scoring.derivation.key)
+        assert found is not None
+        tuning = policy_job(workload, pairs, found, Training().micro_tokens)
+        tuned = run("measured", str(tuning.path), threads=threads)
+    return Cost(scored["cpu_seconds"], tuned["cpu_seconds"], tuned["peak_mb"], tuned["imports_peak_mb"])
+
+
+def grow(axis: str, base: Cost, threads: int) -> tuple[str, list[float]]:
+    """The table of one axis, and by how much its marginal cost rises from each row to the next."""
+    rows = [[axis, "reference, CPU-s", "training, CPU-s", "peak, MB", "marginal, CPU-ms", "of the one before"]]
+    units, before, marginals, rises = AXES[axis], base, [], []
+    for at, unit in enumerate(units):
+        found = base if at == 0 else cost(replace(Point(), **{axis: unit}), threads)
+        row = [f"{unit:,}", f"{found.reference_seconds:.2f}", f"{found.training_seconds:.2f}", f"{found.peak_mb:,.0f}"]
+        if at:
+            marginals.append((found.seconds - before.seconds) / (unit - units[at - 1]) * 1000)
+        if len(marginals) > 1:
+            rises.append(marginals[-1] / marginals[-2])
+        row += [f"{marginals[-1]:.3f}" if marginals else "", f"{rises[-1]:.2f}" if rises else ""]
+        rows.append(row)
+        before = found
+    return table(rows), rises
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    threads = parser.parse_args().threads
+    sys.stdout.write(machine(threads) + "\n")
+    base = cost(Point(), threads)
+    sys.stdout.write(f"before any work a process holds {base.imports_mb:.0f} MB\n")
+    steep = []
+    for axis in AXES:
+        shown, rises = grow(axis, base, threads)
+        sys.stdout.write(f"\n{shown}")
+        steep += [axis for rise in rises if axis in LINEAR and rise > MOST_RISE]
+    for axis in steep:
+        sys.stdout.write(f"MISS  the cost of one more of {axis} rises by more than {MOST_RISE - 1:.0%}\n")
+    return int(bool(steep))
+
+
+def _write_model(point: Point, folder: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=point.vocabulary,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def _publish_pairs(point: Point, store: Store) -> Artifact:
+    random, rows = np.random.default_rng(0), []
+    for row in range(point.pairs):
+        prompt = random.integers(point.vocabulary, size=PROMPT).tolist()
+        pair = {"row": row, "split": "train", "prompt_length": PROMPT}
+        mask = [False] * PROMPT + [True] * point.response
+        for side in SIDES:
+            ids = prompt + random.integers(point.vocabulary, size=point.response).tolist()
+            pair |= {f"{side}_ids": ids, f"{side}_mask": mask, f"{side}_key": sequence_key(ids, mask)}
+        rows.append(pair)
+    with store.staging() as staging:
+        (staging / "tokenizer").mkdir()
+        (staging / "tokenizer" / "tokenizer_config.json").write_text("{}")
+        with pa.OSFile(str(staging / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
+            stream.write_table(pa.Table.from_pylist(rows, schema=PAIRS_SCHEMA))
+        way = Derivation(kind="tokenized_pairs", code_version="1", inputs={}, settings=vars(point))
+        return store.publish(staging, way, Made(fingerprint("tokenized_pairs", vars(point))))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""What a job tells of the machine, the source and the libraries it ran with."""
+
+import hashlib
+import json
+import platform
+import shutil
+from pathlib import Path
+
+import torch
+
+import training
+from training import main
+from training.contract.job import Job
+from training.contract.store import Store
+from training.distributed import Group
+from training.provenance import device_name, provenance, source_digest
+
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+def test_another_byte_in_a_source_file_is_another_digest_and_nothing_else_is(tmp_path: Path):
+    """Of a copy of the package: what Python leaves beside the sources does not count, a name does."""
+    package = Path(training.__file__).parent
+    copies = [shutil.copytree(package, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")) for name in "abc"]
+    (copies[0] / "__pycache__").mkdir()
+    (copies[0] / "__pycache__" / "losses.pyc").write_bytes(b"bytecode")
+    (copies[1] / "loop.py").write_bytes((package / "loop.py").read_bytes() + b"\n")
+    (copies[2] / "loop.py").rename(copies[2] / "circle.py")
+    digests = [source_digest(copy) for copy in copies]
+    assert digests[0] == source_digest()
+    assert len(set(digests)) == 3
+
+
+def test_the_digest_is_that_of_names_and_bytes(tmp_path: Path):
+    """By hand: each name and each file, length first, after the kind."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.py").write_bytes(b"two")
+    (tmp_path / "a.py").write_bytes(b"one")
+    expected = hashlib.sha256(b'[1,"source"]')
+    for part in (b"a.py", b"one", b"b/x.py", b"two"):
+        expected.update(len(part).to_bytes(8, "big") + part)
+    assert source_digest(tmp_path) == expected.hexdigest()
+
+
+def test_what_is_told():
+    told = provenance(ALONE)
+    assert json.loads(json.dumps(told)) == told
+    assert told["libraries"]["python"] == platform.python_version()
+    assert told["libraries"]["torch"] == torch.__version__
+    assert (told["world"], told["threads"]) == (1, torch.get_num_threads())
+    assert told["device"] == device_name(torch.device("cpu")) != ""
+
+
+def test_a_published_policy_tells_it_with_the_seconds_of_each_phase(tiny_world):
+    """In the details of its manifest and of its key; not in its identity, which is that of the weights alone."""
+    settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
+    job: Job = tiny_world.job("policy", settings, checkpoint_every=1)
+    main.make(job, ALONE)
+    details = Store(job.store).find(job.artifact, job.derivation.key).details
+    assert details["provenance"] == provenance(ALONE)
+    phases = {"loading", "proof", "training", "evaluation", "checkpoints", "saving"}
+    assert phases <= set(details["seconds"]) and all(s > 0 for s in details["seconds"].values())
+    assert set(details["peaks_mb"]) == set(details["seconds"])
+    assert details["peaks_mb"]["saving"] >= details["peaks_mb"]["proof"] > 0

@@ -1,0 +1,48 @@
+"""What a job ran on, told in the details of what it made: so that a number can be questioned long after.
+
+A manifest says what an artifact was made from, `recipe.json` with which settings. What they do not tell is here: the source
+of this package, which a version number does not pin while it is worked on; the libraries; and what decides the order of
+sums, and with it the last bits: machine, threads, number of processes. An artifact is what it is wherever it was made,
+so nothing of this is in a fingerprint. Seconds and memory are told by the run itself (trainer.py).
+"""
+
+import functools
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from training.contract.fingerprint import fingerprint_of_stream
+from training.contract.store import library_versions
+from training.distributed import Group
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def provenance(group: Group) -> dict[str, Any]:
+    """The account, of the rank that asks; to be asked for before the work, while the source is what was imported."""
+    return {
+        "source": source_digest(),
+        "libraries": library_versions(),
+        "platform": platform.platform(),
+        "device": device_name(group.device),
+        "threads": torch.get_num_threads(),
+        "world": group.world,
+    }
+
+
+@functools.cache
+def source_digest(package: Path = Path(__file__).parent) -> str:
+    """sha256 over the names and bytes of the package's source files, in the order of their names."""
+    files = sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py"))
+    return fingerprint_of_stream("source", (part for name, path in files for part in (name.encode(), path.read_bytes())))
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or of the processor where Linux tells it, else its architecture."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.machine())
