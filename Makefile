@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Real preference data and a tokenizer, as tests/benchmarks/training.py wants them.
+# Real preference data and a tokenizer, as docs/benchmarks.md says.
 BENCH_DATA ?= ../shared/data
 export PEDIGREE_HOME ?= $(CURDIR)/.pedigree
 
@@ -38,6 +38,9 @@ check: install
 bench: install
 	$(BIN)/pip install --quiet --editable '.[dev,bench]' --constraint constraints.txt
 	$(BIN)/python -m pytest -q -s tests/benchmarks/hashing.py tests/benchmarks/memo_lookup.py
+	$(BIN)/python -m tests.benchmarks.profile $(BENCH_DATA)
+	$(BIN)/python -m tests.benchmarks.growth
+	$(BIN)/python -m tests.benchmarks.short_prompts $(BENCH_DATA)
 	$(BIN)/python -m tests.benchmarks.training $(BENCH_DATA)
 
 clean:

@@ -36,7 +36,9 @@ def provenance(group: Group) -> dict[str, Any]:
 def source_digest(package: Path = Path(__file__).parent) -> str:
     """sha256 over the names and bytes of the package's source files, in the order of their names."""
     files = sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py"))
-    return fingerprint_of_stream("source", (part for name, path in files for part in (name.encode(), path.read_bytes())))
+    return fingerprint_of_stream(
+        "source", (part for name, path in files for part in (name.encode(), path.read_bytes()))
+    )
 
 
 def device_name(device: torch.device) -> str:

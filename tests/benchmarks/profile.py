@@ -1,47 +1,142 @@
 """Where the time of a training job goes: `python -m tests.benchmarks.profile DATA`.
 
-The workload of training.py, our side only, in one process and on one thread. Two tables:
+The workload of training.py, our side only, each table from a process of its own:
 
-phases       CPU-seconds of the policy job from `python` to the published artifact, imports included, with the clock of the
-             process around the functions that do each
-operations   of the training steps alone: self time of every operator by torch's profiler, under the innermost heading that
-             it belongs to. A backward operator counts where its forward does. What no operator covers is Python between them.
-
-The profiler slows small operators down, so the second table is in shares.
+phases       of the policy job from `python` to the published artifact, as the job itself tells them; seconds, so other work on
+             the machine counts in
+operators    of the training steps: the self time of every operator, by torch's profiler, under the heading of the
+             innermost range or operator around it that has one; a backward operator counts where its forward does. What no
+             operator covers is Python between them. The profiler slows small operators down: look at the shares
 """
 
-import argparse
-import functools
+import json
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
+from transformers import AttentionInterface
 
-from tests.benchmarks.setting import cpu_seconds, machine, table
+from tests.benchmarks.setting import machine, run, table
 from tests.benchmarks.training import arguments_of
-from tests.benchmarks.workload import Workload, policy_job, prepare, reference_job
-from training import loop, main, trainer
-from training.checkpoint import Checkpoints
+from tests.benchmarks.workload import policy_job, prepare, reference_job
+from training import main as entry
 from training.contract.job import Job
+from training.contract.store import Store
 from training.distributed import group
 from training.model import attention, logprobs
 from training.stepper import Stepper
 
-# By how the name of an operator, or of a range that is set here, begins: the innermost ancestor that has one decides.
+# How names of operators and of ranges begin, and what they count as; the first of them that fits, from the inside out.
 HEADINGS = {
-    "attention": ("attention", "aten::scaled_dot_product", "ScaledDotProduct", "aten::_scaled_dot_product"),
-    "head, forward": ("_TokenLogProbs",),
-    "head, backward": ("_TokenLogProbsBackward",),
-    "packing and plan": ("packing",),
-    "optimizer": ("Optimizer.step",),
-    "linears of the body": ("aten::linear", "autograd::engine::evaluate_function: MmBackward", "autograd::engine::evaluate_function: TBackward"),
-    "embedding": ("aten::embedding", "autograd::engine::evaluate_function: EmbeddingBackward"),
-    "adding gradients up": ("autograd::engine::evaluate_function: torch::autograd::AccumulateGrad",),
-    "norms, rotary positions, activations, residuals": ("aten::", "autograd::engine::evaluate_function"),
+    "attention": "attention",
+    "lay out": "packing and plan",
+    "_TokenLogProbsBackward": "head, backward",
+    "_TokenLogProbs": "head, forward",
+    "aten::linear": "linear layers of the body",
+    "aten::embedding": "embedding",
+    "Optimizer.step": "optimizer",
+    "autograd::engine::evaluate_function: torch::autograd::AccumulateGrad": "adding gradients up",
+    "aten::linalg_vector_norm": "norm and clipping of the gradient",
+    "aten::_foreach": "norm and clipping of the gradient",
 }
+REST = "norms, rotary positions, activations, residuals"
+PYTHON = "Python between operators"
+BACKWARD = "autograd::engine::evaluate_function"
+
+
+def heading(event: Any) -> str | None:
+    """Of the innermost event around `event`, itself included, that has one."""
+    while event is not None:
+        for start, shown in HEADINGS.items():
+            if event.name.startswith((start, f"{BACKWARD}: {start}")):
+                return shown
+        event = event.cpu_parent
+    return None
+
+
+def shares(events: Any) -> Counter[str]:
+    """Microseconds by heading."""
+    forward = {e.sequence_nr: shown for e in events if _backward_of(e) < 0 and (shown := heading(e))}
+    found: Counter[str] = Counter()
+    for event in events:
+        shown = PYTHON if event.name == "step" else heading(event) or forward.get(_backward_of(event)) or REST
+        found[shown] += event.self_cpu_time_total
+    return found
+
+
+def _backward_of(event: Any) -> int:
+    """The number by which the backward operator that `event` is part of is tied to its forward; -1 if it is part of none."""
+    while event is not None and not event.name.startswith(BACKWARD):
+        event = event.cpu_parent
+    return -1 if event is None else int(event.sequence_nr)
+
+
+def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def within(*given: Any, **named: Any) -> Any:
+        with record_function(name):
+            return function(*given, **named)
+
+    return within
+
+
+def profile_steps(job: Job) -> Counter[str]:
+    """Do `job` with the profiler on in its steps."""
+    found: Counter[str] = Counter()
+    take = ranged("step", Stepper.step)
+
+    def watched(self: Stepper, step: int) -> dict[str, float]:
+        with profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as watch:
+            metrics: dict[str, float] = take(self, step)
+        found.update(shares(watch.events()))
+        return metrics
+
+    Stepper.step = watched  # type: ignore[method-assign]
+    logprobs.lay_out = ranged("lay out", logprobs.lay_out)
+    AttentionInterface.register(attention.SHARED_PREFIX, ranged("attention", attention.attend))
+    with group("cpu") as alone:
+        entry.make(job, alone)
+    return found
+
+
+def phases(job: Job, cost: dict[str, float]) -> Iterator[tuple[str, float]]:
+    yield "start of Python, imports", cost["imports_cpu_seconds"]
+    made = Store(job.store).find(job.artifact, job.derivation.key)
+    assert made is not None
+    seconds = {name: s for name, s in made.details["seconds"].items() if s >= 0.005}
+    yield from seconds.items()
+    yield "hashing, publishing, events", cost["seconds"] - sum(seconds.values())
+
+
+def shown(name: str, unit: str, parts: list[tuple[str, float]]) -> str:
+    total = sum(value for _, value in parts)
+    ordered = sorted(parts, key=lambda part: -part[1])
+    return table(
+        [[name, unit, "share"], *([n, f"{v:.2f}", f"{v / total:.1%}"] for n, v in ordered), ["", f"{total:.2f}", ""]]
+    )
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--job"]:
+        sys.stdout.write(json.dumps(profile_steps(Job.read(Path(sys.argv[2])))) + "\n")
+        return 0
+    arguments = arguments_of(__doc__)
+    threads = arguments.threads
+    with tempfile.TemporaryDirectory() as folder:
+        workload, pairs = prepare(arguments.data, Path(folder))
+        scored = workload.run(reference_job(workload, pairs))
+        job = policy_job(workload, pairs, scored, arguments.micro_tokens)
+        cost = run("measured", str(job.path), threads=threads)
+        told = list(phases(job, cost))
+        by_heading = run("profile", "--job", str(job.path), threads=threads)
+    sys.stdout.write(f"{machine(threads)}\n\n{shown('phase', 'seconds', told)}\n")
+    sys.stdout.write(shown("operators of the steps", "seconds", [(n, us / 1e6) for n, us in by_heading.items()]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -55,5 +55,7 @@ def machine(threads: int) -> str:
 def table(rows: list[list[str]]) -> str:
     """Rows of text, the first of them the head, as Markdown with aligned columns."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]]) + "\n"

@@ -6,8 +6,8 @@ process of its own with the same number of threads, ours and theirs in turn. Wha
 start to its published artifact, proofs and self-checks included, without starting Python and importing; of TRL the
 reference pass and the training alone, neither loading nor tokenizing. Peaks of memory are of the whole process.
 
-TRL twice: all 8 pairs of a batch in one forward, and one at a time with accumulation, as a careful user has it. Every step's loss
-and rewards must agree to 1e-4. Exit status 1 if a limit is missed.
+TRL twice: all 8 pairs of a batch in one forward, and one at a time with accumulation, as a careful user has it. Every
+step's loss and rewards must agree to 1e-4. Exit status 1 if a limit is missed.
 """
 
 import argparse
@@ -18,9 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.benchmarks.operations import Operations, count
+from tests.benchmarks.operations import CPU, Operations, count
 from tests.benchmarks.setting import BATCH, machine, run, table
 from tests.benchmarks.workload import Rows, Workload, multi_turn_rows, policy_job, prepare, reference_job
 from training.contract.events import read_events
@@ -55,17 +53,22 @@ def ours(workload: Workload, pairs: Artifact, micro_tokens: int, threads: int) -
     return costs | {"steps": [event for event in read_events(tuning.events) if event["event"] == "step"]}
 
 
-def compare(data: Path, rows: Rows, micro_tokens: int, threads: int) -> tuple[Costs, dict[int, Costs], Operations]:
-    """Ours, TRL's by pairs of one forward, and the operations counted. Ours is run before each of TRL's; the dearer counts."""
-    found, peers = [], {}
+def compare(data: Path, rows: Rows, micro_tokens: int, threads: int) -> tuple[Costs, dict[int, Costs]]:
+    """Ours, and TRL's by pairs of one forward. Ours is run before each of TRL's; the dearer counts."""
+    found: list[Costs] = []
+    peers: dict[int, Costs] = {}
     for micro in LIMITS:
         with tempfile.TemporaryDirectory() as folder:
             workload, pairs = prepare(data, Path(folder), rows)
             found.append(ours(workload, pairs, micro_tokens, threads))
             peers[micro] = run("peer", folder, "--micro", str(micro), threads=threads)
-            model = load_model(workload.base, "float32", torch.device("cpu"))
-            operations = count(model, Pairs.open(pairs.folder), micro_tokens)
-    return max(found, key=lambda costs: float(costs["policy"]["cpu_seconds"])), peers, operations
+    return max(found, key=lambda costs: float(costs["policy"]["cpu_seconds"])), peers
+
+
+def operations_of(data: Path, rows: Rows, micro_tokens: int) -> Operations:
+    with tempfile.TemporaryDirectory() as folder:
+        workload, pairs = prepare(data, Path(folder), rows)
+        return count(load_model(workload.base, "float32", CPU), Pairs.open(pairs.folder), micro_tokens)
 
 
 def step_difference(found: Costs, peer: Costs) -> float:
@@ -115,7 +118,8 @@ def arguments_of(description: str | None) -> argparse.Namespace:
 def main() -> int:
     arguments = arguments_of(__doc__)
     sys.stdout.write(machine(arguments.threads) + "\n")
-    found, peers, operations = compare(arguments.data, multi_turn_rows, arguments.micro_tokens, arguments.threads)
+    found, peers = compare(arguments.data, multi_turn_rows, arguments.micro_tokens, arguments.threads)
+    operations = operations_of(arguments.data, multi_turn_rows, arguments.micro_tokens)
     lines = verdicts(found, peers, operations)
     sys.stdout.write(costs_table(found, peers))
     for name, value, target in lines:
