@@ -61,7 +61,9 @@ def heading(event: Any) -> str | None:
 
 def shares(events: Any) -> Counter[str]:
     """Microseconds by heading."""
-    forward = {e.sequence_nr: shown for e in events if _backward_of(e) < 0 and (shown := heading(e))}
+    forward = {
+        e.sequence_nr: shown for e in events if e.sequence_nr >= 0 and _backward_of(e) < 0 and (shown := heading(e))
+    }
     found: Counter[str] = Counter()
     for event in events:
         shown = PYTHON if event.name == "step" else heading(event) or forward.get(_backward_of(event)) or REST

@@ -1,5 +1,6 @@
 """The entry point with real work of the data kinds: what it publishes, and what it writes when that fails."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -42,6 +43,13 @@ def failure(job: Job) -> Failure:
 
 def test_every_kind_of_job_has_its_work() -> None:
     assert set(WORK) == set(get_args(JobKind))
+    assert all(callable(importlib.import_module(module).run) for module in WORK.values())
+
+
+def test_training_does_not_import_what_reads_data() -> None:
+    """The libraries that read data are 60 MB in every rank; the line that imports them is the job's own."""
+    code = "import sys, training.main, training.loop, training.reference; print([m for m in ('datasets',) if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 def test_what_the_work_made_is_published(make_job: MakeJob) -> None:
