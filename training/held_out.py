@@ -21,6 +21,7 @@ from training.contract.recipe import Loss
 from training.data.batches import SIDES, Pairs
 from training.distributed import Group
 from training.losses import PairLogProbs, PairLosses, preference_loss
+from training.model.logprobs import runs_in_lockstep
 from training.model.scoring import Prompts, deal, score, shared_batches
 
 _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
@@ -103,7 +104,7 @@ def _score_places(
     batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in of_prompts)))
     progress = Progress(events, 2 * len(positions_V), "sequences")
     rows = [np.empty((0, 3))]
-    for own, everyones in deal(batches, group):
+    for own, everyones in deal(batches, group, runs_in_lockstep(policy)):
         if own is not None:
             places = [divmod(int(place), len(positions_V)) for place in own.positions]
             sequences = [pairs.sequence(int(positions_V[at]), SIDES[side]) for side, at in places]
@@ -111,7 +112,8 @@ def _score_places(
             rows.append(np.stack([own.positions, scores.counts_S, scores.sums_S], axis=1))
         progress.advance(len(everyones))
     all_rows = group.gather_rows(torch.from_numpy(np.concatenate(rows)).to(group.device)).cpu().numpy()
-    by_place: npt.NDArray[np.float64] = all_rows[np.argsort(all_rows[:, 0])][:, 1:]
+    _, first_of_place = np.unique(all_rows[:, 0], return_index=True)  # in lockstep some are scored more than once
+    by_place: npt.NDArray[np.float64] = all_rows[first_of_place, 1:]
     return by_place
 
 

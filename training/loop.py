@@ -26,9 +26,9 @@ from training.data.packing import Batches, Positions, train_items
 from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
 from training.losses import LOSSES
-from training.masters import Masters
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
+from training.parallel.choice import build_masters
 from training.proof import prove_zero_margin, spread
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
@@ -55,8 +55,9 @@ class _Tuning:
         self.settings = Training.model_validate(job.settings)
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(self.pairs))
-        self.masters = Masters(job.inputs["reference_model"].folder, self.settings.precision, group.device)
-        demand_exact(self.masters.model, events, training=self.masters.has_dropout)
+        folder, parallel = job.inputs["reference_model"].folder, job.compute.parallel
+        self.masters = build_masters(folder, self.settings.precision, parallel, group, events)
+        demand_exact(self.masters.model, events, self.masters.dtype, training=self.masters.has_dropout)
         objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group.device)
         self.batches = self._batches()
         self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch
@@ -74,10 +75,10 @@ class _Tuning:
     def save(self) -> Made:
         """Write the policy's folder, on rank 0, which alone can tell the fingerprint of what it wrote."""
         staging = self.job.staging
-        if not self.group.is_main:
-            return Made(fingerprint="")
         with self.trainer.timed("saving"):
             fingerprint = write_model(self.job, self.masters)
+        if not self.group.is_main:
+            return Made(fingerprint)
         account = self._account()
         written = {"training.json": self.job.settings, "recipe.json": self.job.recipe, "metrics.json": account}
         for name, content in written.items():

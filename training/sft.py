@@ -16,9 +16,9 @@ from training.contract.store import Made
 from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, Tokens, train_items
 from training.distributed import Group
-from training.masters import Masters
 from training.model.logprobs import response_logprobs
 from training.model.selfcheck import demand_exact
+from training.parallel.choice import build_masters
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
 
@@ -48,8 +48,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("loading the base model")
     settings = SupervisedTuning.model_validate(job.settings)
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    masters = Masters(job.inputs["base_model"].folder, "float32", group.device)
-    demand_exact(masters.model, events, training=masters.has_dropout)
+    masters = build_masters(job.inputs["base_model"].folder, "float32", job.compute.parallel, group, events)
+    demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
@@ -58,8 +58,6 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     stepper = Stepper(masters, ResponseObjective(pairs), batches, settings, steps, group)
     trainer = Trainer(job, group, events, stepper, ("loss",))
     trainer.run()
-    if not group.is_main:
-        return Made(fingerprint="")
     events.phase("saving the reference model")
     fingerprint = write_model(job, masters)
     return Made(fingerprint, trainer.facts | {"pairs": len(batches.items), "world": group.world})

@@ -222,7 +222,7 @@ def test_bfloat16_masters_move_by_less_than_bfloat16_can_tell(tiny_world):
         "policy", settings(precision="bfloat16", optimizer={"learning_rate": 1e-6}), checkpoint_every=12
     )
     tune(job)
-    masters = load_file(next(job.checkpoints.rglob("model.safetensors")))["model.norm.weight"]
+    masters = load_file(next(job.checkpoints.rglob("rank-00000.safetensors")))["weights/model.norm.weight@0"]
     assert masters.dtype == torch.float32
     assert 0 < (masters - 1).abs().max() < 2**-9
     assert torch.equal(load_file(job.staging / "model.safetensors")["model.norm.weight"].float(), torch.ones(32))

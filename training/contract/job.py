@@ -94,6 +94,11 @@ class Job(BaseModel):
         """Whether torchrun starts it, on `compute.processes_per_node` processes; data work is one plain process."""
         return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
 
+    @property
+    def grace_seconds(self) -> int:
+        """What its processes get between being asked to stop and being killed: training has something to save."""
+        return self.compute.grace_seconds if self.kind in ("sft", "policy") else 1
+
     def write(self) -> Path:
         write_durably(self.path, self.model_dump_json(indent=2).encode())
         return self.path

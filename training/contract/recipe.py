@@ -14,6 +14,7 @@ Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
 ]
 Dtype = Literal["float32", "bfloat16"]
+Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 # YAML 1.1 reads `5e-7` as text; people write it, so both the validation and the JSON schema take numeric text as well.
@@ -144,10 +145,12 @@ class Compute(Section):
 
     processes_per_node: Count = 1
     nodes: Literal[1] = 1
-    parallel: Literal["auto", "ddp"] = "auto"
+    parallel: Parallel = "auto"
     device: DeviceName = "auto"
     evaluate_every: Count = 50
     checkpoint_every: Count = 50
+    keep_checkpoints: Count = 2
+    grace_seconds: Count = 30
 
 
 class Automation(Section):

@@ -13,15 +13,19 @@ cannot share prefixes runs each sequence in a row of its own, in the attention i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from training.model.attention import refusal, shared_prefixes
 from training.model.head import head_of, token_logprobs
 from training.model.prefix import Row, TokenSequence, lay_out
+
+_HOOKED = "_pedigree_tokens"
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,8 @@ class LogProbs:
     @property
     def sums_S(self) -> Tensor:
         """Summed log-probs, a sequence each, differentiable, in float64: the sum of 100 tokens in float32 is 1e-4 off."""
-        owners_N = torch.repeat_interleave(torch.arange(len(self.counts_S), device=self.tokens_N.device), self.counts_S)
+        owners_S = torch.arange(len(self.counts_S), device=self.tokens_N.device)
+        owners_N = torch.repeat_interleave(owners_S, self.counts_S, output_size=len(self.tokens_N))
         zeros_S = torch.zeros(len(self.counts_S), dtype=torch.float64, device=self.tokens_N.device)
         return zeros_S.index_add(0, owners_N, self.tokens_N.double())
 
@@ -53,9 +58,25 @@ def response_logprobs(
     groups = [list(islice(remaining, size)) for size in (sizes or [1] * len(sequences))]
     batches = [groups] if sharing else [[[sequence]] for sequence in sequences]
     rows = [lay_out(batch, device) for batch in batches]
+    run = getattr(model, _HOOKED, partial(_tokens, model))
+    return LogProbs(run(rows, sharing), torch.cat([row.counts_S for row in rows]))
+
+
+def hook_passes(model: PreTrainedModel) -> None:
+    """Let FSDP, in which `model` was wrapped, know that what runs here is a forward pass of the model, head included."""
+    setattr(model, _HOOKED, partial(_tokens, model))
+    register_fsdp_forward_method(model, _HOOKED)
+
+
+def runs_in_lockstep(model: PreTrainedModel) -> bool:
+    """Whether every pass of `model` is an exchange among the ranks, so that all of them must run equally many."""
+    return hasattr(model, _HOOKED)
+
+
+def _tokens(model: PreTrainedModel, rows: Sequence[Row], sharing: bool) -> Tensor:
+    """The log-prob of each response token: all of the pass that reads weights."""
     hidden_NH = torch.cat([_hidden(model, row, sharing) for row in rows])
-    tokens_N = token_logprobs(hidden_NH, torch.cat([row.targets_N for row in rows]), head_of(model))
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in rows]))
+    return token_logprobs(hidden_NH, torch.cat([row.targets_N for row in rows]), head_of(model))
 
 
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:

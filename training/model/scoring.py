@@ -98,16 +98,21 @@ def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
     return int(lengths_S[group].sum() - (len(group) - 1) * prompts.lengths_S[group[0]])
 
 
-def deal(batches: Sequence[Batch], group: Group) -> Iterator[tuple[Batch | None, Positions]]:
-    """Rounds in which every rank gets one batch: this rank's own, if there is one left for it, and all of the round."""
+def deal(
+    batches: Sequence[Batch], group: Group, in_lockstep: bool = False
+) -> Iterator[tuple[Batch | None, Positions]]:
+    """Rounds in which every rank gets one batch: this rank's own, if there is one left for it, and all of the round.
+
+    With `in_lockstep` a rank for which none is left gets that of another rank, so that all of them have something to run.
+    """
     for first in range(0, len(batches), group.world):
         dealt = batches[first : first + group.world]
-        own = dealt[group.rank] if group.rank < len(dealt) else None
+        own = dealt[group.rank] if group.rank < len(dealt) else dealt[0] if in_lockstep else None
         yield own, np.concatenate([batch.positions for batch in dealt])
 
 
 def score(model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None) -> Scores:
     """The log-probs of the response tokens of one batch, on the host; `sizes` as in `Batch`, by default each alone."""
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: what a sharded model gathers in that could not be trained with later
         logprobs = response_logprobs(model, sequences, sizes)
     return Scores(logprobs.counts_S.cpu().numpy().astype(np.int32), logprobs.tokens_N.cpu().numpy().astype(np.float32))
