@@ -136,7 +136,7 @@ class Trainer:
         self._save(step, observed=step - 1)
         self._saver.finish()
         raise TrainingError(
-            f"stopped by {self._interruption.noticed or 'the signal of another rank'} after step {step} of "
+            f"stopped by {self._interruption.noticed or 'a signal to another rank'} after step {step} of "
             f"{self._stepper.steps}; checkpoint saved; run again to go on"
         )
 

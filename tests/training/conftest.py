@@ -82,7 +82,7 @@ def tiny_world(tmp_path: Path) -> TinyWorld:
     return build_world(tmp_path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def world_builder() -> Callable[..., TinyWorld]:
     return build_world
 

@@ -71,7 +71,8 @@ class Sharded(Masters):
         return square.sqrt()
 
     def publish(self) -> None:
-        """The shards are the optimizer's tensors, and every pass gathers them anew."""
+        """The shards are the optimizer's tensors; what a pass without a backward pass has left gathered is forgotten."""
+        self.model.reshard()
 
     def held(self, name: str) -> Held:
         """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
