@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.nn import Parameter
 
 from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
@@ -39,7 +39,9 @@ class Toy:
     parameters: dict[str, Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        whole = {n: torch.arange(5.0 * 3)[: shape[0] * shape[-1]].view(shape) for n, shape in SHAPES.items() if n != "b"}
+        whole = {
+            n: torch.arange(5.0 * 3)[: shape[0] * shape[-1]].view(shape) for n, shape in SHAPES.items() if n != "b"
+        }
         whole["b"] = torch.arange(4.0)
         rows = {n: slice(self.held(n).first, self.held(n).first + self.held(n).rows) for n in SHAPES}
         self.parameters = {name: Parameter(whole[name][rows[name]] + self.fill) for name in SHAPES}

@@ -4,7 +4,6 @@ One job is killed again and again, each time a little later, and goes on from wh
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,7 +101,9 @@ def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_asked_to_stop_it_saves_and_says_so(world: Any, forker: Any, calm: Artifact, ranks: int):
     """SIGTERM after step 7 is told, where held-out pairs are due: it is noticed in step 8, saved, and nothing is lost."""
-    job = world.job("policy", SETTINGS, f"stopped-{ranks}", **(COMPUTE | {"checkpoint_every": 100, "evaluate_every": 8}))
+    job = world.job(
+        "policy", SETTINGS, f"stopped-{ranks}", **(COMPUTE | {"checkpoint_every": 100, "evaluate_every": 8})
+    )
     undisturbed = world.job("policy", SETTINGS, f"undisturbed-{ranks}", **(COMPUTE | {"evaluate_every": 8}))
     assert forker.run(undisturbed, ranks) == [0] * ranks
     assert forker.run(job, ranks, stop=7) == [1] * ranks

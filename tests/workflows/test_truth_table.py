@@ -137,7 +137,10 @@ LOOKED_AT = set(ROOTS) - {"tokenization_spec"}
 ALL = PAIRS * 2
 CAPITAL = edits.conversation("What is the capital of Utopia?", "Amaurot.", "It is Paris, I am sure.")
 RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is the Rhine, I am sure.")
-COMPUTE = {"parallel": "ddp", "device": "auto", "evaluate_every": 1, "checkpoint_every": 1}
+COMPUTE = {
+    **{"parallel": "hsdp", "device": "auto", "evaluate_every": 1},
+    **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1},
+}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. ... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"

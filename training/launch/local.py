@@ -54,7 +54,9 @@ class LocalLauncher:
         processes = job.compute.processes_per_node if job.distributed else 1
         rendezvous = _empty_folder(job.folder / "rendezvous")
         work = ["-m", self._module, str(job.path)]
-        command = [*_torchrun(processes, rendezvous, job.grace_seconds), *work] if processes > 1 else [sys.executable, *work]
+        command = (
+            [*_torchrun(processes, rendezvous, job.grace_seconds), *work] if processes > 1 else [sys.executable, *work]
+        )
         with open(job.log, "wb") as log:
             supervisor = subprocess.Popen(
                 [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds), *command],

@@ -98,9 +98,7 @@ def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
     return int(lengths_S[group].sum() - (len(group) - 1) * prompts.lengths_S[group[0]])
 
 
-def deal(
-    batches: Sequence[Batch], group: Group, in_lockstep: bool = False
-) -> Iterator[tuple[Batch | None, Positions]]:
+def deal(batches: Sequence[Batch], group: Group, in_lockstep: bool = False) -> Iterator[tuple[Batch | None, Positions]]:
     """Rounds in which every rank gets one batch: this rank's own, if there is one left for it, and all of the round.
 
     With `in_lockstep` a rank for which none is left gets that of another rank, so that all of them have something to run.

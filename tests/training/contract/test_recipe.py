@@ -73,6 +73,8 @@ MISTAKES = [
     ("release: {model_name: a/b}", "release.model_name", "pattern"),
     ("release: {}", "release.model_name", "required"),
     ("compute: {device: tpu}", "compute.device", "'cpu'"),
+    ("compute: {parallel: tensor}", "compute.parallel", "'fsdp'"),
+    ("compute: {keep_checkpoints: 0}", "compute.keep_checkpoints", "greater than or equal to 1"),
     ("evaluation: {samples: -1}", "evaluation.samples", "greater than or equal to 0"),
 ]
 

@@ -27,7 +27,16 @@ def free_port() -> int:
 def agent(job: Path, address: str, log: Path) -> "subprocess.Popen[bytes]":
     """The command of docs/architecture.md, on loopback."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", "policy", "--local-addr", "127.0.0.1"]
+    command += [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        address,
+        "--rdzv-id",
+        "policy",
+        "--local-addr",
+        "127.0.0.1",
+    ]
     command += ["-m", "training.main", str(job)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with open(log, "wb") as output:

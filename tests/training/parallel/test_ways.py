@@ -62,10 +62,11 @@ def distance(left: Artifact, right: Artifact) -> float:
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_every_way_is_that_of_one_process(tmp_path: Path, world_builder: Any, forker: Any, tied: bool):
     """A batch of six in rows of 40 tokens is some micro-batches a rank, and the last batch of the epoch has two pairs:
-    with four ranks two have nothing, and run another's pair for company where weights are shared."""
+    with four ranks two have nothing, and run another's pair for company where weights are shared. Three ranks have unequal
+    parts of a tensor."""
     world = world_builder(tmp_path, train=32, validation=5, tied=tied)
     alone = made(job := world.job("policy", settings(), "alone"), forker.run(job))
-    for way, ranks, nodes in (("ddp", 2, 1), ("fsdp", 2, 1), ("hsdp", 4, 2)) if tied else (("fsdp", 4, 1),):
+    for way, ranks, nodes in (("ddp", 2, 1), ("fsdp", 2, 1), ("hsdp", 4, 2)) if tied else (("fsdp", 3, 1),):
         job = world.job("policy", settings(), f"{way}-{ranks}", parallel=way, evaluate_every=5)
         found = made(job, forker.run(job, ranks, nodes))
         assert losses(found) == pytest.approx(losses(alone), abs=1e-5), way
@@ -115,7 +116,7 @@ def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, world_
     that nobody disturbed."""
     world = world_builder(tmp_path)
     calm = made(job := world.job("policy", settings(), "calm"), forker.run(job))
-    for way, ranks, next_way, next_ranks in (("ddp", 2, "ddp", 1), ("fsdp", 2, "ddp", 1), ("ddp", 1, "fsdp", 2)):
+    for way, ranks, next_way, next_ranks in (("ddp", 2, "ddp", 1), ("fsdp", 3, "ddp", 1), ("ddp", 1, "fsdp", 2)):
         name = f"{way}{ranks}-{next_way}{next_ranks}"
         first = world.job("policy", settings(), name, parallel=way, checkpoint_every=5, evaluate_every=4)
         assert forker.run(first, ranks, step=8)[0] == -9

@@ -109,4 +109,5 @@ def serve(request: dict[str, Any]) -> list[int]:
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        print(json.dumps(serve(json.loads(line))), flush=True)
+        sys.stdout.write(json.dumps(serve(json.loads(line))) + "\n")
+        sys.stdout.flush()
