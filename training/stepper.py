@@ -2,6 +2,7 @@
 
 Legend: I items of a batch, M quantities that the objective tells of each item; the first of them is the loss.
 
+0. The objective is told the batch, and of a loss that couples pairs it asks the policy first, without gradients.
 1. Each rank runs its micro-batches forward and backward on (sum of its items' losses) / (count of the global batch), so
    gradients add up to the gradient of the global mean however the batch is cut and spread.
 2. One small all-reduce: the sums of the M quantities, and of each rank whether it met a value that is not finite, and
@@ -14,7 +15,8 @@ A rank without an item skips 1 and takes part in the rest.
 
 import resource
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +47,15 @@ class Objective(Protocol):
 
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         """The quantities of each item, float64; the first column is differentiable."""
+
+    def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[Positions]) -> None:
+        """Before the micro-batches `parts` of this rank are run, on every rank; the model may be run, and is seeded again."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of it, as plain JSON; empty if nothing."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` told."""
 
 
 class Stepper:
@@ -86,6 +97,8 @@ class Stepper:
         parts = self.batches.micro_batches(step, self._group.rank, self._group.world)
         count = self.objective.count(self.batches.batch(step))
         self._start(step)
+        self.objective.prepare(self.masters.model, self.batches.batch(step), parts)
+        self._seed(step)  # so that both passes meet the same dropout
         tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
         for items in parts:
             values_IM = self.objective.values_IM(self.masters.model, items)
@@ -98,6 +111,9 @@ class Stepper:
     def _start(self, step: int) -> None:
         self.masters.gradient_N.zero_()
         self.masters.model.train(self.masters.has_dropout)
+        self._seed(step)
+
+    def _seed(self, step: int) -> None:
         dropout = seed_sequence(self._settings.seed, step, self._group.rank)
         torch.manual_seed(int(dropout.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 

@@ -22,7 +22,7 @@ from training.contract.errors import CorruptArtifact, DataError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Loss
+from training.contract.loss import Loss
 from training.contract.store import Artifact, Store
 from training.data import pairs as pairs_job
 from training.data import preferences, template

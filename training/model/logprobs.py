@@ -13,6 +13,7 @@ cannot share prefixes runs each sequence in a row of its own, in the attention i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -20,27 +21,53 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from training.model.attention import refusal, shared_prefixes
-from training.model.head import head_of, token_logprobs
+from training.model.head import head_of, token_logprobs, token_logprobs_and_collisions
 from training.model.prefix import Row, TokenSequence, lay_out
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """`tokens_N`: the log-prob in nats of every response token, sequence after sequence; `counts_S`: how many each has."""
+    """`tokens_N`: the log-prob in nats of every response token, sequence after sequence; `counts_S`: how many each has.
+
+    `collisions_N`, if asked for: the logarithm of the sum of squared probabilities of the vocabulary in the token's place.
+    """
 
     tokens_N: Tensor
     counts_S: Tensor
+    collisions_N: Tensor | None = None
 
     @property
     def sums_S(self) -> Tensor:
         """Summed log-probs, a sequence each, differentiable, in float64: the sum of 100 tokens in float32 is 1e-4 off."""
-        owners_N = torch.repeat_interleave(torch.arange(len(self.counts_S), device=self.tokens_N.device), self.counts_S)
-        zeros_S = torch.zeros(len(self.counts_S), dtype=torch.float64, device=self.tokens_N.device)
-        return zeros_S.index_add(0, owners_N, self.tokens_N.double())
+        return self._summed(self.tokens_N.double())
+
+    def tails_S(self, starts_S: Tensor) -> Tensor:
+        """The part of each sum that belongs to the response's tokens number `starts_S[s]`, counted from 0, and after."""
+        begins_S = self.counts_S.cumsum(0) - self.counts_S
+        numbers_N = torch.arange(len(self.tokens_N), device=self.tokens_N.device) - begins_S[self._owners_N]
+        return self._summed(self.tokens_N.double() * (numbers_N >= starts_S[self._owners_N]))
+
+    @property
+    def typicality_S(self) -> Tensor:
+        """exp of the mean of log-prob minus collision: 1 where the model's own samples are as probable; no gradient."""
+        assert self.collisions_N is not None, "collisions were not asked for"
+        excess_N = (self.tokens_N.detach() - self.collisions_N).double()
+        return (self._summed(excess_N) / self.counts_S.clamp(min=1)).exp()
+
+    @cached_property
+    def _owners_N(self) -> Tensor:
+        return torch.repeat_interleave(torch.arange(len(self.counts_S), device=self.tokens_N.device), self.counts_S)
+
+    def _summed(self, values_N: Tensor) -> Tensor:
+        zeros_S = torch.zeros(len(self.counts_S), dtype=torch.float64, device=values_N.device)
+        return zeros_S.index_add(0, self._owners_N, values_N)
 
 
 def response_logprobs(
-    model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None
+    model: PreTrainedModel,
+    sequences: Sequence[TokenSequence],
+    sizes: Sequence[int] | None = None,
+    collisions: bool = False,
 ) -> LogProbs:
     """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off.
 
@@ -54,8 +81,11 @@ def response_logprobs(
     batches = [groups] if sharing else [[[sequence]] for sequence in sequences]
     rows = [lay_out(batch, device) for batch in batches]
     hidden_NH = torch.cat([_hidden(model, row, sharing) for row in rows])
-    tokens_N = token_logprobs(hidden_NH, torch.cat([row.targets_N for row in rows]), head_of(model))
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in rows]))
+    targets_N, counts_S = torch.cat([row.targets_N for row in rows]), torch.cat([row.counts_S for row in rows])
+    if collisions:
+        tokens_N, collisions_N = token_logprobs_and_collisions(hidden_NH, targets_N, head_of(model))
+        return LogProbs(tokens_N, counts_S, collisions_N)
+    return LogProbs(token_logprobs(hidden_NH, targets_N, head_of(model)), counts_S)
 
 
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
