@@ -26,7 +26,7 @@ from training.distributed import Group
 from training.losses.batchwise import RunningMean, among
 from training.losses.evidence import Evidence, PairLogProbs, Peers
 from training.losses.preference import part_names, preference_loss
-from training.model.logprobs import LogProbs, response_logprobs
+from training.model.logprobs import response_logprobs
 
 NAMES = (
     "loss",
@@ -45,13 +45,11 @@ class PreferenceObjective:
     def __init__(self, pairs: Pairs, reference: LogProbTable, loss: Loss, group: Group) -> None:
         self.names = NAMES + tuple(f"loss/{name}" for name in part_names(loss))
         self._pairs, self._loss, self._group, self._rows = pairs, loss, group, pairs.rows
-        self._tokens_P2 = reference.tokens_P2
-        self._on_device = {
-            "reference": torch.from_numpy(reference.logprobs_P2).to(group.device),
-            "tokens": torch.from_numpy(reference.tokens_P2).to(group.device),
-        }
-        if reference.tails_P2 is not None:
-            self._on_device["tails"] = torch.from_numpy(reference.tails_P2).to(group.device)
+        self._chosen_tokens_P = reference.chosen_tokens
+        self._reference_P2 = torch.from_numpy(reference.logprobs_P2).to(group.device)
+        self._tokens_P2 = torch.from_numpy(reference.tokens_P2).to(group.device)
+        tails_P2 = reference.tails_P2
+        self._tails_P2 = None if tails_P2 is None else torch.from_numpy(tails_P2).to(group.device)
         self._rewards = RunningMean()
         self._peers, self._batch_B = Peers(mean_chosen_tokens=1.0), np.zeros(0, np.int64)
 
@@ -73,14 +71,11 @@ class PreferenceObjective:
         if self._loss.couples_pairs:
             self._couple(model, parts)
         else:
-            self._peers = Peers(mean_chosen_tokens=float(self._tokens_P2[batch, 0].mean()))
+            self._peers = Peers(mean_chosen_tokens=float(self._chosen_tokens_P[batch].mean()))
 
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         """The quantities of each item of the batch that `prepare` was given; the first column is differentiable."""
-        found = self._run(model, items)
-        logprobs = self._beside_reference(items, found.sums_S.view(-1, 2), self._tails(found, items))
-        if self._loss.weighting is not None:
-            logprobs = replace(logprobs, weights_B=found.typicality_S.view(-1, 2).prod(dim=1))
+        logprobs = self._logprobs(model, items)
         of_pairs = preference_loss(self._loss, logprobs, self._peers_of(items))
         columns = [
             of_pairs.losses_B,
@@ -97,35 +92,31 @@ class PreferenceObjective:
         rows = [torch.zeros(0, 5, dtype=torch.float64, device=self._group.device)]
         with torch.no_grad():
             for items in parts:
-                found = self._run(model, items)
-                columns = [self._index(items)[:, None], found.sums_S.view(-1, 2)]
-                tails_I2 = self._tails(found, items)
-                rows.append(
-                    torch.cat([*columns, torch.zeros_like(columns[1]) if tails_I2 is None else tails_I2], dim=1)
-                )
+                found = self._logprobs(model, items)
+                tails_I2 = torch.zeros_like(found.policy_B2) if found.policy_tails_B2 is None else found.policy_tails_B2
+                rows.append(torch.cat([self._index(items)[:, None], found.policy_B2, tails_I2], dim=1))
         rows_B5 = self._group.gather_rows(torch.cat(rows))
         rows_B5 = rows_B5[rows_B5[:, 0].argsort()]
         self._batch_B = rows_B5[:, 0].long().cpu().numpy()
-        logprobs = self._beside_reference(self._batch_B, rows_B5[:, 1:3], rows_B5[:, 3:])
-        self._peers = among(Evidence.of(self._loss, logprobs), self._rewards)
+        whole = self._beside_reference(self._batch_B, rows_B5[:, 1:3], rows_B5[:, 3:])
+        self._peers = among(Evidence.of(self._loss, whole), self._rewards)
 
-    def _run(self, model: PreTrainedModel, items: Positions) -> LogProbs:
+    def _logprobs(self, model: PreTrainedModel, items: Positions) -> PairLogProbs:
+        """The pairs under the policy as it is now, with all that the loss asks for."""
         sequences = [self._pairs.sequence(int(item), side) for item in items for side in SIDES]
         weighted = self._loss.weighting is not None
-        return response_logprobs(model, sequences, [len(SIDES)] * len(items), collisions=weighted)
-
-    def _tails(self, found: LogProbs, items: Positions) -> Tensor | None:
-        if not self._loss.needs_token_logprobs:
-            return None
-        common_I = self._on_device["tokens"][self._index(items)].amin(dim=1)
-        return found.tails_S(common_I.repeat_interleave(len(SIDES))).view(-1, 2)
+        found = response_logprobs(model, sequences, [len(SIDES)] * len(items), collisions=weighted)
+        tails_I2 = None
+        if self._loss.needs_token_logprobs:
+            common_I = self._tokens_P2[self._index(items)].amin(dim=1)
+            tails_I2 = found.tails_S(common_I.repeat_interleave(len(SIDES))).view(-1, 2)
+        logprobs = self._beside_reference(items, found.sums_S.view(-1, 2), tails_I2)
+        return replace(logprobs, weights_B=found.typicality_S.view(-1, 2).prod(dim=1)) if weighted else logprobs
 
     def _beside_reference(self, items: Positions, policy_I2: Tensor, tails_I2: Tensor | None) -> PairLogProbs:
         at = self._index(items)
-        of_reference = {name: values_P2[at] for name, values_P2 in self._on_device.items()}
-        return PairLogProbs(
-            policy_I2, of_reference["reference"], of_reference["tokens"], tails_I2, of_reference.get("tails")
-        )
+        reference_tails_I2 = None if self._tails_P2 is None else self._tails_P2[at]
+        return PairLogProbs(policy_I2, self._reference_P2[at], self._tokens_P2[at], tails_I2, reference_tails_I2)
 
     def _peers_of(self, items: Positions) -> Peers:
         if not self._loss.couples_pairs:

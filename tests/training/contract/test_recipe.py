@@ -136,6 +136,29 @@ def test_a_loss_is_identified_by_what_its_type_uses_and_what_is_on(text):
     assert Loss.model_validate(loss.model_dump(mode="json")) == loss
 
 
+NEEDS = [
+    ("{}", "reference"),
+    ("{ld_alpha: 0.5}", "reference tokens"),
+    ("{type: simpo}", ""),
+    ("{type: mixture, of: [{type: simpo}, {type: sft}]}", "batch"),
+    ("{type: aot}", "reference pairs batch"),
+    ("{type: mixture, of: [{type: bco_pair}, {type: simpo}]}", "reference pairs state batch"),
+]
+
+
+@pytest.mark.parametrize(("text", "needs"), NEEDS)
+def test_a_loss_says_what_it_needs(text, needs):
+    loss = recipe(f"training: {{loss: {text}}}").training.loss
+    answers = {
+        "reference": loss.needs_reference,
+        "tokens": loss.needs_token_logprobs,
+        "pairs": loss.couples_pairs,
+        "state": loss.keeps_state,
+        "batch": loss.depends_on_batch,
+    }
+    assert [name for name, answer in answers.items() if answer] == needs.split()
+
+
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
         Recipe.model_validate(SHORT).training.seed = 1

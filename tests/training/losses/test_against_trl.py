@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-
-trl = pytest.importorskip("trl")
-cpo = pytest.importorskip("trl.experimental.cpo")
+from trl import DPOTrainer
+from trl.experimental.cpo import CPOTrainer
 
 BETA = 0.3
 
@@ -60,7 +59,7 @@ def trl_loss(pairs: Any, **settings: Any) -> tuple[float, Tensor]:
     # A first token that is no completion, since TRL looks at what follows each token.
     whole = torch.cat([torch.zeros(len(mask), 1, dtype=torch.long), mask.long()], dim=1)
     inputs = {"input_ids": torch.ones_like(whole), "attention_mask": torch.ones_like(whole), "completion_mask": whole}
-    value = trl.DPOTrainer._compute_loss(trainer, policy, inputs, return_outputs=False)
+    value = DPOTrainer._compute_loss(trainer, policy, inputs, return_outputs=False)
     (gradient_N,) = torch.autograd.grad(value, pairs.policy_N)
     return value.item(), gradient_N
 
@@ -168,7 +167,7 @@ def test_simpo_is_trls(ragged: Any) -> None:
         **{"beta": 2.0, "simpo_gamma": 0.7, "alpha": 0.0, "label_smoothing": 0.0, "loss_type": "simpo"},
         accelerator=SimpleNamespace(device="cpu"),
     )
-    losses_B, rewards_chosen_B, rewards_rejected_B = cpo.CPOTrainer.cpo_loss(trainer, chosen_B, rejected_B)
+    losses_B, rewards_chosen_B, rewards_rejected_B = CPOTrainer.cpo_loss(trainer, chosen_B, rejected_B)
     torch.testing.assert_close(found.losses_B, losses_B)
     torch.testing.assert_close(found.rewards_B2, torch.stack([rewards_chosen_B, rewards_rejected_B], dim=1))
     gradients = [torch.autograd.grad(x.mean(), pairs.policy_N)[0] for x in (found.losses_B, losses_B)]
