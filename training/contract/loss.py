@@ -71,6 +71,9 @@ class LossType(StrEnum):
     MIXTURE = "mixture", Traits(("of",))
 
 
+_OWN = {"label_smoothing", "gamma", "tau", "of"}  # the fields below that only some types use
+
+
 class Shape(Section):
     """A type with its own settings. One that the type does not use is refused when given and left out when written."""
 
@@ -94,9 +97,6 @@ class Shape(Section):
     def _written(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
         unused = _OWN - set(self.type.traits.settings)
         return {name: value for name, value in write(self).items() if name not in unused}
-
-
-_OWN = {"label_smoothing", "gamma", "tau", "of"}
 
 
 class Term(Shape):
@@ -130,7 +130,7 @@ class Divergence(Section):
 class Loss(Shape):
     """One loss, or with `type: mixture` the weighted sum of those in `of`.
 
-    `ld_alpha`, `weighting` and `divergence` are off unless given, and change every term alike.
+    `ld_alpha`, `weighting` and `divergence` are off unless given, and change every preference loss in it alike.
     """
 
     type: LossType = LossType.SIGMOID

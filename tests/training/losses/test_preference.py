@@ -190,7 +190,7 @@ def test_a_batch_in_parts_is_the_batch(kind: LossType, ragged: Any):
     torch.testing.assert_close(expected, torch.zeros_like(expected))
 
 
-def test_label_swapped_rewards_and_ties():
+def test_a_tie_is_not_accurate():
     assert loss_of(one_pair(-3, -4, -3, -4)).accuracies_B.item() == 0.0
 
 
