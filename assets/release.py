@@ -20,6 +20,7 @@ from assets.realize import latest_derivation, latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
+from training.contract.loss import Loss
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
 
@@ -121,8 +122,7 @@ def _decide(services: Services, candidate: _Candidate, version: Version) -> Deci
     gate = candidate.pipeline.recipe.release.gate
     theirs = None if champion is None else _evaluation_of(services.store, champion)
     same_scale = champion is None or all(
-        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind]
-        for kind in ("reference_model", "evaluation_spec")
+        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind] for kind in _scale(evaluation)
     )
     return decide(
         _losses(evaluation, same_scale),
@@ -143,9 +143,16 @@ def _evaluation_of(store: Store, champion: Version) -> Artifact:
         ) from error
 
 
+def _scale(evaluation: Artifact) -> tuple[str, ...]:
+    """What decides the scale of a held-out loss; the other pairs too, where a pair's loss depends on them."""
+    loss = Loss.model_validate(evaluation.derivation.settings["loss"])
+    of_batch = ("tokenized_pairs",) if loss.depends_on_batch else ()
+    return ("reference_model", "evaluation_spec", *of_batch)
+
+
 def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
-    """Held-out losses by pair. Under another reference or loss setting they are of another scale; what both have then
-    is whether a pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
+    """Held-out losses by pair. Where they are of another scale than the champion's, what both have is whether a
+    pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
     rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
     return {
         row["chosen_key"] + row["rejected_key"]: row["loss"] if same_scale else float(row["margin"] <= 0)

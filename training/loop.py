@@ -12,6 +12,7 @@ The same code runs in one process or in many; results differ by rounding only.
 import json
 import math
 import shutil
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,12 @@ from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, train_items
 from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
-from training.losses import LOSSES
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
-from training.proof import prove_zero_margin, spread
+from training.proof import Proof, prove_zero_margin, spread
 from training.stepper import Stepper
+from training.tails import with_tails
 from training.trainer import Trainer, write_model
 
 _SERIES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
@@ -54,11 +55,11 @@ class _Tuning:
         self.job, self.group, self.events = job, group, events
         self.settings = Training.model_validate(job.settings)
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-        self.reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(self.pairs))
+        self.reference = self._table()
         folder, parallel = job.inputs["reference_model"].folder, job.compute.parallel
         self.masters = build_masters(folder, self.settings.precision, parallel, group, events)
         demand_exact(self.masters.model, events, self.masters.dtype, training=self.masters.has_dropout)
-        objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group.device)
+        objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group)
         self.batches = self._batches()
         self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch
         stepper = Stepper(self.masters, objective, self.batches, self.settings, steps, group)
@@ -87,6 +88,12 @@ class _Tuning:
             shutil.copyfile(self.job.events, staging / "events.jsonl")
         return Made(fingerprint, account)
 
+    def _table(self) -> LogProbTable:
+        table = LogProbTable.read(self.job.inputs["reference_logprobs"].folder, len(self.pairs))
+        if not self.settings.loss.needs_token_logprobs:
+            return table
+        return with_tails(table, self.pairs, np.arange(len(self.pairs)), self.job, self.group, self.events)
+
     def _batches(self) -> Batches:
         settings, items = self.settings, train_items(self.pairs)
         tokens = pair_tokens(self.pairs)
@@ -95,14 +102,14 @@ class _Tuning:
     def _prove_train_split(self) -> None:
         self.events.phase("proof of step 0")
         with self.trainer.timed("proof"):
-            loss, first = self.settings.loss, self.batches.batch(1)
-            self.trainer.facts["step0_expected"] = LOSSES[loss.type].value_at_zero_margin(loss)
-            self.trainer.facts["step0_loss"] = self._prove(self._scored(first), "the first batch")
+            first = self.batches.batch(1)
+            proof = self._prove(self._scored(first), "the first batch")
+            self.trainer.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
             others = spread(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
             if len(others):
                 self._prove(self._scored(others), f"{len(others)} pairs spread over those after the first batch")
 
-    def _prove(self, scored: HeldOut, where: str) -> float:
+    def _prove(self, scored: HeldOut, where: str) -> Proof:
         return prove_zero_margin(scored, self.reference, self.settings, where)
 
     def _evaluate(self, step: int) -> None:

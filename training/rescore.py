@@ -18,7 +18,7 @@ from training.contract.events import EventWriter
 from training.contract.fingerprint import fingerprint
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Loss
+from training.contract.loss import Loss
 from training.contract.store import Made
 from training.data.batches import SIDES, Pairs
 from training.distributed import Group

@@ -5,6 +5,9 @@ short ones, as everywhere in language modelling. Stepping, resuming and saving a
 that carries a chosen response is the item; a response that several pairs share is trained on as often.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,7 +17,7 @@ from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
 from training.data.batches import Pairs
-from training.data.packing import Batches, Positions, Tokens, train_items
+from training.data.packing import Batches, MicroBatch, Positions, Tokens, train_items
 from training.distributed import Group
 from training.model.logprobs import response_logprobs
 from training.model.selfcheck import demand_exact
@@ -37,6 +40,15 @@ class ResponseObjective:
 
     def rows(self, items: Positions) -> Positions:
         return self._rows[items]
+
+    def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
+        """Nothing: an item's loss depends on no other's."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing: there is no state."""
 
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         sequences = [self._pairs.sequence(int(item), "chosen") for item in items]

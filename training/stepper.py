@@ -2,6 +2,7 @@
 
 Legend: I items of a batch, M quantities that the objective tells of each item; the first of them is the loss.
 
+0. The objective is told the batch, and of a loss that couples pairs it asks the policy first, without gradients.
 1. Each rank runs its micro-batches forward and backward on (sum of its items' losses) / (count of the global batch), so
    gradients add up to the gradient of the global mean however the batch is cut and spread.
 2. The gradient is summed over the ranks, most of it while the last backward pass still runs (training.parallel).
@@ -15,8 +16,9 @@ A rank without an item skips 1, unless the weights are spread over the ranks, an
 import math
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +28,7 @@ from transformers import PreTrainedModel
 from training.agreement import Agreed, Flags, agree
 from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
-from training.data.packing import Batches, Positions, seed_sequence
+from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
 from training.distributed import Group
 from training.optim import build_optimizer, schedule_factor, set_learning_rate
 from training.parallel.masters import Masters
@@ -47,6 +49,15 @@ class Objective(Protocol):
 
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         """The quantities of each item, float64; the first column is differentiable."""
+
+    def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
+        """Before the micro-batches `parts` of this rank are run, on every rank; the model may be run, and is seeded again."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of it, as plain JSON; empty if nothing."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` told."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +107,10 @@ class Stepper:
     def _accumulate(self, step: int, count: int, flags: Flags) -> Agreed:
         """Forward and backward over this rank's part, and the sums over all ranks' parts."""
         self._start(step)
-        items, values_IM = self._run(step, count)
+        parts = self.batches.micro_batches(step, self._group.rank, self._group.world, self.masters.in_lockstep)
+        self.objective.prepare(self.masters.model, self.batches.batch(step), parts)
+        self._seed(step)  # so that both passes meet the same dropout
+        items, values_IM = self._run(parts, count)
         finite_I = values_IM.isfinite().all(dim=1)
         finite = self.masters.reduce()
         memory, suspect = peak_memory_mb(self._group.device), ~(finite & finite_I.all())
@@ -113,13 +127,15 @@ class Stepper:
     def _start(self, step: int) -> None:
         self.masters.zero()
         self.masters.model.train(self.masters.has_dropout)
+        self._seed(step)
+
+    def _seed(self, step: int) -> None:
         dropout = seed_sequence(self._settings.seed, step, self._group.rank)
         torch.manual_seed(int(dropout.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
-    def _run(self, step: int, count: int) -> tuple[Positions, Tensor]:
-        """This rank's items of `step` and their quantities, after their gradients were added up."""
+    def _run(self, parts: Sequence[MicroBatch], count: int) -> tuple[Positions, Tensor]:
+        """The items of this rank's micro-batches and their quantities, after their gradients were added up."""
         masters = self.masters
-        parts = self.batches.micro_batches(step, self._group.rank, self._group.world, masters.in_lockstep)
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
         for number, part in enumerate(parts, 1):

@@ -100,6 +100,8 @@ class Trainer:
         facts["tokens"] += self._stepper.batches.tokens(step)
         facts["peak_memory_mb"] = max(facts["peak_memory_mb"], metrics["peak_memory_mb"])
         facts["train"] = metrics
+        if state := self._stepper.objective.state():
+            facts["objective"] = state
         if step % self._stride == 0 or step in (1, self._stepper.steps):
             series["steps"].append(step)
             for name in series.keys() - {"steps"}:
@@ -117,6 +119,7 @@ class Trainer:
             self._stepper.masters.publish()
             observed = found.facts.pop(_OBSERVED)
             self.facts.update(found.facts)
+            self._stepper.objective.restore(self.facts.get("objective", {}))
         self._events.rewind(found.step)
         self._events.note(f"resumed from the checkpoint of step {found.step}")
         return found.step, observed

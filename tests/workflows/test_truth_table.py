@@ -53,6 +53,7 @@ from tests.workflows.edits import (
     template,
 )
 from tests.workflows.in_process import PAIRS, Ground, services_in, write_inputs
+from training.contract.loss import Divergence, Term
 from training.contract.recipe import Recipe
 from workflows.execution import materialize
 from workflows.lineage import outlook, status
@@ -137,6 +138,7 @@ LOOKED_AT = set(ROOTS) - {"tokenization_spec"}
 ALL = PAIRS * 2
 CAPITAL = edits.conversation("What is the capital of Utopia?", "Amaurot.", "It is Paris, I am sure.")
 RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is the Rhine, I am sure.")
+LOSS_OPTIONS = {"ld_alpha": 0.5, "weighting": "wpo"}
 COMPUTE = {
     **{"parallel": "hsdp", "device": "auto", "evaluate_every": 1},
     **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1},
@@ -222,6 +224,8 @@ TABLE: dict[str, Row] = {
     # Preference tuning
     "beta": Row(field("training.loss.beta", 0.2), NEW_LOSS, 0),
     "label_smoothing": Row(field("training.loss.label_smoothing", 0.1), NEW_LOSS, 0),
+    "loss type": Row(field("training.loss.type", "apo_zero"), NEW_LOSS, 0),
+    "loss options": Row(fields("training.loss", LOSS_OPTIONS), NEW_LOSS, 0),
     "epochs, where max_steps decides": Row(field("training.epochs", 2), NOTHING),
     "max_steps": Row(field("training.max_steps", 4), NEW_TRAINING, 0),
     "batch_size": Row(field("training.batch_size", 6), NEW_TRAINING, 0),
@@ -272,7 +276,10 @@ ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "reference.model": "a moved model",
     **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
-    **dict.fromkeys(("training.start_from", "training.adapter", "training.loss.type"), "has one value"),
+    **dict.fromkeys(("training.start_from", "training.adapter"), "has one value"),
+    **dict.fromkeys((f"training.loss.{name}" for name in ("gamma", "tau")), "belongs to another type of loss"),
+    **dict.fromkeys((f"training.loss.of.{name}" for name in Term.model_fields), "belongs to a mixture"),
+    **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),
     **dict.fromkeys(("training.optimizer.type", "reference.sft.optimizer.type"), "has one value"),
     **dict.fromkeys(("release.gate.type", "compute.nodes"), "has one value"),
 }

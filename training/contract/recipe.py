@@ -8,7 +8,19 @@ fingerprint; neither are paths, since what counts is the bytes they lead to.
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import Field, WithJsonSchema, model_validator
+
+from training.contract.fields import (
+    TWO_NUMBERS,
+    Count,
+    Fraction,
+    Name,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+)
+from training.contract.loss import Loss
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
@@ -16,20 +28,6 @@ Format = Literal[
 Dtype = Literal["float32", "bfloat16"]
 Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-
-# YAML 1.1 reads `5e-7` as text; people write it, so both the validation and the JSON schema take numeric text as well.
-_NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
-# Dagster's sample of a recipe needs `items`, which pydantic does not write for a tuple.
-_TWO_NUMBERS = {"type": "array", "items": _NUMERIC, "minItems": 2, "maxItems": 2}
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class DataSource(Section):
@@ -56,13 +54,13 @@ class DataSource(Section):
 class Data(Section):
     sources: tuple[DataSource, ...] = Field(min_length=1)
     validation_fraction: Fraction = 0.1
-    max_quarantined: Annotated[float, Field(ge=0, le=1), WithJsonSchema(_NUMERIC)] = 0.05
+    max_quarantined: Share = 0.05
 
 
 class Tokenization(Section):
     tokenizer: str | None = None
     chat_template: str | None = None
-    template_kwargs: dict[str, Any] = {}
+    template_kwargs: dict[str, Any] = Field(default={})
     train_on: Literal["last_response", "assistant_turns"] = "last_response"
     max_length: Annotated[int, Field(ge=2)] = 1024
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
@@ -71,7 +69,7 @@ class Tokenization(Section):
 class Optimizer(Section):
     type: Literal["adamw"] = "adamw"
     learning_rate: Positive = 5e-7
-    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(_TWO_NUMBERS)] = (0.9, 0.999)
+    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(TWO_NUMBERS)] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
 
@@ -102,12 +100,6 @@ class Reference(Section):
     sft: SupervisedTuning | None = None
 
 
-class Loss(Section):
-    type: Literal["sigmoid"] = "sigmoid"
-    beta: Positive = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(_NUMERIC)] = 0.0
-
-
 class Training(Section):
     loss: Loss = Loss()
     start_from: Literal["reference"] = "reference"
@@ -132,7 +124,7 @@ class Gate(Section):
     """When a candidate becomes champion: its held-out loss must beat the champion's by more than one standard error."""
 
     type: Literal["ladder"] = "ladder"
-    min_accuracy: Annotated[float, Field(ge=0, le=1), WithJsonSchema(_NUMERIC)] | None = None
+    min_accuracy: Share | None = None
 
 
 class Release(Section):

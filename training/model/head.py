@@ -11,6 +11,9 @@ largest thing of a training step. So the vocabulary is walked in tiles of a fixe
    The one-hot is subtracted before the gradient is rounded to the model's dtype, since their difference is what is
    small. Each tile adds to the gradient of the hidden states and writes its rows of the weight's gradient, once.
 
+On demand the same walk adds up the squared probabilities of the vocabulary, without gradient: `sum(p**2)`, the chance that
+two draws collide, is what WPO measures a token's log-prob against.
+
 Logits rounded to bfloat16 put the summed log-prob of 400 tokens half a nat off; float32 tiles of the same operands do not.
 Blockwise log-sum-exp is that of online softmax (Milakov and Gimelshein 2018); never storing the logits is the idea of
 Cut Cross-Entropy (Wijmans et al. 2024).
@@ -72,12 +75,27 @@ def head_of(model: PreTrainedModel) -> Head:
 
 def token_logprobs(hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None) -> Tensor:
     """The log-prob in nats of `targets_N[n]` after `hidden_NH[n]`, float32 (float64 for operands of that dtype)."""
+    return _walk(hidden_NH, targets_N, head, budget, with_collisions=False)[0]
+
+
+def token_logprobs_and_collisions(
+    hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None
+) -> tuple[Tensor, Tensor]:
+    """The log-probs, and the logarithm of the sum of squared probabilities of the vocabulary, which has no gradient."""
+    logprobs_N, collisions_N = _walk(hidden_NH, targets_N, head, budget, with_collisions=True)
+    assert collisions_N is not None
+    return logprobs_N, collisions_N
+
+
+def _walk(
+    hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None, with_collisions: bool
+) -> tuple[Tensor, Tensor | None]:
     budget = budget or Budget.of(hidden_NH.device)
     kept = budget.kept if torch.is_grad_enabled() else 0
-    logprobs_N: Tensor = _TokenLogProbs.apply(
-        hidden_NH, head.weight_VH, head.bias_V, targets_N, head, Budget(budget.tile, kept)
+    found: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(
+        hidden_NH, head.weight_VH, head.bias_V, targets_N, head, Budget(budget.tile, kept), with_collisions
     )
-    return logprobs_N
+    return found
 
 
 class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
@@ -92,10 +110,12 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         targets_N: Tensor,
         head: Head,
         budget: Budget,
-    ) -> Tensor:
+        with_collisions: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         wide = _wide(hidden_NH)
         ctx.tiles, ctx.kept = _cut(len(weight_VH), len(hidden_NH) * wide.itemsize, budget.tile), []
         lse_N = torch.full_like(targets_N, -torch.inf, dtype=wide)
+        squares_N = lse_N.clone() if with_collisions else None
         target_logits_N = torch.zeros_like(lse_N)
         room = budget.kept if head.softcap is None else 0
         for start, end in ctx.tiles:
@@ -105,17 +125,22 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
             peak_N = tile_NW.amax(dim=1)
             exps_NW = tile_NW.sub_(peak_N[:, None]).exp_()
             lse_N = torch.logaddexp(lse_N, peak_N + exps_NW.sum(dim=1).log())
+            if squares_N is not None:
+                squares_N = torch.logaddexp(squares_N, 2 * (peak_N + exps_NW.norm(dim=1).log()))
             if exps_NW.nbytes <= room:
                 room -= exps_NW.nbytes
                 ctx.kept.append((exps_NW, peak_N))
             del tile_NW, exps_NW  # else it would still be there while the next one is made
         ctx.head = head
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, lse_N)
-        return target_logits_N - lse_N
+        collisions_N = None if squares_N is None else squares_N - 2 * lse_N
+        if collisions_N is not None:
+            ctx.mark_non_differentiable(collisions_N)
+        return target_logits_N - lse_N, collisions_N
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, upstream_N: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, _, _ = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.zeros_like(hidden_NH, dtype=_wide(hidden_NH)) if wants_hidden else None
@@ -135,9 +160,7 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
             None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype),
             weight_grad,
             bias_grad,
-            None,
-            None,
-            None,
+            *[None] * 4,
         )
 
 

@@ -57,8 +57,15 @@ class Scores:
     @property
     def sums_S(self) -> npt.NDArray[np.float64]:
         """Summed log-probs, added up in float64."""
+        return self.tails_S(np.zeros(len(self.counts_S), np.int64))
+
+    def tails_S(self, starts_S: Positions) -> npt.NDArray[np.float64]:
+        """The part of each sum that belongs to the response's tokens number `starts_S[s]`, counted from 0, and after."""
         owners_N = np.repeat(np.arange(len(self.counts_S)), self.counts_S)
-        return np.bincount(owners_N, weights=self.tokens_N, minlength=len(self.counts_S)).astype(np.float64)
+        begins_S = np.cumsum(self.counts_S, dtype=np.int64) - self.counts_S
+        late_N = np.arange(len(owners_N)) - begins_S[owners_N] >= starts_S[owners_N]
+        weights_N = self.tokens_N * late_N
+        return np.bincount(owners_N, weights=weights_N, minlength=len(self.counts_S)).astype(np.float64)
 
 
 def shared_batches(lengths_S: Positions, prompts: Prompts, tokens: int = BATCH_TOKENS) -> list[Batch]:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from training.contract.loss import Loss
 from training.contract.recipe import Recipe
 
 SHORT: dict[str, Any] = {
@@ -23,7 +24,8 @@ def recipe(text: str) -> Recipe:
 def test_a_short_recipe_is_completed():
     """The defaults that the documentation promises."""
     made = Recipe.model_validate(SHORT)
-    assert made.training.loss.model_dump() == {"type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0}
+    off = dict.fromkeys(("ld_alpha", "weighting", "divergence"))
+    assert made.training.loss.model_dump() == {"type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0} | off
     assert (made.training.batch_size, made.training.micro_tokens, made.training.optimizer.learning_rate) == (
         64,
         16384,
@@ -59,6 +61,27 @@ MISTAKES = [
     ("training: {loss: {beta: ten}}", "training.loss.beta", "number"),
     ("training: {loss: {type: sigmiod}}", "training.loss.type", "'sigmoid'"),
     ("training: {loss: {label_smoothing: 0.5}}", "training.loss.label_smoothing", "less than 0.5"),
+    ("training: {loss: {type: ipo, label_smoothing: 0.1}}", "training.loss", "belongs to sigmoid, robust, exo_pair"),
+    ("training: {loss: {gamma: 1.0}}", "training.loss", "does nothing in a loss of type sigmoid; it belongs to simpo"),
+    ("training: {loss: {type: hinge, of: [{type: ipo}]}}", "training.loss", "`of` .* belongs to mixture"),
+    ("training: {loss: {type: exo_pair}}", "training.loss", "a small one, for example 1e-3"),
+    ("training: {loss: {type: sft}}", "training.loss", "no preference loss is named"),
+    ("training: {loss: {type: mixture}}", "training.loss", "no preference loss is named"),
+    ("training: {loss: {type: mixture, of: [{type: ipo, beta: 1}]}}", "training.loss.of.0.beta", "not permitted"),
+    ("training: {loss: {type: mixture, of: [{type: ipo, tau: 1}]}}", "training.loss.of.0", "belongs to discopop"),
+    ("training: {loss: {type: mixture, of: [{type: mixture}]}}", "training.loss.of.0", "not of mixtures"),
+    ("training: {loss: {type: mixture, of: [{type: ipo, weight: 0}]}}", "training.loss.of.0.weight", "greater than 0"),
+    ("training: {loss: {type: mixture, of: [{type: ipo}, {type: ipo}]}}", "training.loss", "twice in the mixture"),
+    ("training: {loss: {ld_alpha: 1.5}}", "training.loss.ld_alpha", "less than or equal to 1"),
+    (
+        "training: {loss: {type: dpo_norm, ld_alpha: 0.5}}",
+        "training.loss",
+        "`ld_alpha` .* cannot be used with dpo_norm",
+    ),
+    ("training: {loss: {type: aot, weighting: wpo}}", "training.loss", "`weighting` .* cannot be used with aot"),
+    ("training: {loss: {type: apo_zero, divergence: {type: js}}}", "training.loss", "`divergence` .* apo_zero"),
+    ("training: {loss: {divergence: {type: js, alpha: 0.5}}}", "training.loss.divergence", "the type is js"),
+    ("training: {loss: {divergence: {type: alpha}}}", "training.loss.divergence", "which needs it"),
     ("training: {schedule: {warmup_ratio: 1}}", "training.schedule.warmup_ratio", "less than 1"),
     ("training: {precision: float16}", "training.precision", "'float32' or 'bfloat16'"),
     ("data: {sources: []}", "data.sources", "at least 1"),
@@ -84,6 +107,58 @@ def test_a_mistake_is_told_with_its_field_and_what_was_expected(text, field, say
     with pytest.raises(ValidationError, match=says) as refused:
         recipe(text)
     assert field in {".".join(map(str, error["loc"])) for error in refused.value.errors()}
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "{beta: 0.3}": {"type": "sigmoid", "beta": 0.3, "label_smoothing": 0.0},
+    "{type: hinge}": {"type": "hinge", "beta": 0.1},
+    "{type: simpo, beta: 2, gamma: 1e-1}": {"type": "simpo", "beta": 2.0, "gamma": 0.1},
+    "{type: exo_pair, label_smoothing: 1e-3}": {"type": "exo_pair", "beta": 0.1, "label_smoothing": 0.001},
+    "{type: mixture, of: [{type: discopop}, {type: sft, weight: 5e-1}], ld_alpha: 0.5}": {
+        "type": "mixture",
+        "beta": 0.1,
+        "of": [{"type": "discopop", "tau": 0.05, "weight": 1.0}, {"type": "sft", "weight": 0.5}],
+        "ld_alpha": 0.5,
+    },
+    "{divergence: {type: js}}": {
+        "type": "sigmoid",
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "divergence": {"type": "js"},
+    },
+}
+
+
+@pytest.mark.parametrize("text", LOSSES)
+def test_a_loss_is_identified_by_what_its_type_uses_and_what_is_on(text):
+    """So a recipe from before there was another type or option keeps its fingerprint."""
+    loss = recipe(f"training: {{loss: {text}}}").training.loss
+    assert loss.settings() == LOSSES[text]
+    assert Loss.model_validate(loss.settings()).settings() == LOSSES[text]
+    assert Loss.model_validate(loss.model_dump(mode="json")) == loss
+
+
+NEEDS = [
+    ("{}", "reference"),
+    ("{ld_alpha: 0.5}", "reference tokens"),
+    ("{type: simpo}", ""),
+    ("{type: mixture, of: [{type: simpo}, {type: sft}]}", "batch"),
+    ("{type: aot}", "reference pairs batch"),
+    ("{type: mixture, of: [{type: bco_pair}, {type: simpo}]}", "reference pairs state batch"),
+]
+
+
+@pytest.mark.parametrize(("text", "needs"), NEEDS)
+def test_a_loss_says_what_it_needs(text, needs):
+    loss = recipe(f"training: {{loss: {text}}}").training.loss
+    answers = {
+        "reference": loss.needs_reference,
+        "tokens": loss.needs_token_logprobs,
+        "pairs": loss.couples_pairs,
+        "state": loss.keeps_state,
+        "batch": loss.depends_on_batch,
+    }
+    assert [name for name, answer in answers.items() if answer] == needs.split()
 
 
 def test_a_recipe_cannot_be_changed():

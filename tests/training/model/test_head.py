@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 from training.contract.errors import ModelError
-from training.model.head import Budget, Head, head_of, token_logprobs
+from training.model.head import Budget, Head, head_of, token_logprobs, token_logprobs_and_collisions
 
 ROWS, HIDDEN, VOCABULARY = 23, 16, 101
 TINY_TILE = Budget(tile=ROWS * 4 * 7, kept=0)  # 7 entries of the vocabulary, 3 in the last one
@@ -61,6 +61,25 @@ def test_values_and_gradients_are_those_of_float64(budget: Budget, kind: str, bi
     exact = torch.autograd.grad(expected, given, upstream.double())
     for one, other in zip(ours, exact, strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_collisions_are_those_of_float64_and_change_nothing_else(budget: Budget, kind: str):
+    """log sum p^2 over the vocabulary; log-probs and their gradients are the same bits as without."""
+    hidden, weight, bias, targets = operands()
+    head = Head(weight, bias, **KINDS[kind])
+    found, collisions = token_logprobs_and_collisions(hidden, targets, head, budget)
+    everything = torch.stack(
+        [plainly(hidden, weight, bias, torch.full_like(targets, v), head) for v in range(VOCABULARY)]
+    )
+    torch.testing.assert_close(collisions, (2 * everything).logsumexp(0).float(), atol=1e-5, rtol=0)
+    assert not collisions.requires_grad
+    without = token_logprobs(hidden, targets, head, budget)
+    assert torch.equal(found, without)
+    given = (hidden, weight, bias)
+    for one, other in zip(*(torch.autograd.grad(x.sum(), given) for x in (found, without)), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
