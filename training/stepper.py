@@ -27,7 +27,7 @@ from training.contract.recipe import SupervisedTuning, Training
 from training.data.packing import Batches, Positions, seed_sequence
 from training.distributed import Group
 from training.masters import Masters
-from training.optim import build_optimizer, schedule_factor, set_learning_rate
+from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
 
 _SHOWN = 8
 
@@ -60,7 +60,7 @@ class Stepper:
         group: Group,
     ) -> None:
         self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
-        self.optimizer = build_optimizer(settings.optimizer, masters.parameters)
+        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, hidden_matrices(masters.model))
         self._settings, self._group = settings, group
 
     def step(self, step: int) -> dict[str, float]:
@@ -71,12 +71,12 @@ class Stepper:
         started = time.perf_counter()
         means, memory = self._accumulate(step)
         norm = self._reduce_gradient(step)
-        rate = self._settings.optimizer.learning_rate * schedule_factor(self._settings.schedule, step, self.steps)
-        self._apply(norm, rate)
+        factor = schedule_factor(self._settings.schedule, step, self.steps)
+        self._apply(norm, factor)
         seconds = time.perf_counter() - started
         return means | {
             "grad_norm": float(norm),
-            "learning_rate": rate,
+            "learning_rate": self._settings.optimizer.learning_rate * factor,
             "tokens_per_second": self.batches.tokens(step) / seconds,
             "peak_memory_mb": memory,
         }
@@ -140,9 +140,9 @@ class Stepper:
             )
         return norm
 
-    def _apply(self, norm: Tensor, rate: float) -> None:
+    def _apply(self, norm: Tensor, factor: float) -> None:
         self.masters.clip_(norm, self._settings.max_grad_norm)
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.optimizer, factor)
         self.optimizer.step()
         self.masters.publish()
 

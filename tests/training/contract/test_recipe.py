@@ -45,7 +45,7 @@ def test_a_number_is_a_number_however_it_is_written(text):
 
 
 def test_the_schema_takes_numbers_as_text_too():
-    schema = Recipe.model_json_schema()["$defs"]["Optimizer"]["properties"]["learning_rate"]
+    schema = Recipe.model_json_schema()["$defs"]["AdamW"]["properties"]["learning_rate"]
     assert {"number", "string"} == {kind["type"] for kind in schema["anyOf"]}
 
 
