@@ -27,6 +27,7 @@ from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
 from training.losses import LOSSES
 from training.masters import Masters
+from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
 from training.proof import prove_zero_margin, spread
@@ -57,6 +58,8 @@ class _Tuning:
         self.reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(self.pairs))
         self.masters = Masters(job.inputs["reference_model"].folder, self.settings.precision, group.device)
         demand_exact(self.masters.model, events, training=self.masters.has_dropout)
+        float8 = self.settings.head_precision == "float8"
+        prepare_for_training(self.masters.model, job.compute, events, self.masters.has_dropout, float8)
         objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group.device)
         self.batches = self._batches()
         self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch

@@ -3,8 +3,8 @@
 AdamW decays weight matrices and embeddings only: norms and biases, vectors of scale and offset, are left alone. The
 kernel is torch's fused one, which exists for CPUs and for CUDA.
 
-Muon (Jordan 2024) is for the matrices between the embeddings and the head: it replaces the momentum of a matrix by the nearest
-orthogonal one, found by Newton-Schulz iterations in bfloat16, so that every direction of the matrix moves as much. Vectors have no
+Muon (Jordan 2024) is for the matrices between embeddings and head: it replaces the momentum of a matrix by the nearest
+orthogonal one, found by Newton-Schulz iterations in bfloat16, so that every direction moves as much. Vectors have no
 such form, and the rows of an embedding or of a head are one a token, each a vector: these are left to AdamW, as the
 author advises. Which is which is a matter of the model's modules, not of names (`hidden_matrices`).
 

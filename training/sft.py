@@ -18,6 +18,7 @@ from training.data.packing import Batches, Positions, Tokens, train_items
 from training.distributed import Group
 from training.masters import Masters
 from training.model.logprobs import response_logprobs
+from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
@@ -50,6 +51,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     masters = Masters(job.inputs["base_model"].folder, "float32", group.device)
     demand_exact(masters.model, events, training=masters.has_dropout)
+    prepare_for_training(masters.model, job.compute, events, masters.has_dropout)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
