@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from training.contract.errors import TrainingError
+from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter, read_events
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
@@ -260,6 +260,12 @@ def test_compiled_it_learns_the_same(tmp_path, world_builder):
     )
     phases = [e["phase"] for e in told(compiled, "phase")]
     assert phases.index("compiling") < phases.index("proof of step 0") < phases.index("training")
+
+
+def test_a_head_of_eight_bits_is_refused_on_a_device_without(tiny_world):
+    job = tiny_world.job("policy", settings(precision="bfloat16", head_precision="float8"))
+    with pytest.raises(ModelError, match=r"`training.head_precision: float8` needs a GPU .* on the device cpu"):
+        tune(job)
 
 
 MUON = {"type": "muon", "learning_rate": 1e-3, "adamw": {"learning_rate": 1e-3}}

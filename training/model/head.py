@@ -212,6 +212,14 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+def compile_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what compiled heads run on tiles of operands of `dtype`, whether they keep them or compute them again."""
+    tile_NW = torch.zeros(3, 5, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    with torch.no_grad():
+        exps_NW, peak_N, sums_N = _compiled(_exponentials)(tile_NW)
+        _compiled(_pulled_down)(exps_NW, sums_N, peak_N)
+
+
 def _wide(operand: Tensor) -> torch.dtype:
     """The dtype of sums over `operand`: float32, and float64 for itself."""
     return torch.promote_types(operand.dtype, torch.float32)

@@ -28,7 +28,7 @@ from training.contract.events import EventWriter
 from training.contract.recipe import Compute
 from training.model.attention import attending
 from training.model.float8 import demand_float8
-from training.model.head import HEAD_OPTIONS, HeadOptions
+from training.model.head import HEAD_OPTIONS, HeadOptions, compile_tiles
 from training.model.logprobs import response_logprobs
 from training.model.selfcheck import tiny_groups
 
@@ -86,6 +86,7 @@ def _warm_up(model: PreTrainedModel, training: bool) -> None:
         model.eval()
         with torch.inference_mode():
             response_logprobs(model, sequences, sizes)
+    compile_tiles(model.device, model.dtype)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter, read_events
 from training.contract.recipe import Compute
+from training.model.head import KEPT_BYTES
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 from training.model.prepare import prepare_for_training
@@ -118,6 +119,10 @@ def test_eight_bits_are_refused_where_the_device_has_none():
         prepare_for_training(build("llama", **LLAMA), Compute(), SILENT, training=False, float8_head=True)
 
 
+def count(body: torch.nn.Module, *_: object) -> None:
+    body.runs.add_(1)
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
@@ -126,25 +131,34 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_it_is_the_same_but_for_rounding_and_compiled_once(tmp_path: Path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+def test_compiled_it_is_the_same_but_for_rounding_and_compiled_once(tmp_path: Path, monkeypatch, device: str):
     """Dropout in training, both options at once: what a model computes, what warming up left, and how often it compiled."""
-    plain = build("gpt2", **SIZES | GPT2 | {"resid_pdrop": 0.3}).train()
+    random_state = torch.get_rng_state if device == "cpu" else torch.cuda.get_rng_state
+    plain = build("gpt2", **SIZES | GPT2 | {"resid_pdrop": 0.3}).to(device).train()
     compiled = copy.deepcopy(plain)
-    compiled.register_buffer("runs", torch.zeros(1))
-    counting = compiled.base_model.register_forward_hook(lambda *_: compiled.runs.add_(1))
-    state = torch.get_rng_state()
+    compiled.base_model.register_buffer("runs", torch.zeros(1, device=device))
+    counting = compiled.base_model.register_forward_hook(count)
+    held = compiled.lm_head.weight
+    held.grad = torch.zeros_like(held)
+    state = random_state()
     events = EventWriter(tmp_path / "events.jsonl")
     prepare_for_training(compiled, Compute(compile=True, activation_checkpointing=True), events, training=True)
     assert [event["phase"] for event in read_events(tmp_path / "events.jsonl")] == ["compiling"]
-    assert torch.equal(torch.get_rng_state(), state) and compiled.training
-    assert all(parameter.grad is None for parameter in compiled.parameters())
-    assert compiled.runs == 0
+    assert torch.equal(random_state(), state) and compiled.training
+    assert all(parameter.grad is None for parameter in compiled.parameters() if parameter is not held)
+    assert held.grad is not None and not held.grad.any()
+    assert compiled.base_model.runs == 0
     counting.remove()
     graphs = counters["stats"]["unique_graphs"]
     assert graphs > 0
     for length in (4, 9, 14, 23, 31, 40, 57, 64, 71, 80):
+        monkeypatch.setitem(KEPT_BYTES, device, 0 if length > 50 else 1 << 20)
         (tokens_N, gradients), (found_N, found) = learn(plain, length), learn(compiled, length)
         torch.testing.assert_close(found_N, tokens_N, atol=1e-5, rtol=0)
         for name, gradient in gradients.items():
