@@ -19,7 +19,6 @@ above zero too. After the warm-up it is what transformers' `get_scheduler` gives
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from training.contract.errors import TrainingError
 from training.contract.recipe import AdamW, Muon, Optimizer, Schedule
 
 # ratio * steps is a product of floats: 0.07 * 100 is 7.000000000000001 and means 7.
@@ -76,18 +76,22 @@ class Optimizers:
 
 
 def build_optimizer(
-    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: AbstractSet[str] = frozenset()
+    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: Mapping[str, torch.Size]
 ) -> Optimizers:
-    """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others."""
+    """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others.
+
+    Raises TrainingError where Muon would be given a part of a matrix: its update is not that part of the whole one's.
+    """
     if isinstance(settings, AdamW):
         return Optimizers(_adamw(settings, parameters))
     hidden = {name: parameter for name, parameter in parameters.items() if name in matrices}
     others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
+    _demand_whole(hidden, matrices)
     return Optimizers(_muon(settings, hidden) + _adamw(settings.adamw, others))
 
 
-def hidden_matrices(model: PreTrainedModel) -> frozenset[str]:
-    """The names of the matrices between embeddings and head: parameters of two dimensions that belong to neither.
+def hidden_matrices(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """The shapes, by name, of the matrices between embeddings and head: what has two dimensions and belongs to neither.
 
     Embeddings are those of the model's input, tied to the head or not, and every other `torch.nn.Embedding` (of
     positions, for example). A mixture of experts keeps an expert a matrix in tensors of three dimensions, which are no
@@ -97,7 +101,7 @@ def hidden_matrices(model: PreTrainedModel) -> frozenset[str]:
     ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     spared = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
     named = model.named_parameters()
-    return frozenset(n for n, p in named if p.ndim == 2 and id(p) not in spared and not _is_bias(n))
+    return {n: p.shape for n, p in named if p.ndim == 2 and id(p) not in spared and not _is_bias(n)}
 
 
 def set_learning_rate(optimizer: Optimizers, factor: float) -> None:
@@ -135,6 +139,15 @@ def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.o
     ]
     filled = [group for group in groups if group["params"]]
     return [torch.optim.AdamW(filled, betas=settings.betas, eps=settings.eps, fused=True)] if filled else []
+
+
+def _demand_whole(held: Mapping[str, Parameter], matrices: Mapping[str, torch.Size]) -> None:
+    for name, parameter in held.items():
+        if parameter.shape != matrices[name]:
+            raise TrainingError(
+                f"`optimizer.type: muon` needs whole matrices, and this process holds {tuple(parameter.shape)} of the "
+                f"{tuple(matrices[name])} numbers of {name}: set `compute.parallel: ddp`, or `optimizer.type: adamw`"
+            )
 
 
 def _muon(settings: Muon, matrices: Mapping[str, Parameter]) -> list[torch.optim.Optimizer]:

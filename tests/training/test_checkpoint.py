@@ -162,7 +162,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
     """Two steps, state through `optimizer_tensors`, two more: the same bits as four steps."""
     straight, first, second = ({"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))} for _ in "123")
     settings = AdamW(learning_rate=0.1, weight_decay=0.1)
-    optimizers = [build_optimizer(settings, parameters) for parameters in (straight, first, second)]
+    optimizers = [build_optimizer(settings, parameters, {}) for parameters in (straight, first, second)]
     take(optimizers[0], straight, range(4))
     take(optimizers[1], first, range(2))
     restore_optimizer(optimizers[2], {name: t.clone() for name, t in optimizer_tensors(optimizers[1]).items()})
@@ -185,7 +185,7 @@ def gradient(step: int) -> float:
 
 def test_the_state_of_an_optimizer_is_named_after_its_parameters():
     parameters = {"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))}
-    optimizer = build_optimizer(AdamW(), parameters)
+    optimizer = build_optimizer(AdamW(), parameters, {})
     take(optimizer, parameters, range(1))
     names = {f"{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in parameters}
     assert set(optimizer_tensors(optimizer)) == names

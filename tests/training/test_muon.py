@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from training.checkpoint import optimizer_tensors, restore_optimizer
+from training.contract.errors import TrainingError
 from training.contract.recipe import AdamW, Muon
 from training.optim import Optimizers, build_optimizer, hidden_matrices, set_learning_rate
 
@@ -85,7 +86,7 @@ MUON = Muon(
     adamw=AdamW(learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.2),
 )
 SHAPES = {"wide.weight": (6, 20), "tall.weight": (24, 8), "embed.weight": (5, 4), "norm.weight": (7,)}
-MATRICES = {"wide.weight", "tall.weight"}
+MATRICES = {name: torch.Size(SHAPES[name]) for name in ("wide.weight", "tall.weight")}
 FACTORS = [1.0, 0.5, 0.9, 0.1, 1.0, 0.8, 0.6, 0.4, 0.2, 0.3]
 
 
@@ -165,13 +166,24 @@ def test_muon_goes_on_as_if_it_had_not_stopped():
     take(optimizers[0], straight, range(6))
     take(optimizers[1], first, range(3))
     saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizers[1]).items()}
-    moments = {f"{state}/{name}" for state in ("step", "exp_avg", "exp_avg_sq") for name in SHAPES.keys() - MATRICES}
+    moments = {
+        f"{state}/{name}" for state in ("step", "exp_avg", "exp_avg_sq") for name in SHAPES.keys() - MATRICES.keys()
+    }
     assert set(saved) == moments | {f"momentum_buffer/{name}" for name in MATRICES}
     restore_optimizer(optimizers[2], saved)
     for name, parameter in second.items():
         parameter.data.copy_(first[name])
     take(optimizers[2], second, range(3, 6))
     assert all(torch.equal(straight[name], second[name]) for name in SHAPES)
+
+
+def test_muon_refuses_a_part_of_a_matrix():
+    """Rows that a process holds of a sharded matrix: orthogonal in themselves they would be another update."""
+    parameters = random_parameters() | {"tall.weight": Parameter(torch.ones(12, 8))}
+    with pytest.raises(
+        TrainingError, match=r"holds \(12, 8\) of the \(24, 8\) .* tall.weight: set `compute.parallel: ddp`"
+    ):
+        build_optimizer(MUON, parameters, MATRICES)
 
 
 SHARDED = """
@@ -187,7 +199,8 @@ def trained(sharded):
     if sharded:
         fully_shard(model)
     names = dict(model.named_parameters())
-    optimizer = build_optimizer(Muon(type="muon", learning_rate=0.1), names, {"0.weight", "1.weight"})
+    matrices = {name: parameter.shape for name, parameter in names.items() if parameter.ndim == 2}
+    optimizer = build_optimizer(Muon(type="muon", learning_rate=0.1), names, matrices)
     for step in range(2):
         model.zero_grad()
         model(torch.randn(16, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
@@ -207,7 +220,7 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_muon_over_sharded_matrices_moves_them_as_over_whole_ones():
-    """FSDP2 on two processes. Sums in another order, then rounded to bfloat16: the moves differ by that, a few percent."""
+    """FSDP2 on two processes, given as the DTensors they are. Sums in another order, then rounded to bfloat16: the moves differ by that, a few percent."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
