@@ -220,7 +220,8 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_muon_over_sharded_matrices_moves_them_as_over_whole_ones():
-    """FSDP2 on two processes, given as the DTensors they are. Sums in another order, then rounded to bfloat16: the moves differ by that, a few percent."""
+    """FSDP2 on two processes, given as the DTensors they are. Sums in another order, then rounded to bfloat16, move each
+    matrix by a few percent of its move."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
