@@ -32,8 +32,12 @@ def _tokenization(recipe: Recipe) -> Settings:
 
 
 def _training(recipe: Recipe) -> Settings:
-    """Epochs change nothing where `max_steps` says when to stop."""
-    without = {"epochs"} if recipe.training.max_steps else None
+    """Epochs change nothing where `max_steps` says when to stop; what came later is left out where it is not used."""
+    unused = {
+        "epochs": recipe.training.max_steps is not None,
+        "head_precision": recipe.training.head_precision == "exact",
+    }
+    without = {name for name, is_unused in unused.items() if is_unused}
     return recipe.training.model_dump(mode="json", exclude=without) | {"loss": recipe.training.loss.settings()}
 
 

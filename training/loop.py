@@ -26,6 +26,7 @@ from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, train_items
 from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
+from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
@@ -59,6 +60,8 @@ class _Tuning:
         folder, parallel = job.inputs["reference_model"].folder, job.compute.parallel
         self.masters = build_masters(folder, self.settings.precision, parallel, group, events)
         demand_exact(self.masters.model, events, self.masters.dtype, training=self.masters.has_dropout)
+        float8 = self.settings.head_precision == "float8"
+        prepare_for_training(self.masters.model, job.compute, events, self.masters.has_dropout, float8)
         objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group)
         self.batches = self._batches()
         self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch

@@ -20,6 +20,7 @@ from training.data.batches import Pairs
 from training.data.packing import Batches, MicroBatch, Positions, Tokens, train_items
 from training.distributed import Group
 from training.model.logprobs import response_logprobs
+from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import build_masters
 from training.stepper import Stepper
@@ -62,6 +63,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     masters = build_masters(job.inputs["base_model"].folder, "float32", job.compute.parallel, group, events)
     demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
+    prepare_for_training(masters.model, job.compute, events, masters.has_dropout)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed

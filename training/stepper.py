@@ -30,7 +30,7 @@ from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
 from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
 from training.distributed import Group
-from training.optim import build_optimizer, schedule_factor, set_learning_rate
+from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
 from training.parallel.masters import Masters
 
 _SHOWN = 8
@@ -81,7 +81,7 @@ class Stepper:
         group: Group,
     ) -> None:
         self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
-        self.optimizer = build_optimizer(settings.optimizer, masters.parameters)
+        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, hidden_matrices(masters.model))
         self._settings, self._group = settings, group
 
     def step(self, step: int, flags: Flags) -> Step:
@@ -92,13 +92,13 @@ class Stepper:
         started = time.perf_counter()
         count = self.objective.count(self.batches.batch(step))
         agreed = self._accumulate(step, count, flags)
-        rate = self._settings.optimizer.learning_rate * schedule_factor(self._settings.schedule, step, self.steps)
-        self._apply(agreed.norm, rate)
+        factor = schedule_factor(self._settings.schedule, step, self.steps)
+        self._apply(agreed.norm, factor)
         seconds = time.perf_counter() - started
         means = {name: value / count for name, value in zip(self.objective.names, agreed.sums, strict=True)}
         metrics = {
             "grad_norm": agreed.norm,
-            "learning_rate": rate,
+            "learning_rate": self._settings.optimizer.learning_rate * factor,
             "tokens_per_second": self.batches.tokens(step) / seconds,
             "peak_memory_mb": agreed.memory_mb,
         }
@@ -161,9 +161,9 @@ class Stepper:
             f"Look at these rows, or lower `optimizer.learning_rate` or `max_grad_norm`"
         )
 
-    def _apply(self, norm: float, rate: float) -> None:
+    def _apply(self, norm: float, factor: float) -> None:
         self.masters.clip_(norm, self._settings.max_grad_norm)
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.optimizer, factor)
         self.optimizer.step()
         self.masters.publish()
 

@@ -17,9 +17,9 @@ from torch.nn import Parameter
 from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
-from training.contract.recipe import Optimizer
+from training.contract.recipe import AdamW
 from training.distributed import Group
-from training.optim import build_optimizer
+from training.optim import Optimizers, build_optimizer
 from training.pieces import Held, PieceReader, piece_of, write_pieces
 from training.saver import Saver
 
@@ -45,7 +45,7 @@ class Toy:
         whole["b"] = torch.arange(4.0)
         rows = {n: slice(self.held(n).first, self.held(n).first + self.held(n).rows) for n in SHAPES}
         self.parameters = {name: Parameter(whole[name][rows[name]] + self.fill) for name in SHAPES}
-        self.optimizer = build_optimizer(Optimizer(learning_rate=0.1), self.parameters)
+        self.optimizer = build_optimizer(AdamW(learning_rate=0.1), self.parameters, {})
         for parameter in self.parameters.values():
             parameter.grad = parameter.detach() + 1
         self.optimizer.step()
@@ -263,8 +263,8 @@ def test_a_full_disk_at_the_manifest_commits_nothing(tmp_path: Path, room: Any):
 def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
     """Two steps, state through `optimizer_tensors`, two more: the same bits as four steps."""
     straight, first, second = ({"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))} for _ in "123")
-    settings = Optimizer(learning_rate=0.1, weight_decay=0.1)
-    optimizers = [build_optimizer(settings, parameters) for parameters in (straight, first, second)]
+    settings = AdamW(learning_rate=0.1, weight_decay=0.1)
+    optimizers = [build_optimizer(settings, parameters, {}) for parameters in (straight, first, second)]
     take(optimizers[0], straight, range(4))
     take(optimizers[1], first, range(2))
     restore_optimizer(optimizers[2], {name: t.clone() for name, t in optimizer_tensors(optimizers[1]).items()})
@@ -274,7 +274,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
     assert all(torch.equal(straight[name], second[name]) for name in straight)
 
 
-def take(optimizer: torch.optim.Optimizer, parameters: dict[str, Parameter], steps: range) -> None:
+def take(optimizer: Optimizers, parameters: dict[str, Parameter], steps: range) -> None:
     for step in steps:
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, gradient(step))
@@ -287,7 +287,7 @@ def gradient(step: int) -> float:
 
 def test_the_state_of_an_optimizer_is_named_after_its_parameters():
     parameters = {"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))}
-    optimizer = build_optimizer(Optimizer(), parameters)
+    optimizer = build_optimizer(AdamW(), parameters, {})
     take(optimizer, parameters, range(1))
     names = {f"{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in parameters}
     assert set(optimizer_tensors(optimizer)) == names

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from training.contract.errors import TrainingError
+from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter, read_events
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
@@ -234,6 +235,55 @@ def test_dropout_is_on_in_training_only_and_repeats(tmp_path, world_builder):
     assert tune(first).fingerprint == tune(again).fingerprint
     assert told(first, "eval")[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert losses(first)[0] != pytest.approx(math.log(2), abs=1e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path, world_builder, dropout: float):
+    world = world_builder(tmp_path, attention_dropout=dropout)
+    usual = world.job("policy", settings(), "usual")
+    smaller = world.job("policy", settings(), "smaller", activation_checkpointing=True)
+    assert tune(smaller).fingerprint == tune(usual).fingerprint
+    assert losses(smaller) == losses(usual)
+
+
+@pytest.mark.slow
+def test_compiled_it_learns_the_same(tmp_path, world_builder):
+    """Dropout too: warming up draws random numbers, and the first step draws those it would have drawn without."""
+    world = world_builder(tmp_path, attention_dropout=0.2)
+    usual = world.job("policy", settings(), "usual")
+    compiled = world.job("policy", settings(), "compiled", compile=True)
+    tune(usual)
+    tune(compiled)
+    assert losses(compiled) == pytest.approx(losses(usual), abs=1e-5)
+    assert [e["eval/loss"] for e in told(compiled, "eval")] == pytest.approx(
+        [e["eval/loss"] for e in told(usual, "eval")], abs=1e-5
+    )
+    phases = [e["phase"] for e in told(compiled, "phase")]
+    assert phases.index("compiling") < phases.index("proof of step 0") < phases.index("training")
+
+
+def test_a_head_of_eight_bits_is_refused_on_a_device_without(tiny_world):
+    job = tiny_world.job("policy", settings(precision="bfloat16", head_precision="float8"))
+    with pytest.raises(ModelError, match=r"`training.head_precision: float8` needs a GPU .* on the device cpu"):
+        tune(job)
+
+
+MUON = {"type": "muon", "learning_rate": 1e-3, "adamw": {"learning_rate": 1e-3}}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_muon_learns_and_is_taken_up_again_to_the_last_bit(tiny_world, precision: str):
+    """The checkpoint of step 12 is taken away after the run: the one of step 6 leads to the same policy."""
+    job = tiny_world.job("policy", settings(optimizer=MUON, precision=precision), checkpoint_every=6)
+    made = tune(job)
+    course = losses(job)
+    assert course[-1] < course[0] - 0.1
+    momenta = load_file(next(job.checkpoints.rglob("step-00000006/optimizer.safetensors")))
+    assert {name.split("/")[0] for name in momenta if "q_proj" in name} == {"momentum_buffer"}
+    assert {name.split("/")[0] for name in momenta if "embed" in name} == {"exp_avg", "exp_avg_sq", "step"}
+    shutil.rmtree(next(job.checkpoints.rglob("step-00000012")))
+    assert tune(job).fingerprint == made.fingerprint
+    assert losses(job) == course
 
 
 def test_the_policy_loads_again(tiny_world):

@@ -54,7 +54,7 @@ from tests.workflows.edits import (
 )
 from tests.workflows.in_process import PAIRS, Ground, services_in, write_inputs
 from training.contract.loss import Divergence, Term
-from training.contract.recipe import Recipe
+from training.contract.recipe import AdamW, Recipe
 from workflows.execution import materialize
 from workflows.lineage import outlook, status
 from workflows.plan import plan
@@ -143,6 +143,9 @@ COMPUTE = {
     **{"parallel": "hsdp", "device": "auto", "evaluate_every": 1},
     **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1},
 }
+FASTER = {"activation_checkpointing": True, "compile": True}
+MUON = {"type": "muon", "momentum": 0.9, "nesterov": False, "ns_steps": 4, "adjust_lr": "original"}
+MUON |= {f"adamw.{name}": value for name, value in AdamW(learning_rate=1e-3).model_dump(mode="json").items()}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. ... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
@@ -213,6 +216,7 @@ TABLE: dict[str, Row] = {
     "tuned: betas": Row(field("reference.sft.optimizer.betas", [0.8, 0.99]), NEW_REFERENCE, ALL, "tuned"),
     "tuned: eps": Row(field("reference.sft.optimizer.eps", 1e-4), NEW_REFERENCE, ALL, "tuned"),
     "tuned: weight_decay": Row(field("reference.sft.optimizer.weight_decay", 0.1), NEW_REFERENCE, ALL, "tuned"),
+    "tuned: muon": Row(fields("reference.sft.optimizer", MUON), NEW_REFERENCE, ALL, "tuned"),
     "tuned: schedule": Row(field("reference.sft.schedule.type", "constant"), NEW_REFERENCE, ALL, "tuned"),
     "tuned: warmup_ratio": Row(field("reference.sft.schedule.warmup_ratio", 0.9), NEW_REFERENCE, ALL, "tuned"),
     "tuned: max_grad_norm": Row(field("reference.sft.max_grad_norm", 1e-6), NEW_REFERENCE, ALL, "tuned"),
@@ -234,6 +238,7 @@ TABLE: dict[str, Row] = {
     "betas": Row(field("training.optimizer.betas", [0.8, 0.99]), NEW_TRAINING, 0),
     "eps": Row(field("training.optimizer.eps", 1e-4), NEW_TRAINING, 0),
     "weight_decay": Row(field("training.optimizer.weight_decay", 0.1), NEW_TRAINING, 0),
+    "muon": Row(fields("training.optimizer", MUON), NEW_TRAINING, 0),
     "schedule": Row(field("training.schedule.type", "constant"), NEW_TRAINING, 0),
     "warmup_ratio": Row(field("training.schedule.warmup_ratio", 0.9), NEW_TRAINING, 0),
     "max_grad_norm": Row(field("training.max_grad_norm", 1e-6), NEW_TRAINING, 0),
@@ -246,6 +251,7 @@ TABLE: dict[str, Row] = {
     "min_accuracy": Row(field("release.gate.min_accuracy", 0.1), NEW_RELEASE, 0),
     # How and when it is run
     "two ranks": Row(field("compute.processes_per_node", 2), NOTHING),
+    "less memory, compiled": Row(fields("compute", FASTER), NOTHING),
     "all else of compute": Row(fields("compute", COMPUTE), NOTHING),
     "automation": Row(fields("automation", AUTOMATION), NOTHING),
     "recipe in other words": Row(edits.rewrite_recipe, NOTHING),
@@ -280,7 +286,7 @@ ELSEWHERE = {
     **dict.fromkeys((f"training.loss.{name}" for name in ("gamma", "tau")), "belongs to another type of loss"),
     **dict.fromkeys((f"training.loss.of.{name}" for name in Term.model_fields), "belongs to a mixture"),
     **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),
-    **dict.fromkeys(("training.optimizer.type", "reference.sft.optimizer.type"), "has one value"),
+    "training.head_precision": "needs a GPU",
     **dict.fromkeys(("release.gate.type", "compute.nodes"), "has one value"),
 }
 
@@ -298,15 +304,18 @@ def test_every_field_of_the_recipe_is_in_the_table() -> None:
 def field_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The dotted names of all fields that are no sections themselves, also of sections in lists or that may be absent."""
     for name, about in section.model_fields.items():
-        inner = [kind for kind in (about.annotation, *get_args(about.annotation)) if _is_section(kind)]
-        if inner:
-            yield from field_names(inner[0], f"{prefix}{name}.")
-        else:
+        inner = sections(about.annotation)
+        for section_type in inner:
+            yield from field_names(section_type, f"{prefix}{name}.")
+        if not inner:
             yield f"{prefix}{name}"
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def sections(kind: Any) -> list[type[BaseModel]]:
+    """The sections a field may hold: one, one of several types, or none; alone or in a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for part in get_args(kind) for section in sections(part)]
 
 
 @pytest.mark.parametrize("name", TABLE)

@@ -8,7 +8,7 @@ fingerprint; neither are paths, since what counts is the bytes they lead to.
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, WithJsonSchema, model_validator
+from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
 
 from training.contract.fields import (
     TWO_NUMBERS,
@@ -66,12 +66,58 @@ class Tokenization(Section):
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
 
 
-class Optimizer(Section):
+def _without(given: Any, foreign: set[str], why: str) -> Any:
+    if isinstance(given, dict) and (found := foreign & given.keys()):
+        raise ValueError(f"`{min(found)}` {why}")
+    return given
+
+
+class AdamW(Section):
+    """Decoupled weight decay with adaptive moments (Loshchilov and Hutter 2019), for every parameter."""
+
     type: Literal["adamw"] = "adamw"
     learning_rate: Positive = 5e-7
     betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(TWO_NUMBERS)] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NonNegative = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_muon(cls, given: Any) -> Any:
+        return _without(given, {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}, "belongs to `type: muon`")
+
+
+class Muon(Section):
+    """Orthogonalized momentum (Jordan 2024) for the matrices of the layers, and `adamw` for all the rest.
+
+    `adjust_lr: match_rms_adamw` scales an update to the size AdamW's has, so both take the same learning rate (Liu et al.
+    2025); `original` scales it by the root of rows / columns, where a matrix has more rows than columns.
+    """
+
+    type: Literal["muon"]
+    learning_rate: Positive = 5e-7
+    weight_decay: NonNegative = 0.0
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    adamw: AdamW = AdamW()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_adamw(cls, given: Any) -> Any:
+        return _without(given, {"betas", "eps"}, "is AdamW's: write it under `adamw:`")
+
+
+def _optimizer_type(given: Any) -> Any:
+    """The `type` that is written or, where none is, that of a recipe from before there was a choice."""
+    return given.get("type", "adamw") if isinstance(given, dict) else getattr(given, "type", None)
+
+
+Optimizer = Annotated[
+    Annotated[AdamW, Tag("adamw")] | Annotated[Muon, Tag("muon")],
+    Discriminator(_optimizer_type),
+]
 
 
 class Schedule(Section):
@@ -87,7 +133,7 @@ class SupervisedTuning(Section):
     epochs: Count = 1
     batch_size: Count = 32
     micro_tokens: Count = 16384
-    optimizer: Optimizer = Optimizer(learning_rate=2e-5)
+    optimizer: Optimizer = AdamW(learning_rate=2e-5)
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
     seed: int = 0
@@ -107,12 +153,19 @@ class Training(Section):
     max_steps: Count | None = None
     batch_size: Count = 64
     micro_tokens: Count = 16384
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = AdamW()
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
     precision: Dtype = "float32"
+    head_precision: Literal["exact", "float8"] = "exact"
     adapter: None = None
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _float8_of_bfloat16(self) -> Self:
+        if self.head_precision == "float8" and self.precision != "bfloat16":
+            raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
+        return self
 
 
 class Evaluation(Section):
@@ -139,6 +192,8 @@ class Compute(Section):
     nodes: Literal[1] = 1
     parallel: Parallel = "auto"
     device: DeviceName = "auto"
+    activation_checkpointing: bool = False
+    compile: bool = False
     evaluate_every: Count = 50
     checkpoint_every: Count = 50
     keep_checkpoints: Count = 2

@@ -14,12 +14,17 @@ largest thing of a training step. So the vocabulary is walked in tiles of a fixe
 On demand the same walk adds up the squared probabilities of the vocabulary, without gradient: `sum(p**2)`, the chance that
 two draws collide, is what WPO measures a token's log-prob against.
 
+The products of 1 and of the hidden states' gradient in 2 may be those of 8-bit floats (float8.py), and what is done to each
+element of a tile may be compiled; both are off unless a model was prepared for it (prepare.py).
+
 Logits rounded to bfloat16 put the summed log-prob of 400 tokens half a nat off; float32 tiles of the same operands do not.
 Blockwise log-sum-exp is that of online softmax (Milakov and Gimelshein 2018); never storing the logits is the idea of
 Cut Cross-Entropy (Wijmans et al. 2024).
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -29,11 +34,21 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
+from training.model.float8 import float8_product
 
 # A processor's tile should stay near its caches and off the allocator's slow path for large blocks; a GPU's should be
 # large enough to fill it. What is kept saves a quarter of the head's work, for memory.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 KEPT_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+HEAD_OPTIONS = "head_options"  # the attribute by which a prepared model carries them
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """How tiles are computed: with products of 8-bit floats where gradients are wanted, by compiled functions."""
+
+    float8: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,7 @@ class Head:
     bias_V: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    options: HeadOptions = HeadOptions()
 
 
 @dataclass(frozen=True)
@@ -70,7 +86,8 @@ def head_of(model: PreTrainedModel) -> Head:
     multiplier = getattr(config, "logit_scale", None)
     divisor = getattr(config, "logits_scaling", None)
     scale = (1.0 if multiplier is None else multiplier) / (1.0 if divisor is None else divisor)
-    return Head(head.weight, head.bias, scale, getattr(config, "final_logit_softcapping", None))
+    options = getattr(model, HEAD_OPTIONS, HeadOptions())
+    return Head(head.weight, head.bias, scale, getattr(config, "final_logit_softcapping", None), options)
 
 
 def token_logprobs(hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None) -> Tensor:
@@ -92,6 +109,8 @@ def _walk(
 ) -> tuple[Tensor, Tensor | None]:
     budget = budget or Budget.of(hidden_NH.device)
     kept = budget.kept if torch.is_grad_enabled() else 0
+    if not torch.is_grad_enabled():  # what is only scored is compared with the reference, and scored exactly
+        head = replace(head, options=replace(head.options, float8=False))
     found: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(
         hidden_NH, head.weight_VH, head.bias_V, targets_N, head, Budget(budget.tile, kept), with_collisions
     )
@@ -122,9 +141,8 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
             tile_NW = _logits(hidden_NH, weight_VH[start:end], None if bias_V is None else bias_V[start:end], head)
             rows, columns = _inside(targets_N, start, end)
             target_logits_N[rows] = tile_NW[rows, columns]
-            peak_N = tile_NW.amax(dim=1)
-            exps_NW = tile_NW.sub_(peak_N[:, None]).exp_()
-            lse_N = torch.logaddexp(lse_N, peak_N + exps_NW.sum(dim=1).log())
+            exps_NW, peak_N, sums_N = _run(_exponentials, head)(tile_NW)
+            lse_N = torch.logaddexp(lse_N, peak_N + sums_N.log())
             if squares_N is not None:
                 squares_N = torch.logaddexp(squares_N, 2 * (peak_N + exps_NW.norm(dim=1).log()))
             if exps_NW.nbytes <= room:
@@ -152,7 +170,7 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
                 bias_grad[start:end] = exact_NW.sum(dim=0)
             grad_NW = exact_NW.to(hidden_NH.dtype)
             if hidden_grad is not None:
-                _add_product(hidden_grad, grad_NW, weight_VH[start:end])
+                _add_product(hidden_grad, grad_NW, weight_VH[start:end], ctx.head)
             if weight_grad is not None:
                 _write_product(weight_grad[start:end], grad_NW.T, hidden_NH)
             del exact_NW, grad_NW  # else it would still be there while the next one is made
@@ -176,7 +194,7 @@ def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
         grad_NW = _logits(hidden_NH, weight_VH[start:end], None if bias_V is None else bias_V[start:end], head)
         if head.softcap is not None:
             slope_NW = 1 - (grad_NW / head.softcap).square()
-        grad_NW.sub_(lse_N[:, None]).exp_().mul_(-upstream_N[:, None])
+        grad_NW = _run(_pulled_down, head)(grad_NW, lse_N, upstream_N)
     rows, columns = _inside(targets_N, start, end)
     grad_NW[rows, columns] += upstream_N[rows]
     if slope_NW is not None:
@@ -186,12 +204,43 @@ def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
 
 def _logits(hidden_NH: Tensor, weight_WH: Tensor, bias_W: Tensor | None, head: Head) -> Tensor:
     """One tile of logits, in the wide dtype; the caller may write into it."""
-    tile_NW = _product(hidden_NH, weight_WH.T)
+    tile_NW = float8_product(hidden_NH, weight_WH.T) if head.options.float8 else _product(hidden_NH, weight_WH.T)
     if bias_W is not None:
         tile_NW.add_(bias_W)
     if head.scale != 1:
         tile_NW.mul_(head.scale)
     return tile_NW if head.softcap is None else tile_NW.div_(head.softcap).tanh_().mul_(head.softcap)
+
+
+def _exponentials(tile_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`exp(logit - peak)`, in place of the logits, with the peak and the sum of each row."""
+    peak_N = tile_NW.amax(dim=1)
+    exps_NW = tile_NW.sub_(peak_N[:, None]).exp_()
+    return exps_NW, peak_N, exps_NW.sum(dim=1)
+
+
+def _pulled_down(tile_NW: Tensor, lse_N: Tensor, upstream_N: Tensor) -> Tensor:
+    """`-softmax * upstream`, in place of the logits."""
+    return tile_NW.sub_(lse_N[:, None]).exp_().mul_(-upstream_N[:, None])
+
+
+def _run(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
+    return _compiled(function) if head.options.compiled else function
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One kernel that passes over a tile as seldom as it can; tiles of all sizes share it."""
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
+    return compiled
+
+
+def compile_tiles(device: torch.device, dtype: torch.dtype) -> None:
+    """Compile what compiled heads run on tiles of operands of `dtype`, whether they keep them or compute them again."""
+    tile_NW = torch.zeros(3, 5, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    with torch.no_grad():
+        exps_NW, peak_N, sums_N = _compiled(_exponentials)(tile_NW)
+        _compiled(_pulled_down)(exps_NW, sums_N, peak_N)
 
 
 def _wide(operand: Tensor) -> torch.dtype:
@@ -209,8 +258,10 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.to(wide) @ right.to(wide)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == total.dtype:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, head: Head) -> None:
+    if head.options.float8:
+        total.add_(float8_product(left, right))
+    elif left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
         total.add_(_product(left, right))

@@ -32,7 +32,7 @@ def demand_exact(
     """
     if reason := refusal(model, training):
         events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
-    groups = _groups(model.config.vocab_size)
+    groups = tiny_groups(model.config.vocab_size)
     sequences = [sequence for group in groups for sequence in group]
     mode = model.training
     with torch.no_grad():
@@ -52,7 +52,8 @@ def demand_exact(
         )
 
 
-def _groups(vocabulary: int) -> list[list[TokenSequence]]:
+def tiny_groups(vocabulary: int) -> list[list[TokenSequence]]:
+    """Groups of sequences of made-up tokens, each with a prompt in common; the same ones every time."""
     random = torch.Generator().manual_seed(0)
     groups = []
     for prompt, responses in _GROUPS:

@@ -8,7 +8,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from training.contract.loss import Loss
-from training.contract.recipe import Recipe
+from training.contract.recipe import AdamW, Recipe
 
 SHORT: dict[str, Any] = {
     "data": {"sources": [{"path": "preferences.jsonl"}]},
@@ -47,7 +47,7 @@ def test_a_number_is_a_number_however_it_is_written(text):
 
 
 def test_the_schema_takes_numbers_as_text_too():
-    schema = Recipe.model_json_schema()["$defs"]["Optimizer"]["properties"]["learning_rate"]
+    schema = Recipe.model_json_schema()["$defs"]["AdamW"]["properties"]["learning_rate"]
     assert {"number", "string"} == {kind["type"] for kind in schema["anyOf"]}
 
 
@@ -84,6 +84,14 @@ MISTAKES = [
     ("training: {loss: {divergence: {type: alpha}}}", "training.loss.divergence", "which needs it"),
     ("training: {schedule: {warmup_ratio: 1}}", "training.schedule.warmup_ratio", "less than 1"),
     ("training: {precision: float16}", "training.precision", "'float32' or 'bfloat16'"),
+    ("training: {optimizer: {type: sgd}}", "training.optimizer", "expected tags: 'adamw', 'muon'"),
+    ("training: {optimizer: {learning_rate: 0}}", "training.optimizer.adamw.learning_rate", "greater than 0"),
+    ("training: {optimizer: {momentum: 0.9}}", "training.optimizer.adamw", "`momentum` belongs to `type: muon`"),
+    ("training: {optimizer: {type: muon, eps: 1}}", "training.optimizer.muon", "`eps` is AdamW's: .* under `adamw:`"),
+    ("training: {optimizer: {type: muon, momentum: 1}}", "training.optimizer.muon.momentum", "less than 1"),
+    ("training: {optimizer: {type: muon, ns_steps: 0}}", "training.optimizer.muon.ns_steps", "greater than or equal"),
+    ("training: {optimizer: {type: muon, adjust_lr: none}}", "training.optimizer.muon.adjust_lr", "'original'"),
+    ("training: {head_precision: float8}", "training", "float8` needs `precision: bfloat16`, not float32"),
     ("data: {sources: []}", "data.sources", "at least 1"),
     ("data: {sources: [{}]}", "data.sources.0", "exactly one of `path`"),
     ("data: {sources: [{path: a, hub: b/c}]}", "data.sources.0", "exactly one of `path`"),
@@ -159,6 +167,29 @@ def test_a_loss_says_what_it_needs(text, needs):
         "batch": loss.depends_on_batch,
     }
     assert [name for name, answer in answers.items() if answer] == needs.split()
+
+
+def test_an_optimizer_is_adamw_unless_it_says_so():
+    """Recipes from before there was a choice, and resolved ones, mean what they meant."""
+    old = {"learning_rate": 1e-5, "weight_decay": 0.1}
+    read = recipe(f"training: {{optimizer: {old}}}").training.optimizer
+    assert read == AdamW(**old)
+    assert list(read.model_dump()) == ["type", "learning_rate", "betas", "eps", "weight_decay"]
+
+
+def test_muon_takes_the_defaults_of_the_documentation():
+    made = recipe("training: {optimizer: {type: muon, learning_rate: 1e-4, adamw: {eps: 1e-6}}}")
+    assert made.training.optimizer.model_dump(mode="json") == {
+        "type": "muon",
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "adjust_lr": "match_rms_adamw",
+        "adamw": {"type": "adamw", "learning_rate": 5e-7, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0.0},
+    }
+    assert Recipe.model_validate(made.model_dump(mode="json")) == made
 
 
 def test_a_recipe_cannot_be_changed():

@@ -187,6 +187,19 @@ def test_it_holds_one_tile_the_gradients_and_a_few_numbers_a_row(kept_tiles: int
     assert rows * vocabulary * 4 > 20 * tile, "all the logits would be far more"
 
 
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_the_gradient_of_what_is_frozen_is_not_computed(frozen: str):
+    """20,000 x 32 weights against 300 rows: whichever gradient is not wanted, its memory is not taken."""
+    hidden, weight = torch.randn(300, 32), torch.randn(20_000, 32)
+    (hidden if frozen == "weight" else weight).requires_grad_()
+    found = token_logprobs(hidden, torch.randint(20_000, (300,)), Head(weight), Budget(1 << 20, 0))
+    with Memory() as backward:
+        found.sum().backward()
+    wanted = hidden.nbytes if frozen == "weight" else weight.nbytes
+    assert wanted < backward.peak <= (1 << 20) + wanted + 300 * 20 * 4
+    assert weight.nbytes > 1 << 21
+
+
 def test_without_gradients_nothing_is_kept():
     hidden, weight, _, targets = operands(rows=200)
     with Memory() as memory, torch.no_grad():
