@@ -32,6 +32,7 @@ from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, decode, spread_prompts
 from training.held_out import HeldOut, evaluate_pairs
+from training.model.adapter import load_policy
 from training.model.load import load_model
 from training.model.selfcheck import demand_exact
 from training.report import Report, Sample, WorstPair, render
@@ -48,7 +49,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     shown = spread_prompts(pairs, positions_V, job.settings["samples"])
     prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
 
-    policy = load_model(job.inputs["policy"].folder, reference.dtype, group.device)
+    policy = load_policy(job.inputs["policy"], job.inputs["reference_model"], reference.dtype, group.device)
     demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
     loss = Loss.model_validate(job.settings["loss"])

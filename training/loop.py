@@ -4,7 +4,8 @@
     prove     before the first step, on the first batch, on pairs spread over the others and on those held out, the loss is
               that of zero margin, and each log-prob that of the table (training.proof)
     train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
-    save      a Hugging Face folder in the precision that was trained, with the tokenizer and an account of the run
+    save      a Hugging Face folder in the precision that was trained, or its adapter alone, with the tokenizer and an
+              account of the run
 
 The same code runs in one process or in many; results differ by rounding only.
 """
@@ -55,7 +56,8 @@ class _Tuning:
         self.settings = Training.model_validate(job.settings)
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(self.pairs))
-        self.masters = Masters(job.inputs["reference_model"].folder, self.settings.precision, group.device)
+        settings, folder = self.settings, job.inputs["reference_model"].folder
+        self.masters = Masters(folder, settings.precision, group.device, settings.adapter, settings.seed)
         demand_exact(self.masters.model, events, training=self.masters.has_dropout)
         objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group.device)
         self.batches = self._batches()
@@ -77,7 +79,7 @@ class _Tuning:
         if not self.group.is_main:
             return Made(fingerprint="")
         with self.trainer.timed("saving"):
-            fingerprint = write_model(self.job, self.masters)
+            fingerprint = write_model(self.job, self.masters, self.settings.adapter)
         account = self._account()
         written = {"training.json": self.job.settings, "recipe.json": self.job.recipe, "metrics.json": account}
         for name, content in written.items():

@@ -5,6 +5,8 @@ loaded just as a bfloat16 reference is, so that both compute the same log-probs 
 micro-batch are added to the float32 buffer, and after an optimizer step the masters are rounded into the copy.
 There is no autocast: it would run the norms and the residual stream in float32, which the reference does not do.
 
+Of a model with an adapter only the adapter has masters, and gradients; the rest is frozen and there once.
+
 All gradients lie in one flat float32 tensor, and each master's `.grad` is a view of it. So the exchange among ranks is
 one sum, the norm is one norm, and clipping one product. It is why torch's DistributedDataParallel is not used: that
 reduces inside the last backward pass, and a rank without a pair in this step has none. What is lost is the overlap of
@@ -19,7 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.contract.recipe import Dtype
+from training.contract.recipe import Adapter, Dtype
+from training.model.adapter import add_adapter
 from training.model.load import load_model
 
 _MANTISSA_ROOM = 1e-6
@@ -27,22 +30,36 @@ _PIECE = 1 << 16
 
 
 class Masters:
-    """`model` runs, `parameters` are what the optimizer steps, `gradient_N` holds all their gradients in a row."""
+    """`model` runs, `parameters` are what the optimizer steps, `gradient_N` holds all their gradients in a row.
 
-    def __init__(self, folder: Path, precision: Dtype, device: torch.device) -> None:
+    With an `adapter` it is a new one, which follows from `seed`, that is trained.
+    """
+
+    def __init__(
+        self, folder: Path, precision: Dtype, device: torch.device, adapter: Adapter | None = None, seed: int = 0
+    ) -> None:
         self.model: PreTrainedModel = load_model(folder, precision, device)
+        if adapter is not None:
+            add_adapter(self.model, adapter, seed)
         self._copied = precision != "float32"
-        source = load_model(folder, "float32", device) if self._copied else self.model
-        self.parameters: dict[str, Parameter] = dict(source.named_parameters())
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if self._copied and adapter is None:
+            trained = dict(load_model(folder, "float32", device).named_parameters())
+        elif self._copied:  # it was made in this precision: there are no more digits to be had
+            trained = {name: Parameter(running.detach().float()) for name, running in trained.items()}
+        self.parameters: dict[str, Parameter] = trained
         total = sum(p.numel() for p in self.parameters.values())
         self.gradient_N = torch.zeros(total, dtype=torch.float32, device=device)
         self._attach_gradients()
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the model's config asks for any dropout: only then is there a training mode that differs."""
+        """Whether the model's config or the adapter asks for any dropout: only then is there a training mode that differs."""
         fields = self.model.config.to_dict().items()
-        return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields)
+        layers = (module for module in self.model.modules() if isinstance(module, torch.nn.Dropout))
+        return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields) or any(
+            layer.p > 0 for layer in layers
+        )
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole gradient, from those of its pieces: one float32 sum of millions of squares is 1e-3 off."""
@@ -57,8 +74,8 @@ class Masters:
         """Round the masters into the running copy, where there is one."""
         if self._copied:
             with torch.no_grad():
-                for name, running in self.model.named_parameters():
-                    running.copy_(self.parameters[name])
+                for name, master in self.parameters.items():
+                    self.model.get_parameter(name).copy_(master)
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Take the weights of a checkpoint."""

@@ -16,9 +16,11 @@ from typing import Any
 from training.checkpoint import Checkpoint, Checkpoints, optimizer_tensors, restore_optimizer
 from training.contract.events import EventWriter, Progress
 from training.contract.job import Job
-from training.contract.weights import weights_fingerprint, weights_identity
+from training.contract.recipe import Adapter
+from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
 from training.distributed import Group
 from training.masters import Masters
+from training.model.adapter import merge_adapter, save_adapter
 from training.model.load import save_model
 from training.stepper import Stepper
 
@@ -105,8 +107,16 @@ class Trainer:
             self._checkpoints.save(Checkpoint(step, weights, optimizer_tensors(self._stepper.optimizer), self.facts))
 
 
-def write_model(job: Job, masters: Masters) -> str:
-    """Write the model that ran, with its tokenizer, as a Hugging Face folder into `job.staging`; its fingerprint."""
-    save_model(masters.model, job.staging)
+def write_model(job: Job, masters: Masters, adapter: Adapter | None = None) -> str:
+    """Write the model that ran, or its adapter alone, with the tokenizer into `job.staging`; gives its fingerprint.
+
+    The folder is one of Hugging Face, or of peft. An adapter that is merged is part of the model from then on.
+    """
     shutil.copytree(job.inputs["tokenized_pairs"].folder / "tokenizer", job.staging, dirs_exist_ok=True)
+    if adapter is not None and not adapter.is_merged:
+        save_adapter(masters.model, job.staging)
+        return adapter_fingerprint(job.staging, job.inputs["reference_model"].fingerprint)
+    if adapter is not None:
+        merge_adapter(masters.model)
+    save_model(masters.model, job.staging)
     return weights_fingerprint(weights_identity(job.staging))

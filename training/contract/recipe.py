@@ -107,6 +107,25 @@ class Loss(Section):
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(_NUMERIC)] = 0.0
 
 
+class Adapter(Section):
+    """Low-rank adaptation (LoRA, Hu et al. 2021): weights stay frozen, `alpha / rank * B A` is trained beside each target.
+
+    The names are those of peft's LoraConfig without the prefix; a target is the last part, or more, of a linear layer's name.
+    """
+
+    type: Literal["lora"] = "lora"
+    rank: Count = 16
+    alpha: Count = 32
+    dropout: Fraction = 0.0
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    export: Literal["merged", "adapter"] = "merged"
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the policy is written as one plain model; else as the adapter alone, which needs its base."""
+        return self.export == "merged"
+
+
 class Training(Section):
     loss: Loss = Loss()
     start_from: Literal["reference"] = "reference"
@@ -118,7 +137,7 @@ class Training(Section):
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
     precision: Dtype = "float32"
-    adapter: None = None
+    adapter: Adapter | None = None
     seed: int = 0
 
 
