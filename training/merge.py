@@ -1,6 +1,6 @@
 """The `merge` job: a policy that is an adapter becomes one plain model, for those who cannot or need not know of adapters.
 
-It is added up as training does it that exports a merged policy, from the same numbers, so both give the same model.
+It is added up as by training that exports a merged policy, and from the same numbers.
 """
 
 from training.contract.events import EventWriter

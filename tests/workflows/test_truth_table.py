@@ -138,6 +138,7 @@ ALL = PAIRS * 2
 CAPITAL = edits.conversation("What is the capital of Utopia?", "Amaurot.", "It is Paris, I am sure.")
 RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is the Rhine, I am sure.")
 COMPUTE = {"parallel": "ddp", "device": "auto", "evaluate_every": 1, "checkpoint_every": 1}
+ADAPTER = {"rank": 2, "alpha": 4, "dropout": 0.1, "target_modules": ["q_proj"], "export": "adapter"}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. ... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
@@ -232,6 +233,7 @@ TABLE: dict[str, Row] = {
     "max_grad_norm": Row(field("training.max_grad_norm", 1e-6), NEW_TRAINING, 0),
     "precision": Row(field("training.precision", "bfloat16"), NEW_TRAINING, 0),
     "seed": Row(field("training.seed", 1), NEW_TRAINING, 0),
+    "adapter": Row(fields("training.adapter", ADAPTER), NEW_TRAINING, 0),
     # Evaluation and release
     "samples": Row(field("evaluation.samples", 2), NEW_EVALUATION, 0),
     "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
@@ -269,7 +271,7 @@ ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "reference.model": "a moved model",
     **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
-    **dict.fromkeys(("training.start_from", "training.adapter", "training.loss.type"), "has one value"),
+    **dict.fromkeys(("training.start_from", "training.adapter.type", "training.loss.type"), "has one value"),
     **dict.fromkeys(("training.optimizer.type", "reference.sft.optimizer.type"), "has one value"),
     **dict.fromkeys(("release.gate.type", "compute.nodes"), "has one value"),
 }

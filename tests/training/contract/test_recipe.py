@@ -38,6 +38,19 @@ def test_a_short_recipe_is_completed():
     assert Recipe.model_validate(made.model_dump(mode="json")) == made, "a resolved recipe resolves to itself"
 
 
+def test_without_an_adapter_a_recipe_is_what_it_was_before_there_were_any():
+    """Its key is sha256 of this, so it must stay `null`; an adapter is completed like everything else."""
+    assert recipe("training: {}").training.model_dump(mode="json")["adapter"] is None
+    assert recipe("training: {adapter: {type: lora}}").training.model_dump(mode="json")["adapter"] == {
+        "type": "lora",
+        "rank": 16,
+        "alpha": 32,
+        "dropout": 0.0,
+        "target_modules": "all-linear",
+        "export": "merged",
+    }
+
+
 @pytest.mark.parametrize("text", ["5e-7", "5.0e-7", "0.0000005", "5E-7", "'5e-7'"])
 def test_a_number_is_a_number_however_it_is_written(text):
     """YAML 1.1 reads `5e-7`, without a point, as text."""
@@ -61,6 +74,16 @@ MISTAKES = [
     ("training: {loss: {label_smoothing: 0.5}}", "training.loss.label_smoothing", "less than 0.5"),
     ("training: {schedule: {warmup_ratio: 1}}", "training.schedule.warmup_ratio", "less than 1"),
     ("training: {precision: float16}", "training.precision", "'float32' or 'bfloat16'"),
+    ("training: {adapter: {rank: 0}}", "training.adapter.rank", "greater than or equal to 1"),
+    ("training: {adapter: {dropout: 1}}", "training.adapter.dropout", "less than 1"),
+    ("training: {adapter: {type: dora}}", "training.adapter.type", "'lora'"),
+    (
+        "training: {adapter: {target_modules: all}}",
+        "training.adapter.target_modules.literal['all-linear']",
+        "'all-linear'",
+    ),
+    ("training: {adapter: {target_modules: []}}", "training.adapter.target_modules.tuple[str, ...]", "at least 1"),
+    ("training: {adapter: {export: gguf}}", "training.adapter.export", "'merged' or 'adapter'"),
     ("data: {sources: []}", "data.sources", "at least 1"),
     ("data: {sources: [{}]}", "data.sources.0", "exactly one of `path`"),
     ("data: {sources: [{path: a, hub: b/c}]}", "data.sources.0", "exactly one of `path`"),
