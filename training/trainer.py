@@ -9,18 +9,20 @@ are all written before it is committed, and on resuming those after it are forgo
 
 import contextlib
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from training.checkpoint import Checkpoint, Checkpoints, optimizer_tensors, restore_optimizer
 from training.contract.events import EventWriter, Progress
-from training.contract.job import Job
+from training.contract.job import Input, Job
 from training.contract.recipe import Adapter
 from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
 from training.distributed import Group
 from training.masters import Masters
-from training.model.adapter import merge_adapter, save_adapter
+from training.model.adapter import save_adapter, write_merged
 from training.model.load import save_model
 from training.stepper import Stepper
 
@@ -110,13 +112,19 @@ class Trainer:
 def write_model(job: Job, masters: Masters, adapter: Adapter | None = None) -> str:
     """Write the model that ran, or its adapter alone, with the tokenizer into `job.staging`; gives its fingerprint.
 
-    The folder is one of Hugging Face, or of peft. An adapter that is merged is part of the model from then on.
+    The folder is one of Hugging Face, or of peft.
     """
     shutil.copytree(job.inputs["tokenized_pairs"].folder / "tokenizer", job.staging, dirs_exist_ok=True)
-    if adapter is not None and not adapter.is_merged:
-        save_adapter(masters.model, job.staging)
-        return adapter_fingerprint(job.staging, job.inputs["reference_model"].fingerprint)
-    if adapter is not None:
-        merge_adapter(masters.model)
-    save_model(masters.model, job.staging)
-    return weights_fingerprint(weights_identity(job.staging))
+    if adapter is None:
+        save_model(masters.model, job.staging)
+        return weights_fingerprint(weights_identity(job.staging))
+    if not adapter.is_merged:
+        return _write_adapter(job, masters, job.staging).fingerprint
+    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
+        return write_merged(_write_adapter(job, masters, Path(folder)), job.inputs["reference_model"], job.staging)
+
+
+def _write_adapter(job: Job, masters: Masters, folder: Path) -> Input:
+    save_adapter(masters.model, masters.model.state_dict(), folder)
+    fingerprint = adapter_fingerprint(folder, job.inputs["reference_model"].fingerprint)
+    return Input(kind="policy", fingerprint=fingerprint, folder=folder)

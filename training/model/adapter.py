@@ -14,6 +14,7 @@ adapter is only ever loaded onto the weights it was trained on: its fingerprint 
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -29,8 +30,14 @@ from training.contract.errors import ModelError
 from training.contract.fingerprint import short
 from training.contract.job import Input
 from training.contract.recipe import Adapter
-from training.contract.weights import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_fingerprint
-from training.model.load import load_model
+from training.contract.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_fingerprint,
+    weights_fingerprint,
+    weights_identity,
+)
+from training.model.load import load_model, save_model
 
 # What peft calls the one adapter of a model, in names of parameters; and what it puts before the names in files.
 _NAME, _FILE_PREFIX = "default", "base_model.model."
@@ -64,9 +71,9 @@ def merge_adapter(model: PreTrainedModel) -> None:
     del model.peft_config
 
 
-def save_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Write the adapter of `model`, in the dtype it runs in, as peft does; no place of a base model is recorded."""
-    tensors = {_file_name(name): tensor.detach().contiguous() for name, tensor in _adapter_tensors(model).items()}
+def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapter of `model` as peft does, from the `weights` of the model; no place of a base model is recorded."""
+    tensors = {_file_name(name): weights[name].detach().contiguous() for name in _adapter_tensors(model)}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[_NAME])
     config.target_modules, config.inference_mode = sorted(config.target_modules), True
@@ -92,10 +99,17 @@ def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.dev
     return model.eval()
 
 
-def adapter_dtype(folder: Path) -> str:
-    """The precision that the adapter in `folder` was trained in."""
-    [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in load_file(folder / ADAPTER_WEIGHTS).values()}
-    return dtype
+def write_merged(policy: Input, base: Input, folder: Path) -> str:
+    """Write the adapter `policy` and `base` as one plain model of the adapter's dtype into `folder`; its fingerprint.
+
+    Always on the host, whose sums are the same everywhere. Raises ModelError as `load_policy` does.
+    """
+    tensors = load_file(policy.folder / ADAPTER_WEIGHTS).values()
+    [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    model = load_policy(policy, base, dtype, torch.device("cpu"))
+    merge_adapter(model)
+    save_model(model, folder)
+    return weights_fingerprint(weights_identity(folder))
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:

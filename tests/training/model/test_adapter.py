@@ -145,7 +145,7 @@ def saved(tmp_path: Path) -> Callable[..., Saved]:
         save_model(build(*MODELS[name]).to(dtype), base)
         adapter.mkdir()
         model = adapted(name, dtype=dtype, **changes)
-        save_adapter(model, adapter)
+        save_adapter(model, model.state_dict(), adapter)
         return base, adapter, model
 
     return save
