@@ -1,8 +1,10 @@
 """The `policy` job: preference tuning of the reference model, from the reference's log-probs in a table.
 
-    load      pairs, table, and the reference model as the policy to be; its log-probs must be those of plain transformers
-    prove     before the first step, on the first batch, on pairs spread over the others and on those held out, the loss is
-              that of zero margin, and each log-prob that of the table (training.proof)
+    load      pairs, table, and the reference model, or the champion, as the policy to be; its log-probs must be those of
+              plain transformers
+    prove     before the first step, on the first batch, on pairs spread over the others and on those held out, the loss of
+              the reference model is that of zero margin, and each log-prob that of the table (training.proof). It is the
+              policy as it starts; where that is the champion, the reference model is loaded for the proof alone
     train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
     save      a Hugging Face folder in the precision that was trained, or its adapter alone, with the tokenizer and an
               account of the run
@@ -13,14 +15,16 @@ The same code runs in one process or in many; results differ by rounding only.
 import json
 import math
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedModel
 
 from training.contract.events import EventWriter
-from training.contract.job import Job
+from training.contract.job import Input, Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Training
+from training.contract.recipe import TrainingSpec
 from training.contract.store import Made
 from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, train_items
@@ -28,6 +32,7 @@ from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
 from training.losses import LOSSES
 from training.masters import Masters
+from training.model.load import load_model
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
 from training.proof import prove_zero_margin, spread
@@ -41,7 +46,7 @@ _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Train the policy and write it into `job.staging`. Raises TrainingError where the run must not go on."""
-    events.phase("loading the reference model as the policy")
+    events.phase("loading the model that becomes the policy")
     tuning = _Tuning(job, group, events)
     tuning.trainer.run(tuning.observe)
     events.phase("saving the policy")
@@ -53,11 +58,12 @@ class _Tuning:
 
     def __init__(self, job: Job, group: Group, events: EventWriter) -> None:
         self.job, self.group, self.events = job, group, events
-        self.settings = Training.model_validate(job.settings)
+        self.settings = TrainingSpec.model_validate(job.settings)
+        self.start = self._start()
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(self.pairs))
-        settings, folder = self.settings, job.inputs["reference_model"].folder
-        self.masters = Masters(folder, settings.precision, group.device, settings.adapter, settings.seed)
+        settings = self.settings
+        self.masters = Masters(self.start.folder, settings.precision, group.device, settings.adapter, settings.seed)
         demand_exact(self.masters.model, events, training=self.masters.has_dropout)
         objective = PreferenceObjective(self.pairs, self.reference, self.settings.loss, group.device)
         self.batches = self._batches()
@@ -69,7 +75,7 @@ class _Tuning:
     def observe(self, step: int) -> None:
         """Held-out metrics when they are due; before the first step the proof as well."""
         if step == 0:
-            self._prove_train_split()
+            self._prove_table()
         if step % self.job.compute.evaluate_every == 0 or step == self.steps:
             self._evaluate(step)
 
@@ -79,7 +85,7 @@ class _Tuning:
         if not self.group.is_main:
             return Made(fingerprint="")
         with self.trainer.timed("saving"):
-            fingerprint = write_model(self.job, self.masters, self.settings.adapter)
+            fingerprint = write_model(self.job, self.masters, self.start, self.settings.adapter)
         account = self._account()
         written = {"training.json": self.job.settings, "recipe.json": self.job.recipe, "metrics.json": account}
         for name, content in written.items():
@@ -88,20 +94,43 @@ class _Tuning:
             shutil.copyfile(self.job.events, staging / "events.jsonl")
         return Made(fingerprint, account)
 
+    def _start(self) -> Input:
+        """What the policy is before the first step: the champion, where the spec names one, or the reference model."""
+        if self.settings.champion is None:
+            return self.job.inputs["reference_model"]
+        folder = Path(self.job.locations["champion"])
+        return Input(kind="champion", fingerprint=self.settings.champion, folder=folder)
+
     def _batches(self) -> Batches:
         settings, items = self.settings, train_items(self.pairs)
         tokens = pair_tokens(self.pairs)
         return Batches(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
 
-    def _prove_train_split(self) -> None:
+    def _prove_table(self) -> None:
+        """The train split; and where the policy starts as another model, so that its evaluation proves nothing, the other."""
         self.events.phase("proof of step 0")
         with self.trainer.timed("proof"):
             loss, first = self.settings.loss, self.batches.batch(1)
+            frozen = self._reference_model()
             self.trainer.facts["step0_expected"] = LOSSES[loss.type].value_at_zero_margin(loss)
-            self.trainer.facts["step0_loss"] = self._prove(self._scored(first), "the first batch")
+            self.trainer.facts["step0_loss"] = self._prove(self._scored(first, frozen), "the first batch")
             others = spread(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
             if len(others):
-                self._prove(self._scored(others), f"{len(others)} pairs spread over those after the first batch")
+                self._prove(
+                    self._scored(others, frozen), f"{len(others)} pairs spread over those after the first batch"
+                )
+            if self._starts_apart and len(self.held_out):
+                self._prove(self._scored(spread(self.held_out, _PROVEN_PAIRS), frozen), "held-out pairs")
+
+    @property
+    def _starts_apart(self) -> bool:
+        return self.start is not self.job.inputs["reference_model"]
+
+    def _reference_model(self) -> PreTrainedModel:
+        """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof."""
+        if not self._starts_apart:
+            return self.masters.model
+        return load_model(self.job.inputs["reference_model"].folder, self.reference.dtype, self.group.device)
 
     def _prove(self, scored: HeldOut, where: str) -> float:
         return prove_zero_margin(scored, self.reference, self.settings, where)
@@ -110,17 +139,17 @@ class _Tuning:
         if not len(self.held_out):
             return
         with self.trainer.timed("evaluation"):
-            scored = self._scored(self.held_out)
-            if step == 0:
+            scored = self._scored(self.held_out, self.masters.model)
+            if step == 0 and not self._starts_apart:
                 self._prove(scored, "the held-out pairs")
         self.trainer.facts["eval"] = scored.metrics()
         self.events.emit("eval", step=step, **scored.metrics())
 
-    def _scored(self, positions: Positions) -> HeldOut:
-        """The pairs under the policy as it is now. Its progress is not shown: it would hide the training's."""
-        self.masters.model.eval()
+    def _scored(self, positions: Positions, model: PreTrainedModel) -> HeldOut:
+        """The pairs under `model` as it is now. Its progress is not shown: it would hide the training's."""
+        model.eval()
         loss, silent = self.settings.loss, EventWriter(None)
-        return evaluate_pairs(self.masters.model, self.pairs, positions, self.reference, loss, self.group, silent)
+        return evaluate_pairs(model, self.pairs, positions, self.reference, loss, self.group, silent)
 
     def _account(self) -> dict[str, Any]:
         """What is told of the run: last metrics on both splits, counts, seconds, and the course of the rewards."""

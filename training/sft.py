@@ -61,5 +61,5 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if not group.is_main:
         return Made(fingerprint="")
     events.phase("saving the reference model")
-    fingerprint = write_model(job, masters)
+    fingerprint = write_model(job, masters, job.inputs["base_model"])
     return Made(fingerprint, trainer.facts | {"pairs": len(batches.items), "world": group.world})

@@ -109,22 +109,21 @@ class Trainer:
             self._checkpoints.save(Checkpoint(step, weights, optimizer_tensors(self._stepper.optimizer), self.facts))
 
 
-def write_model(job: Job, masters: Masters, adapter: Adapter | None = None) -> str:
+def write_model(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
     """Write the model that ran, or its adapter alone, with the tokenizer into `job.staging`; gives its fingerprint.
 
-    The folder is one of Hugging Face, or of peft.
+    The folder is one of Hugging Face, or of peft. `start` is the model that an adapter is one of.
     """
     shutil.copytree(job.inputs["tokenized_pairs"].folder / "tokenizer", job.staging, dirs_exist_ok=True)
     if adapter is None:
         save_model(masters.model, job.staging)
         return weights_fingerprint(weights_identity(job.staging))
     if not adapter.is_merged:
-        return _write_adapter(job, masters, job.staging).fingerprint
+        return _write_adapter(masters, start, job.staging).fingerprint
     with tempfile.TemporaryDirectory(dir=job.folder) as folder:
-        return write_merged(_write_adapter(job, masters, Path(folder)), job.inputs["reference_model"], job.staging)
+        return write_merged(_write_adapter(masters, start, Path(folder)), start, job.staging)
 
 
-def _write_adapter(job: Job, masters: Masters, folder: Path) -> Input:
+def _write_adapter(masters: Masters, start: Input, folder: Path) -> Input:
     save_adapter(masters.model, masters.model.state_dict(), folder)
-    fingerprint = adapter_fingerprint(folder, job.inputs["reference_model"].fingerprint)
-    return Input(kind="policy", fingerprint=fingerprint, folder=folder)
+    return Input(kind="policy", fingerprint=adapter_fingerprint(folder, start.fingerprint), folder=folder)

@@ -271,7 +271,8 @@ ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "reference.model": "a moved model",
     **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
-    **dict.fromkeys(("training.start_from", "training.adapter.type", "training.loss.type"), "has one value"),
+    **dict.fromkeys(("training.adapter.type", "training.loss.type"), "has one value"),
+    "training.start_from": "needs a champion",
     **dict.fromkeys(("training.optimizer.type", "reference.sft.optimizer.type"), "has one value"),
     **dict.fromkeys(("release.gate.type", "compute.nodes"), "has one value"),
 }

@@ -128,7 +128,7 @@ class Adapter(Section):
 
 class Training(Section):
     loss: Loss = Loss()
-    start_from: Literal["reference"] = "reference"
+    start_from: Literal["reference", "champion"] = "reference"
     epochs: Count = 1
     max_steps: Count | None = None
     batch_size: Count = 64
@@ -139,6 +139,21 @@ class Training(Section):
     precision: Dtype = "float32"
     adapter: Adapter | None = None
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _adapter_on_the_reference(self) -> Self:
+        if self.start_from == "champion" and self.adapter is not None and not self.adapter.is_merged:
+            raise ValueError(
+                "`start_from: champion` with `adapter.export: adapter`: such a policy is evaluated as an adapter on the "
+                "reference model, and the champion is another; use `adapter.export: merged`"
+            )
+        return self
+
+
+class TrainingSpec(Training):
+    """The section as it is frozen: with the fingerprint of the champion to start from, where there is one."""
+
+    champion: str | None = None
 
 
 class Evaluation(Section):
@@ -191,6 +206,11 @@ class Recipe(Section):
         if self.automation.on_change and self.reference.model.startswith(own):
             raise ValueError(
                 f"`reference.model: {self.reference.model}` is what this recipe releases, so every promotion would start "
+                "another run; set `automation.on_change: false` and let a `cron` decide"
+            )
+        if self.automation.on_change and self.training.start_from == "champion":
+            raise ValueError(
+                "`training.start_from: champion` starts from what this recipe releases, so every promotion would start "
                 "another run; set `automation.on_change: false` and let a `cron` decide"
             )
         return self

@@ -84,6 +84,16 @@ MISTAKES = [
     ),
     ("training: {adapter: {target_modules: []}}", "training.adapter.target_modules.tuple[str, ...]", "at least 1"),
     ("training: {adapter: {export: gguf}}", "training.adapter.export", "'merged' or 'adapter'"),
+    (
+        "training: {start_from: champion}",
+        "",
+        "every promotion would start another run; set `automation.on_change: false`",
+    ),
+    (
+        "{training: {start_from: champion, adapter: {export: adapter}}, automation: {on_change: false}}",
+        "training",
+        "the champion is another; use `adapter.export: merged`",
+    ),
     ("data: {sources: []}", "data.sources", "at least 1"),
     ("data: {sources: [{}]}", "data.sources.0", "exactly one of `path`"),
     ("data: {sources: [{path: a, hub: b/c}]}", "data.sources.0", "exactly one of `path`"),
