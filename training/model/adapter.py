@@ -102,7 +102,7 @@ def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.dev
 def write_merged(policy: Input, base: Input, folder: Path) -> str:
     """Write the adapter `policy` and `base` as one plain model of the adapter's dtype into `folder`; its fingerprint.
 
-    Always on the host, whose sums are the same everywhere. Raises ModelError as `load_policy` does.
+    Always on the host, so that it is done alike wherever the adapter was trained. Raises ModelError as `load_policy` does.
     """
     tensors = load_file(policy.folder / ADAPTER_WEIGHTS).values()
     [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
