@@ -25,7 +25,7 @@ _ABOUT = {
     PREFIX: "The rendered prompt is a token prefix of prompt and response; pairs where it is not stay within the limit.",
     SPLITS: "No prompt is in both the training and the validation split.",
     COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
-    STEP0: "Before the first update the loss is that of the reference's own log-probs: policy and reference agree.",
+    STEP0: "Before the first update the loss of the reference model is that of its own log-probs: model and table agree.",
     REWARDS: "The rewards of every training step are finite.",
     ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half.",
 }

@@ -2,7 +2,7 @@
 
 The order makes every step repeatable: register, point `candidate` at the version, decide, point `champion` at it, and
 write the decision onto the version last. A version without a decision is taken up where it was left. One that a person has
-rolled back stays so: materializing it again promotes nothing.
+rolled back stays so: materializing it again promotes nothing. A policy that is an adapter is registered merged into its base.
 """
 
 import time
@@ -13,10 +13,11 @@ from typing import Any
 import dagster as dg
 import pyarrow.parquet as pq
 
+from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import latest_derivation, latest_metadata, upstream
+from assets.realize import Log, latest_derivation, latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
@@ -40,7 +41,7 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
         if known is not None and _has_decision(known):
             return _result(candidate, known, "reused", started, changes)
-        version = _register(services.registry, candidate)
+        version = _register(services, candidate, context.log)
         decision = _decide(services, candidate, version)
         context.log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
         if decision.promote:
@@ -96,18 +97,21 @@ class _Candidate:
         return found
 
 
-def _register(registry: Registry, candidate: _Candidate) -> Version:
+def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
+    registry, policy = services.registry, candidate.above["policy"]
     if candidate.run_id is None:
         raise RegistryError(
             f"the policy of {candidate.pipeline.name} has no MLflow run at {registry.tracking_uri}; start the tracking "
             f"server and materialize {candidate.pipeline.name}/policy again: it is not trained again, its run is replayed"
         )
+    model = plain_model(candidate.pipeline, services, policy, log)
+    lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     version = registry.register(
         candidate.name,
-        candidate.above["policy"].folder,
+        model.folder,
         candidate.run_id,
         identity={RELEASE_KEY_TAG: candidate.key},
-        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in candidate.lineage.items()},
+        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in lineage.items()},
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
     )
     registry.set_alias(version.name, "candidate", version.number)

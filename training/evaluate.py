@@ -32,6 +32,7 @@ from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, decode, spread_prompts
 from training.held_out import HeldOut, evaluate_pairs
+from training.model.adapter import load_policy
 from training.model.load import load_model
 from training.model.selfcheck import demand_exact
 from training.report import Report, Sample, WorstPair, render
@@ -53,7 +54,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if loss.needs_token_logprobs:
         reference = with_tails(reference, pairs, positions_V, job, group, events)
 
-    policy = load_model(job.inputs["policy"].folder, reference.dtype, group.device)
+    policy = load_policy(job.inputs["policy"], job.inputs["reference_model"], reference.dtype, group.device)
     demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
     held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)

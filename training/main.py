@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from training import evaluate, loop, reference, rescore, sft
+from training import evaluate, loop, merge, reference, rescore, sft
 from training.contract.errors import PedigreeError
 from training.contract.events import EventWriter
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
@@ -31,6 +31,7 @@ WORK: dict[JobKind, Callable[[Job, Group, EventWriter], Made]] = {
     "reference": reference.run,
     "policy": loop.run,
     "evaluation": evaluate.run,
+    "merge": merge.run,
     "proof": rescore.run,
 }
 # Longer than torchrun takes to notice a rank that was killed and to end the others.

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
-from training.contract.recipe import AdamW, Muon, Optimizer, Schedule
+from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
 
 # ratio * steps is a product of floats: 0.07 * 100 is 7.000000000000001 and means 7.
 _ROUNDING = 1e-9

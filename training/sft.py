@@ -23,6 +23,7 @@ from training.model.logprobs import response_logprobs
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import build_masters
+from training.parallel.masters import Untrained
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
 
@@ -61,7 +62,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("loading the base model")
     settings = SupervisedTuning.model_validate(job.settings)
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    masters = build_masters(job.inputs["base_model"].folder, "float32", job.compute.parallel, group, events)
+    untrained = Untrained(job.inputs["base_model"].folder, "float32")
+    masters = build_masters(untrained, job.compute.parallel, group, events)
     demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
     prepare_for_training(masters.model, job.compute, events, masters.has_dropout)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
@@ -73,5 +75,5 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     trainer = Trainer(job, group, events, stepper, ("loss",))
     trainer.run()
     events.phase("saving the reference model")
-    fingerprint = write_model(job, masters)
+    fingerprint = write_model(job, masters, job.inputs["base_model"])
     return Made(fingerprint, trainer.facts | {"pairs": len(batches.items), "world": group.world})

@@ -12,18 +12,25 @@ takes the step to its end, saves, and stops with an error that says so; an obser
 
 import contextlib
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from training.agreement import Flags
 from training.checkpoint import Checkpoints, State
 from training.contract.errors import StoreError, TrainingError
 from training.contract.events import EventWriter, Progress
-from training.contract.job import Job
-from training.contract.weights import weights_fingerprint, weights_identity
+from training.contract.job import Input, Job
+from training.contract.recipe import Adapter
+from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
 from training.distributed import Group
 from training.interruption import Interruption
+from training.model.adapter import save_adapter, write_merged
 from training.model.load import save_model
 from training.parallel.masters import Masters
 from training.saver import Saver
@@ -148,14 +155,25 @@ class Trainer:
             self._saver.start(step, self._state, {**self.facts, _OBSERVED: observed})
 
 
-def write_model(job: Job, masters: Masters) -> str:
-    """Write the model that ran, with its tokenizer, as a Hugging Face folder into `job.staging`; its fingerprint.
+def write_model(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
+    """Write the model that ran, or its adapter alone, with the tokenizer into `job.staging`; gives its fingerprint.
 
-    Every rank calls it, since each may hold a part of the weights; rank 0 writes, and the others have an empty answer.
+    The folder is one of Hugging Face, or of peft. `start` is the model that an adapter is one of. Every rank calls it,
+    since each may hold a part of the weights; rank 0 writes, and the others have an empty answer.
     """
     weights = masters.full_weights()
     if not masters.group.is_main:
         return ""
-    save_model(masters.model, job.staging, weights, masters.dtype)
     shutil.copytree(job.inputs["tokenized_pairs"].folder / "tokenizer", job.staging, dirs_exist_ok=True)
-    return weights_fingerprint(weights_identity(job.staging))
+    if adapter is None:
+        save_model(masters.model, job.staging, weights, masters.dtype)
+        return weights_fingerprint(weights_identity(job.staging))
+    if not adapter.is_merged:
+        return _write_adapter(masters.model, weights, start, job.staging).fingerprint
+    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
+        return write_merged(_write_adapter(masters.model, weights, start, Path(folder)), start, job.staging)
+
+
+def _write_adapter(model: PreTrainedModel, weights: dict[str, Tensor], start: Input, folder: Path) -> Input:
+    save_adapter(model, weights, folder)
+    return Input(kind="policy", fingerprint=adapter_fingerprint(folder, start.fingerprint), folder=folder)

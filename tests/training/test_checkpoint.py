@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
-from training.contract.recipe import AdamW
+from training.contract.optimizer import AdamW
 from training.distributed import Group
 from training.optim import Optimizers, build_optimizer
 from training.pieces import Held, PieceReader, piece_of, write_pieces

@@ -60,13 +60,14 @@ def losses(job: Job) -> list[float]:
     return [e["loss"] for e in told(job)]
 
 
-def naive_losses(world: Any, steps: int) -> Iterator[float]:
+def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -> Iterator[float]:
     """DPO as its paper says: one unpadded sequence at a time, torch's own AdamW and clipping, nothing of ours but the
-    order of the data."""
-    model = AutoModelForCausalLM.from_pretrained(world.model)
+    order of the data. `model` is the reference model with what is trained of it, by default all."""
+    model = model or AutoModelForCausalLM.from_pretrained(world.model)
     table = load_file(world.reference / "logprobs.safetensors")
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    spared = [p for p in model.parameters() if p.ndim == 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1]
+    spared = [p for p in trained if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, foreach=False)
     train = world.split("train")
@@ -80,7 +81,7 @@ def naive_losses(world: Any, steps: int) -> Iterator[float]:
             total = total - torch.nn.functional.logsigmoid(margin)
         optimizer.zero_grad()
         (total / len(order)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
         yield total.item() / len(order)
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from training.checkpoint import optimizer_tensors, restore_optimizer
 from training.contract.errors import TrainingError
-from training.contract.recipe import AdamW, Muon
+from training.contract.optimizer import AdamW, Muon
 from training.optim import Optimizers, build_optimizer, hidden_matrices, set_learning_rate
 
 
@@ -190,7 +190,7 @@ SHARDED = """
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from training.contract.recipe import Muon
+from training.contract.optimizer import Muon
 from training.optim import build_optimizer
 
 def trained(sharded):

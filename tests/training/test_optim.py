@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 from transformers import get_scheduler
 
-from training.contract.recipe import AdamW, Schedule
+from training.contract.optimizer import AdamW, Schedule
 from training.optim import build_optimizer, schedule_factor, set_learning_rate, warmup_steps
 
 

@@ -54,7 +54,8 @@ from tests.workflows.edits import (
 )
 from tests.workflows.in_process import PAIRS, Ground, services_in, write_inputs
 from training.contract.loss import Divergence, Term
-from training.contract.recipe import AdamW, Recipe
+from training.contract.optimizer import AdamW
+from training.contract.recipe import Recipe
 from workflows.execution import materialize
 from workflows.lineage import outlook, status
 from workflows.plan import plan
@@ -146,6 +147,7 @@ COMPUTE = {
 FASTER = {"activation_checkpointing": True, "compile": True}
 MUON = {"type": "muon", "momentum": 0.9, "nesterov": False, "ns_steps": 4, "adjust_lr": "original"}
 MUON |= {f"adamw.{name}": value for name, value in AdamW(learning_rate=1e-3).model_dump(mode="json").items()}
+ADAPTER = {"rank": 2, "alpha": 4, "dropout": 0.1, "target_modules": ["q_proj"], "export": "adapter"}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. ... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
@@ -244,6 +246,7 @@ TABLE: dict[str, Row] = {
     "max_grad_norm": Row(field("training.max_grad_norm", 1e-6), NEW_TRAINING, 0),
     "precision": Row(field("training.precision", "bfloat16"), NEW_TRAINING, 0),
     "seed": Row(field("training.seed", 1), NEW_TRAINING, 0),
+    "adapter": Row(fields("training.adapter", ADAPTER), NEW_TRAINING, 0),
     # Evaluation and release
     "samples": Row(field("evaluation.samples", 2), NEW_EVALUATION, 0),
     "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
@@ -282,7 +285,8 @@ ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "reference.model": "a moved model",
     **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
-    **dict.fromkeys(("training.start_from", "training.adapter"), "has one value"),
+    "training.adapter.type": "has one value",
+    "training.start_from": "needs a champion",
     **dict.fromkeys((f"training.loss.{name}" for name in ("gamma", "tau")), "belongs to another type of loss"),
     **dict.fromkeys((f"training.loss.of.{name}" for name in Term.model_fields), "belongs to a mixture"),
     **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),

@@ -18,7 +18,7 @@ from training.contract.recipe import Compute
 RENDEZVOUS = "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; torchrun's own way if unset
 SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the process without which a rank must not go on; none if unset
 
-JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "proof"]
+JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof"]
 
 
 class Input(BaseModel):

@@ -8,19 +8,18 @@ fingerprint; neither are paths, since what counts is the bytes they lead to.
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
 
 from training.contract.fields import (
-    TWO_NUMBERS,
     Count,
     Fraction,
     Name,
-    NonNegative,
     Positive,
     Section,
     Share,
 )
 from training.contract.loss import Loss
+from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
@@ -66,67 +65,6 @@ class Tokenization(Section):
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
 
 
-def _without(given: Any, foreign: set[str], why: str) -> Any:
-    if isinstance(given, dict) and (found := foreign & given.keys()):
-        raise ValueError(f"`{min(found)}` {why}")
-    return given
-
-
-class AdamW(Section):
-    """Decoupled weight decay with adaptive moments (Loshchilov and Hutter 2019), for every parameter."""
-
-    type: Literal["adamw"] = "adamw"
-    learning_rate: Positive = 5e-7
-    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(TWO_NUMBERS)] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_muon(cls, given: Any) -> Any:
-        return _without(given, {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}, "belongs to `type: muon`")
-
-
-class Muon(Section):
-    """Orthogonalized momentum (Jordan 2024) for the matrices of the layers, and `adamw` for all the rest.
-
-    `adjust_lr: match_rms_adamw` scales an update to the size AdamW's has, so both take the same learning rate (Liu et al.
-    2025); `original` scales it by the root of rows / columns, where a matrix has more rows than columns.
-    """
-
-    type: Literal["muon"]
-    learning_rate: Positive = 5e-7
-    weight_decay: NonNegative = 0.0
-    momentum: Fraction = 0.95
-    nesterov: bool = True
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    adamw: AdamW = AdamW()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_adamw(cls, given: Any) -> Any:
-        return _without(given, {"betas", "eps"}, "is AdamW's: write it under `adamw:`")
-
-
-def _optimizer_type(given: Any) -> Any:
-    """The `type` that is written or, where none is, that of a recipe from before there was a choice."""
-    return given.get("type", "adamw") if isinstance(given, dict) else getattr(given, "type", None)
-
-
-Optimizer = Annotated[
-    Annotated[AdamW, Tag("adamw")] | Annotated[Muon, Tag("muon")],
-    Discriminator(_optimizer_type),
-]
-
-
-class Schedule(Section):
-    """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or none (constant)."""
-
-    type: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_ratio: Fraction = 0.1
-
-
 class SupervisedTuning(Section):
     """Supervised fine-tuning on the chosen responses, which makes the reference model from the base model."""
 
@@ -146,9 +84,28 @@ class Reference(Section):
     sft: SupervisedTuning | None = None
 
 
+class Adapter(Section):
+    """Low-rank adaptation (LoRA, Hu et al. 2021): weights stay frozen, `alpha / rank * B A` is trained beside each target.
+
+    The names are those of peft's LoraConfig without the prefix; a target is the last part, or more, of a linear layer's name.
+    """
+
+    type: Literal["lora"] = "lora"
+    rank: Count = 16
+    alpha: Count = 32
+    dropout: Fraction = 0.0
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    export: Literal["merged", "adapter"] = "merged"
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the policy is written as one plain model; else as the adapter alone, which needs its base."""
+        return self.export == "merged"
+
+
 class Training(Section):
     loss: Loss = Loss()
-    start_from: Literal["reference"] = "reference"
+    start_from: Literal["reference", "champion"] = "reference"
     epochs: Count = 1
     max_steps: Count | None = None
     batch_size: Count = 64
@@ -158,7 +115,7 @@ class Training(Section):
     max_grad_norm: Positive = 1.0
     precision: Dtype = "float32"
     head_precision: Literal["exact", "float8"] = "exact"
-    adapter: None = None
+    adapter: Adapter | None = None
     seed: int = 0
 
     @model_validator(mode="after")
@@ -166,6 +123,21 @@ class Training(Section):
         if self.head_precision == "float8" and self.precision != "bfloat16":
             raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
         return self
+
+    @model_validator(mode="after")
+    def _adapter_on_the_reference(self) -> Self:
+        if self.start_from == "champion" and self.adapter is not None and not self.adapter.is_merged:
+            raise ValueError(
+                "`start_from: champion` with `adapter.export: adapter`: such a policy is evaluated as an adapter on the "
+                "reference model, and the champion is another; use `adapter.export: merged`"
+            )
+        return self
+
+
+class TrainingSpec(Training):
+    """The section as it is frozen: with the fingerprint of the champion to start from, where there is one."""
+
+    champion: str | None = None
 
 
 class Evaluation(Section):
@@ -217,11 +189,27 @@ class Recipe(Section):
     automation: Automation = Automation()
 
     @model_validator(mode="after")
+    def _whole_matrices(self) -> Self:
+        tuned = {"training": self.training, "reference.sft": self.reference.sft}
+        muon = [name for name, part in tuned.items() if part is not None and isinstance(part.optimizer, Muon)]
+        if muon and self.compute.parallel in ("fsdp", "hsdp"):
+            raise ValueError(
+                f"`{muon[0]}.optimizer.type: muon` needs whole matrices, and `compute.parallel: {self.compute.parallel}` "
+                "gives every process a part of each: use `ddp`, or `type: adamw`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_loop(self) -> Self:
         own = f"models:/{self.release.model_name}@"
         if self.automation.on_change and self.reference.model.startswith(own):
             raise ValueError(
                 f"`reference.model: {self.reference.model}` is what this recipe releases, so every promotion would start "
+                "another run; set `automation.on_change: false` and let a `cron` decide"
+            )
+        if self.automation.on_change and self.training.start_from == "champion":
+            raise ValueError(
+                "`training.start_from: champion` starts from what this recipe releases, so every promotion would start "
                 "another run; set `automation.on_change: false` and let a `cron` decide"
             )
         return self

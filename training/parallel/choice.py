@@ -1,7 +1,8 @@
 """Which way the ranks share a model: as the recipe says, or, with `auto`, replicated where that fits.
 
 In training a parameter takes 16 bytes: the float32 master, its gradient and two moments of AdamW; two more for a running
-copy in bfloat16. `auto` shards where all that is more than a part of a device's memory: the rest is for activations.
+copy in bfloat16. Beside an adapter, which itself is small, a parameter is frozen and takes no more than its value. `auto`
+shards where all that is more than a part of a device's memory: the rest is for activations.
 
     ddp     all weights on every rank
     fsdp    shards over all ranks
@@ -17,33 +18,35 @@ from pathlib import Path
 import torch
 
 from training.contract.events import EventWriter
-from training.contract.recipe import Dtype, Parallel
+from training.contract.recipe import Parallel
 from training.contract.tensor_file import read_places
 from training.contract.weights import weight_files
 from training.distributed import Group
-from training.parallel.masters import Masters
+from training.parallel.masters import Masters, Untrained
 from training.parallel.replicated import Replicated
 from training.parallel.sharded import Sharded
 
 _BYTES = {"float32": 16, "bfloat16": 18}
+_FROZEN_BYTES = {"float32": 4, "bfloat16": 2}
 _PART = 0.7
 
 
-def build_masters(folder: Path, precision: Dtype, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
-    """The model in `folder`, to be trained; which way its weights are shared is noted. Raises ModelError."""
-    chosen, why = choose(folder, precision, parallel, group)
+def build_masters(untrained: Untrained, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
+    """What is to be trained, loaded; which way its weights are shared is noted. Raises ModelError."""
+    chosen, why = choose(untrained, parallel, group)
     copies = {"ddp": group.world, "fsdp": 1, "hsdp": group.nodes}[chosen]
     if group.world > 1:
         part = f"in {group.world // copies} shards, {copies} times" if copies < group.world else "whole on each"
         events.note(f"{group.world} processes, weights {part} ({chosen}: {why})")
-    return Replicated(folder, precision, group) if copies == group.world else Sharded(folder, precision, group, copies)
+    return Replicated(untrained, group) if copies == group.world else Sharded(untrained, group, copies)
 
 
-def choose(folder: Path, precision: Dtype, parallel: Parallel, group: Group) -> tuple[Parallel, str]:
+def choose(untrained: Untrained, parallel: Parallel, group: Group) -> tuple[Parallel, str]:
     """The way to share, and why. Raises ModelError for weights that cannot be read."""
     if parallel != "auto":
         return parallel, "as the recipe says"
-    needed, there = _count(folder) * _BYTES[precision], device_bytes(group)
+    of_each = (_BYTES if untrained.adapter is None else _FROZEN_BYTES)[untrained.precision]
+    needed, there = _count(untrained.folder) * of_each, device_bytes(group)
     chosen: Parallel = "ddp" if needed <= _PART * there else "fsdp"
     return chosen, f"training takes {needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
 

@@ -10,25 +10,47 @@ How the ranks share the work is one of two ways, and nobody outside this package
 holds all weights and the ranks exchange gradients, or `Sharded`, every rank holds a part of each tensor and they exchange
 weights as well. Gradients are sums, never means: losses are divided by the count of the global batch before.
 
+Of a model with an adapter only the adapter has masters, and gradients; the rest is frozen.
+
 With precision bfloat16 the model that runs has its masters rounded to bfloat16, just as a reference loaded in bfloat16, so
 that both compute the same log-probs before the first step. There is no autocast: it would run the norms and the
 residual stream in float32, which the reference does not do.
 """
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.contract.recipe import Dtype
+from training.contract.recipe import Adapter, Dtype
 from training.distributed import Group
-from training.model.load import DTYPES
+from training.model.adapter import add_adapter
+from training.model.load import DTYPES, load_model
 from training.pieces import Held
 
 _MANTISSA_ROOM = 1e-6
 _PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Untrained:
+    """What is to be trained, in which precision: the model in `folder`, or a new adapter to it, which follows from `seed`."""
+
+    folder: Path
+    precision: Dtype
+    adapter: Adapter | None = None
+    seed: int = 0
+
+    def load(self, dtype: Dtype, device: torch.device) -> PreTrainedModel:
+        """The model that runs. With an adapter all of it is frozen but that. Raises ModelError."""
+        model = load_model(self.folder, dtype, device)
+        if self.adapter is not None:
+            add_adapter(model, self.adapter, self.seed)
+        return model
 
 
 class Masters(ABC):
@@ -47,9 +69,11 @@ class Masters(ABC):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the model's config asks for any dropout: only then is there a training mode that differs."""
+        """Whether the model's config or an adapter asks for any dropout: only then is there a training mode that differs."""
         fields = self.model.config.to_dict().items()
-        return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields)
+        rates = [value for name, value in fields if "drop" in name and isinstance(value, float)]
+        rates += [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
+        return any(rate > 0 for rate in rates)
 
     @abstractmethod
     def zero(self) -> None:

@@ -12,16 +12,14 @@ Legend: N numbers of all trained tensors.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from training.contract.recipe import Dtype
 from training.distributed import Group
-from training.model.load import load_model
 from training.parallel.buckets import Buckets
-from training.parallel.masters import Masters
+from training.parallel.masters import Masters, Untrained
 from training.pieces import Held
 
 
@@ -30,13 +28,16 @@ class Replicated(Masters):
 
     in_lockstep = False
 
-    def __init__(self, folder: Path, precision: Dtype, group: Group) -> None:
-        model = load_model(folder, precision, group.device)
-        self._copied = precision != "float32"
-        source = load_model(folder, "float32", group.device) if self._copied else model
-        parameters = {name: p for name, p in source.named_parameters() if model.get_parameter(name).requires_grad}
-        super().__init__(model, parameters, precision, group)
-        sizes = [p.numel() for p in parameters.values()]
+    def __init__(self, untrained: Untrained, group: Group) -> None:
+        model = untrained.load(untrained.precision, group.device)
+        self._copied = untrained.precision != "float32"
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self._copied and untrained.adapter is None:
+            trained = dict(untrained.load("float32", group.device).named_parameters())
+        elif self._copied:  # a new adapter was made in this precision: there are no more digits to be had
+            trained = {name: Parameter(running.detach().float()) for name, running in trained.items()}
+        super().__init__(model, trained, untrained.precision, group)
+        sizes = [p.numel() for p in trained.values()]
         self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=group.device)
         self._buckets = Buckets(self.gradient_N, sizes, group)
         self._attach_gradients(sizes)

@@ -13,7 +13,6 @@ The optimizer steps plain tensors, the local rows of each parameter: all of it i
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,9 +25,9 @@ from transformers import PreTrainedModel
 
 from training.contract.recipe import Dtype
 from training.distributed import Group
-from training.model.load import DTYPES, load_model
+from training.model.load import DTYPES
 from training.model.logprobs import hook_passes
-from training.parallel.masters import Masters
+from training.parallel.masters import Masters, Untrained
 from training.pieces import Held
 
 
@@ -37,8 +36,9 @@ class Sharded(Masters):
 
     in_lockstep = True
 
-    def __init__(self, folder: Path, precision: Dtype, group: Group, copies: int) -> None:
-        model = load_model(folder, "float32", torch.device("cpu"))  # FSDP moves each shard to the device
+    def __init__(self, untrained: Untrained, group: Group, copies: int) -> None:
+        precision = untrained.precision
+        model = untrained.load("float32", torch.device("cpu"))  # FSDP moves each shard to the device
         self._copies, self._shards = copies, group.world // copies
         mesh = init_device_mesh(group.device.type, (copies, self._shards), mesh_dim_names=("copy", "shard"))
         self._shard_group = mesh["shard"].get_group()

@@ -8,7 +8,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from training.contract.loss import Loss
-from training.contract.recipe import AdamW, Recipe
+from training.contract.optimizer import AdamW
+from training.contract.recipe import Recipe
 
 SHORT: dict[str, Any] = {
     "data": {"sources": [{"path": "preferences.jsonl"}]},
@@ -38,6 +39,19 @@ def test_a_short_recipe_is_completed():
     )
     assert (made.data.validation_fraction, made.data.max_quarantined) == (0.1, 0.05)
     assert Recipe.model_validate(made.model_dump(mode="json")) == made, "a resolved recipe resolves to itself"
+
+
+def test_without_an_adapter_a_recipe_is_what_it_was_before_there_were_any():
+    """Its key is sha256 of this, so it must stay `null`; an adapter is completed like everything else."""
+    assert recipe("training: {}").training.model_dump(mode="json")["adapter"] is None
+    assert recipe("training: {adapter: {type: lora}}").training.model_dump(mode="json")["adapter"] == {
+        "type": "lora",
+        "rank": 16,
+        "alpha": 32,
+        "dropout": 0.0,
+        "target_modules": "all-linear",
+        "export": "merged",
+    }
 
 
 @pytest.mark.parametrize("text", ["5e-7", "5.0e-7", "0.0000005", "5E-7", "'5e-7'"])
@@ -91,7 +105,32 @@ MISTAKES = [
     ("training: {optimizer: {type: muon, momentum: 1}}", "training.optimizer.muon.momentum", "less than 1"),
     ("training: {optimizer: {type: muon, ns_steps: 0}}", "training.optimizer.muon.ns_steps", "greater than or equal"),
     ("training: {optimizer: {type: muon, adjust_lr: none}}", "training.optimizer.muon.adjust_lr", "'original'"),
+    (
+        "{training: {optimizer: {type: muon}}, compute: {parallel: fsdp}}",
+        "",
+        "`training.optimizer.type: muon` needs whole matrices, and `compute.parallel: fsdp`",
+    ),
     ("training: {head_precision: float8}", "training", "float8` needs `precision: bfloat16`, not float32"),
+    ("training: {adapter: {rank: 0}}", "training.adapter.rank", "greater than or equal to 1"),
+    ("training: {adapter: {dropout: 1}}", "training.adapter.dropout", "less than 1"),
+    ("training: {adapter: {type: dora}}", "training.adapter.type", "'lora'"),
+    (
+        "training: {adapter: {target_modules: all}}",
+        "training.adapter.target_modules.literal['all-linear']",
+        "'all-linear'",
+    ),
+    ("training: {adapter: {target_modules: []}}", "training.adapter.target_modules.tuple[str, ...]", "at least 1"),
+    ("training: {adapter: {export: gguf}}", "training.adapter.export", "'merged' or 'adapter'"),
+    (
+        "training: {start_from: champion}",
+        "",
+        "every promotion would start another run; set `automation.on_change: false`",
+    ),
+    (
+        "{training: {start_from: champion, adapter: {export: adapter}}, automation: {on_change: false}}",
+        "training",
+        "the champion is another; use `adapter.export: merged`",
+    ),
     ("data: {sources: []}", "data.sources", "at least 1"),
     ("data: {sources: [{}]}", "data.sources.0", "exactly one of `path`"),
     ("data: {sources: [{path: a, hub: b/c}]}", "data.sources.0", "exactly one of `path`"),

@@ -7,6 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from training.distributed import Group
+from training.parallel.masters import Untrained
 from training.parallel.replicated import Replicated
 from training.pieces import Held
 
@@ -17,7 +18,7 @@ def masters(folder: Path, precision: str = "float32", **sizes: int) -> Replicate
     config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
-    return Replicated(folder, precision, ALONE)
+    return Replicated(Untrained(folder, precision), ALONE)
 
 
 def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
