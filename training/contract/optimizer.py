@@ -7,6 +7,12 @@ from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
 from training.contract.fields import TWO_NUMBERS, Fraction, NonNegative, Positive, Section
 
 
+def _without(given: Any, foreign: set[str], why: str) -> Any:
+    if isinstance(given, dict) and (found := foreign & given.keys()):
+        raise ValueError(f"`{min(found)}` {why}")
+    return given
+
+
 class AdamW(Section):
     """Decoupled weight decay with adaptive moments (Loshchilov and Hutter 2019), for every parameter."""
 
@@ -60,9 +66,3 @@ class Schedule(Section):
 
     type: Literal["linear", "cosine", "constant"] = "linear"
     warmup_ratio: Fraction = 0.1
-
-
-def _without(given: Any, foreign: set[str], why: str) -> Any:
-    if isinstance(given, dict) and (found := foreign & given.keys()):
-        raise ValueError(f"`{min(found)}` {why}")
-    return given

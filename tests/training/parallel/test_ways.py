@@ -79,6 +79,26 @@ def test_every_way_is_that_of_one_process(tmp_path: Path, world_builder: Any, fo
         assert configs[0] == configs[1], way
 
 
+LORA = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "an adapter": ({"adapter": LORA}, {}),
+    "pairs that meet each other": ({"loss": {"type": "aot_unpaired", "beta": 0.5}}, {}),
+    "weights of pairs": ({"loss": {"beta": 0.5, "weighting": "wpo"}}, {}),
+    "activations made again": ({}, {"activation_checkpointing": True}),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_shards_go_with_every_other_option(tmp_path: Path, world_builder: Any, forker: Any, option: str):
+    """Each of them runs the model, or reaches into it, in a way of its own."""
+    world, (training, compute) = world_builder(tmp_path), OPTIONS[option]
+    alone = made(job := world.job("policy", settings(**training), "alone", **compute), forker.run(job))
+    job = world.job("policy", settings(**training), "shards", parallel="fsdp", **compute)
+    shards = made(job, forker.run(job, 2))
+    assert losses(shards) == pytest.approx(losses(alone), abs=1e-5)
+    assert distance(shards, alone) < 1e-5
+
+
 def test_bfloat16_in_shards_is_bfloat16_replicated(tmp_path: Path, world_builder: Any, forker: Any):
     """Same ranks, same rows: what FSDP gathers is rounded as a bfloat16 model is, and gradients are summed in float32, so
     even the losses of later steps differ by little more than the order of one sum. Against one process, whose rows hold
