@@ -32,13 +32,17 @@ def _tokenization(recipe: Recipe) -> Settings:
 
 
 def _training(recipe: Recipe) -> Settings:
-    """Epochs change nothing where `max_steps` says when to stop."""
-    without = {"epochs"} if recipe.training.max_steps else None
-    return recipe.training.model_dump(mode="json", exclude=without)
+    """Epochs change nothing where `max_steps` says when to stop; what came later is left out where it is not used."""
+    unused = {
+        "epochs": recipe.training.max_steps is not None,
+        "head_precision": recipe.training.head_precision == "exact",
+    }
+    without = {name for name, is_unused in unused.items() if is_unused}
+    return recipe.training.model_dump(mode="json", exclude=without) | {"loss": recipe.training.loss.settings()}
 
 
 def _evaluation(recipe: Recipe) -> Settings:
-    return {**recipe.evaluation.model_dump(mode="json"), "loss": recipe.training.loss.model_dump(mode="json")}
+    return {**recipe.evaluation.model_dump(mode="json"), "loss": recipe.training.loss.settings()}
 
 
 def _supervised(recipe: Recipe) -> Settings:

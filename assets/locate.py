@@ -68,6 +68,15 @@ def locate_base_model(recipe: Recipe, registry: Registry, cache: HashCache | Non
     return LocatedModel(folder, weights_identity(folder, cache))
 
 
+def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel | None:
+    """The champion of the recipe's own model; None as long as there is none. Raises RegistryError, ModelError."""
+    name = recipe.release.model_name
+    if registry.champion(name) is None:
+        return None
+    folder = registry.resolve(f"models:/{name}@champion")
+    return LocatedModel(folder, weights_identity(folder, cache))
+
+
 def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:
     """The tokenizer's folder and the template file. Raises ModelError or DataError that names the recipe's field."""
     address, revision = recipe.tokenization.tokenizer, None

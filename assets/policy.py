@@ -7,11 +7,13 @@ from typing import Any
 import dagster as dg
 
 from assets import checks
+from assets.locate import locate_champion
 from assets.metadata import reward_curves
 from assets.pipeline import Listener, Pipeline, Services, declare
 from assets.realize import Realized, Work, realize, upstream
 from model_registry.records import DatasetUsed
 from model_registry.run import TrackedRun
+from training.contract.errors import StoreError
 from training.contract.events import read_events
 from training.contract.fingerprint import short
 from training.contract.job import Job
@@ -23,7 +25,8 @@ def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
     def policy(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
         settings = upstream(context, pipeline, services, "training_spec").json("spec.json")
         tracking = _Tracking(context, pipeline, services)
-        made = realize(context, pipeline, services, Work("policy", settings, during=tracking.follow))
+        start = _start(pipeline, services, settings["champion"]) if settings.get("champion") else {}
+        made = realize(context, pipeline, services, Work("policy", settings, start, during=tracking.follow))
         details = made.artifact.details
         metadata = {
             "rewards": reward_curves(details["series"]),
@@ -37,6 +40,18 @@ def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
         return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
 
     return policy
+
+
+def _start(pipeline: Pipeline, services: Services, champion: str) -> dict[str, Any]:
+    """Where the champion lies that the spec says to start from. Raises StoreError if it is another one by now."""
+    located = locate_champion(pipeline.recipe, services.registry)
+    if located is None or located.fingerprint != champion:
+        found = "there is none" if located is None else f"it has the weights {short(located.fingerprint)}"
+        raise StoreError(
+            f"{pipeline.name}/training_spec starts from the champion with the weights {short(champion)}, and now {found}; "
+            f"materialize {pipeline.name}/training_spec and what follows it"
+        )
+    return {"champion": str(located.folder)}
 
 
 class _Tracking:

@@ -2,7 +2,7 @@
 
 The order makes every step repeatable: register, point `candidate` at the version, decide, point `champion` at it, and
 write the decision onto the version last. A version without a decision is taken up where it was left. One that a person has
-rolled back stays so: materializing it again promotes nothing.
+rolled back stays so: materializing it again promotes nothing. A policy that is an adapter is registered merged into its base.
 """
 
 import time
@@ -13,13 +13,15 @@ from typing import Any
 import dagster as dg
 import pyarrow.parquet as pq
 
+from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import latest_derivation, latest_metadata, upstream
+from assets.realize import Log, latest_derivation, latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
+from training.contract.loss import Loss
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
 
@@ -39,7 +41,7 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
         if known is not None and _has_decision(known):
             return _result(candidate, known, "reused", started, changes)
-        version = _register(services.registry, candidate)
+        version = _register(services, candidate, context.log)
         decision = _decide(services, candidate, version)
         context.log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
         if decision.promote:
@@ -95,18 +97,21 @@ class _Candidate:
         return found
 
 
-def _register(registry: Registry, candidate: _Candidate) -> Version:
+def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
+    registry, policy = services.registry, candidate.above["policy"]
     if candidate.run_id is None:
         raise RegistryError(
             f"the policy of {candidate.pipeline.name} has no MLflow run at {registry.tracking_uri}; start the tracking "
             f"server and materialize {candidate.pipeline.name}/policy again: it is not trained again, its run is replayed"
         )
+    model = plain_model(candidate.pipeline, services, policy, log)
+    lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     version = registry.register(
         candidate.name,
-        candidate.above["policy"].folder,
+        model.folder,
         candidate.run_id,
         identity={RELEASE_KEY_TAG: candidate.key},
-        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in candidate.lineage.items()},
+        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in lineage.items()},
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
     )
     registry.set_alias(version.name, "candidate", version.number)
@@ -121,8 +126,7 @@ def _decide(services: Services, candidate: _Candidate, version: Version) -> Deci
     gate = candidate.pipeline.recipe.release.gate
     theirs = None if champion is None else _evaluation_of(services.store, champion)
     same_scale = champion is None or all(
-        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind]
-        for kind in ("reference_model", "evaluation_spec")
+        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind] for kind in _scale(evaluation)
     )
     return decide(
         _losses(evaluation, same_scale),
@@ -143,9 +147,16 @@ def _evaluation_of(store: Store, champion: Version) -> Artifact:
         ) from error
 
 
+def _scale(evaluation: Artifact) -> tuple[str, ...]:
+    """What decides the scale of a held-out loss; the other pairs too, where a pair's loss depends on them."""
+    loss = Loss.model_validate(evaluation.derivation.settings["loss"])
+    of_batch = ("tokenized_pairs",) if loss.depends_on_batch else ()
+    return ("reference_model", "evaluation_spec", *of_batch)
+
+
 def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
-    """Held-out losses by pair. Under another reference or loss setting they are of another scale; what both have then
-    is whether a pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
+    """Held-out losses by pair. Where they are of another scale than the champion's, what both have is whether a
+    pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
     rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
     return {
         row["chosen_key"] + row["rejected_key"]: row["loss"] if same_scale else float(row["margin"] <= 0)

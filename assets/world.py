@@ -8,7 +8,7 @@ from typing import Any
 
 from assets.counting import count_rows
 from assets.graph import GRAPH, derivation
-from assets.locate import LocatedTokenizer, locate_base_model, locate_data, locate_tokenizer
+from assets.locate import LocatedTokenizer, locate_base_model, locate_champion, locate_data, locate_tokenizer
 from assets.pipeline import Pipeline, Services
 from training.contract.fingerprint import fingerprint
 from training.contract.hash_cache import HashCache
@@ -54,6 +54,9 @@ def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | 
     if asset == "tokenization_spec":
         return _tokenization_spec(pipeline, services, cache)
     fields = GRAPH[asset].reads(pipeline.recipe)
+    if asset == "training_spec" and pipeline.recipe.training.start_from == "champion":
+        champion = locate_champion(pipeline.recipe, services.registry, cache)
+        fields = {**fields, "champion": champion and champion.fingerprint}
     return Found(derivation(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields})
 
 

@@ -1,127 +1,180 @@
 """Checkpoints: all a run needs to go on as if it had never stopped, each committed whole or not at all.
 
-    checkpoints/<key>/step-00000050/model.safetensors       float32 master weights
-                                    optimizer.safetensors   `<state>/<parameter>`: exp_avg, exp_avg_sq, step
-                                    manifest.json           sizes and sha256 of both, the run's facts; written last
-    checkpoints/<key>/step-00000050.partial/                one in the making
-    checkpoints/<key>/step-00000050.corrupt/                one whose bytes are not those of its manifest
+    checkpoints/<key>/step-00000050/rank-00000.safetensors   this rank's pieces (training.pieces) of
+                                                             `weights/<parameter>`, float32, and of
+                                                             `<state>/<parameter>`: exp_avg, exp_avg_sq, step
+                                    rank-00001.safetensors   ...
+                                    manifest.json            sizes and sha256 of all, the run's facts; written last
+    checkpoints/<key>/step-00000050.partial/                 one in the making (training.saver)
+    checkpoints/<key>/step-00000050.corrupt/                 one whose bytes are not those of its manifest
 
-Nothing else is needed, since data order, learning rate and dropout are functions of the step. Nothing is pickled.
+Nothing else is needed, since data order, learning rate and dropout are functions of the step. Nothing is pickled. Another
+number of ranks, or another way of sharing the work among them, reads the same files.
 
-Saving is: write into `.partial`, fsync, manifest, fsync, rename, fsync the parent; then all but the last two go. A
-checkpoint of which a byte differs from its manifest is never used: it is set aside, the one before it is taken, and a
+A checkpoint of which a byte differs from its manifest is never used: it is set aside, the one before it is taken, and a
 note says so. `<key>` is the derivation's, so a folder used by another recipe or other data before does no harm.
 
-The state is the same on every rank, so rank 0 saves, rank 0 chooses what to resume from, and all read that one.
+What of a tensor each rank holds, `Held`, is for whoever trains to say. An optimizer's state that has the shape of its
+parameter is held like it; all other state, such as a count of steps, is the same on every rank, and rank 0 writes it.
 """
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Parameter
 
 from training.contract.durable import sync_folder, write_durably
-from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.errors import CorruptArtifact
 from training.contract.fingerprint import short
-from training.contract.manifest import MANIFEST, Derivation, Manifest, list_files, read_manifest, verify_files
+from training.contract.manifest import (
+    MANIFEST,
+    Derivation,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    verify_contents,
+    verify_files,
+)
 from training.distributed import Group
+from training.pieces import Held, Piece, PieceReader, piece_of
 
-_KEPT = 2
-_MODEL, _OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_KIND = "checkpoint of pieces"
 _PARTIAL, _CORRUPT = ".partial", ".corrupt"
+_WEIGHTS = "weights"
+_NONE = -1
+
+
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint keeps: parameters, the optimizer that steps them, and what of each this rank holds."""
+
+    parameters: Mapping[str, Parameter]
+    optimizer: torch.optim.Optimizer
+    held: Callable[[str], Held]
+
+    def pieces(self, main: bool) -> list[Piece]:
+        """What this rank writes; views of the tensors, which must not change until they are written."""
+        tensors = {f"{_WEIGHTS}/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        tensors |= optimizer_tensors(self.optimizer)
+        found = [self._piece(path, tensor, main) for path, tensor in tensors.items()]
+        return [piece for piece in found if piece is not None]
+
+    def restore(self, reader: PieceReader) -> None:
+        """Take what `reader` has of it. Raises CorruptArtifact where a tensor is missing."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self._read(reader, f"{_WEIGHTS}/{name}"))
+        states = [path for path in reader.shapes if not path.startswith(f"{_WEIGHTS}/")]
+        restore_optimizer(self.optimizer, {path: self._read(reader, path) for path in states})
+
+    def _piece(self, path: str, tensor: Tensor, main: bool) -> Piece | None:
+        name = path.split("/", 1)[1]
+        if tensor.shape == self.parameters[name].shape and tensor.ndim:
+            return piece_of(path, tensor, self.held(name))
+        return Piece(path, 0, tuple(tensor.shape), tensor) if main else None
+
+    def _read(self, reader: PieceReader, path: str) -> Tensor:
+        name = path.split("/", 1)[1]
+        held, shape = self.held(name), reader.shapes.get(path, ())
+        if shape and shape == (held.of, *self.parameters[name].shape[1:]):
+            return reader.read(path, held.first, held.rows)
+        return reader.read(path)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A committed checkpoint: weights by name, the optimizer's state by `<state>/<name>`, and the run's facts."""
+    """A committed checkpoint: its step, the run's facts, and its tensors."""
 
     step: int
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
     facts: dict[str, Any]
+    tensors: PieceReader
 
 
 class Checkpoints:
-    """The checkpoints of the job that `derivation` describes, in `folder`."""
+    """The checkpoints of the job that `derivation` describes, in `folder`; the last `keep` of them stay."""
 
-    def __init__(self, folder: Path, derivation: Derivation) -> None:
-        self._folder, self._derivation = folder / short(derivation.key), derivation
+    def __init__(self, folder: Path, derivation: Derivation, keep: int = 2) -> None:
+        self.folder, self._derivation, self._keep = folder / short(derivation.key), derivation, keep
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Commit `checkpoint`, keep one more. Raises StoreError where the disk does not take it."""
-        try:
-            self._save(checkpoint)
-        except (OSError, SafetensorError) as error:
-            free = shutil.disk_usage(self._existing_folder()).free
-            raise StoreError(
-                f"cannot save the checkpoint of step {checkpoint.step} in {self._folder} ({free:,} bytes free): "
-                f"{error}; make room and run again: the work goes on from the checkpoint before"
-            ) from error
+    def partial(self, step: int) -> Path:
+        """The folder, made here, in which the ranks write a checkpoint. Raises OSError."""
+        folder = self._place(step, _PARTIAL)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
-    def resume(self, group: Group, note: Callable[[str], None]) -> Checkpoint | None:
-        """The last checkpoint that is whole, the same on every rank; None if there is none."""
-        found = self._last_whole(note) if group.is_main else None
-        chosen = torch.tensor([-1 if found is None else found], device=group.device)
-        step = int(group.broadcast_(chosen))
-        return None if step < 0 else self._read(step)
-
-    def _last_whole(self, note: Callable[[str], None]) -> int | None:
-        for step in reversed(self._steps()):
-            place = self._place(step)
-            try:
-                verify_files(place, read_manifest(place))
-                return step
-            except CorruptArtifact as error:
-                aside = _replace(place, place.with_name(place.name + _CORRUPT))
-                note(f"the checkpoint of step {step} is not used and was moved to {aside}: {error}")
-        return None
-
-    def _read(self, step: int) -> Checkpoint:
-        place = self._place(step)
-        facts = read_manifest(place).details
-        return Checkpoint(step, load_file(place / _MODEL), load_file(place / _OPTIMIZER), facts)
-
-    def _save(self, checkpoint: Checkpoint) -> None:
-        place = self._place(checkpoint.step)
-        partial = place.with_name(place.name + _PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _write_durably(checkpoint.model, partial / _MODEL)
-        _write_durably(checkpoint.optimizer, partial / _OPTIMIZER)
-        manifest = self._manifest(checkpoint, partial)
-        write_durably(partial / MANIFEST, manifest.model_dump_json(indent=2).encode())
-        _replace(partial, place)
-        sync_folder(self._folder)
-        for step in self._steps()[:-_KEPT]:
-            shutil.rmtree(self._place(step))
-
-    def _manifest(self, checkpoint: Checkpoint, folder: Path) -> Manifest:
-        return Manifest(
-            kind="checkpoint",
+    def commit(self, step: int, files: dict[str, FileEntry], facts: dict[str, Any]) -> None:
+        """Make the partial checkpoint, which holds `files`, a checkpoint; those that are not kept go. Raises OSError."""
+        partial, place = self._place(step, _PARTIAL), self._place(step)
+        manifest = Manifest(
+            kind=_KIND,
             fingerprint=self._derivation.key,
             made_from=self._derivation,
             libraries={"torch": str(torch.__version__)},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
-            files=list_files(folder),
-            details=checkpoint.facts,
+            files=files,
+            details=facts,
         )
+        write_durably(partial / MANIFEST, manifest.model_dump_json(indent=2).encode())
+        _replace(partial, place)
+        sync_folder(self.folder)
+        for old in self._steps()[: -self._keep]:
+            shutil.rmtree(self._place(old))
 
-    def _place(self, step: int) -> Path:
-        return self._folder / f"step-{step:08d}"
+    def resume(self, group: Group, note: Callable[[str], None]) -> Checkpoint | None:
+        """The last checkpoint that is whole, the same on every rank; None if there is none.
 
-    def _existing_folder(self) -> Path:
-        return next(folder for folder in (self._folder, *self._folder.parents) if folder.is_dir())
+        What an interrupted save left goes first: nobody may take an old rank's file for a new one. Hashing is shared.
+        """
+        if group.is_main:
+            for partial in self.folder.glob(f"step-*{_PARTIAL}"):
+                shutil.rmtree(partial)
+        while (step := self._last(group)) is not None:
+            problem = self._problem(step, group)
+            if problem is None:
+                return self._read(step)
+            if group.is_main:
+                place = self._place(step)
+                aside = _replace(place, place.with_name(place.name + _CORRUPT))
+                note(f"the checkpoint of step {step} is not used and was moved to {aside}: {problem}")
+            group.barrier()
+        return None
+
+    def _last(self, group: Group) -> int | None:
+        """What rank 0 finds, since it alone moves what it refuses."""
+        step = int(group.broadcast_(torch.tensor([(self._steps() or [_NONE])[-1]], device=group.device)))
+        return None if step == _NONE else step
+
+    def _problem(self, step: int, group: Group) -> str | None:
+        """Why a checkpoint must not be used, the same on every rank."""
+        place, own = self._place(step), ""
+        try:
+            manifest = read_manifest(place)
+            if manifest.kind != _KIND:
+                raise CorruptArtifact(f"{place} is a {manifest.kind}; expected a {_KIND}")
+            verify_files(place, manifest, hashes=False)
+            verify_contents(place, manifest, sorted(manifest.files)[group.rank :: group.world])
+        except CorruptArtifact as error:
+            own = str(error)
+        group.barrier()
+        return next(filter(None, group.gather_texts(own)), None)
+
+    def _read(self, step: int) -> Checkpoint:
+        place = self._place(step)
+        manifest = read_manifest(place)
+        return Checkpoint(step, manifest.details, PieceReader(place / name for name in sorted(manifest.files)))
+
+    def _place(self, step: int, suffix: str = "") -> Path:
+        return self.folder / f"step-{step:08d}{suffix}"
 
     def _steps(self) -> list[int]:
-        names = [p.name.removeprefix("step-") for p in self._folder.glob("step-*")]
+        names = [p.name.removeprefix("step-") for p in self.folder.glob("step-*")]
         return sorted(int(name) for name in names if name.isdecimal())
 
 
@@ -141,12 +194,6 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tenso
         key, name = path.split("/", 1)
         state.setdefault(at[name], {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-def _write_durably(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file(tensors, path)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def _replace(source: Path, target: Path) -> Path:

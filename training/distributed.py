@@ -10,7 +10,7 @@ and the number of threads fixed by OMP_NUM_THREADS, since it decides the order o
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,30 +24,45 @@ from training.contract.recipe import DeviceName
 
 # How long one rank waits for the others: longer than any gap between two ranks' work, far less than gloo's 30 minutes.
 TIMEOUT = timedelta(minutes=5)
+# And at a barrier, before which one rank may have to write and hash all weights alone. One that dies is noticed at once.
+PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process (`rank`) among `world`. Every method that exchanges is to be called on every rank, in one order."""
+    """This process (`rank`) among `world`, on `nodes` machines that have equally many of them, one after the other.
+
+    Every method that exchanges is to be called on every rank, in one order.
+    """
 
     rank: int
     world: int
     device: torch.device
+    nodes: int = 1
+    patient: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank is here, also for one that has long work to do alone."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(self.patient)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by its sum over the ranks, in place; it is also returned."""
         if self.world > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
+        """Start to replace `tensor` by its sum over the ranks; it has it once the function that is returned was called."""
+        if self.world == 1:
+            return _nothing
+        work = dist.all_reduce(tensor, async_op=True)
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def broadcast_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by that of rank 0, in place; it is also returned."""
@@ -68,10 +83,20 @@ class Group:
         parts = zip(rows, self._gather(padded), strict=True)
         return torch.cat([part[: n * row_bytes].view(tensor.dtype).view(n, *tensor.shape[1:]) for n, part in parts])
 
+    def gather_texts(self, text: str) -> list[str]:
+        """The text of every rank, in rank order, on every rank."""
+        content = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8).to(self.device)
+        everything = self.gather_rows(content).cpu().numpy().tobytes()
+        return [part.decode() for part in everything.split(b"\0")[:-1]]
+
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world)]
         dist.all_gather(parts, tensor)
         return parts
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 @contextlib.contextmanager
@@ -81,6 +106,7 @@ def group(device: DeviceName) -> Iterator[Group]:
     Raises TrainingError if `cuda` is asked for and there is none for this rank.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    nodes, patient = world // int(os.environ.get("LOCAL_WORLD_SIZE", world)), None
     _compute_deterministically()
     own = _device(device)
     if world > 1:
@@ -93,7 +119,8 @@ def group(device: DeviceName) -> Iterator[Group]:
             timeout=TIMEOUT,
             device_id=own if on_gpu else None,
         )
-    yield Group(rank, world, own)
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+    yield Group(rank, world, own, nodes, patient)
     # Not after an exception: closing the connection fails the other ranks before this one has said what went wrong.
     if world > 1:
         dist.destroy_process_group()

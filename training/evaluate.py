@@ -24,7 +24,7 @@ from training.contract.events import EventWriter
 from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Loss
+from training.contract.loss import Loss
 from training.contract.store import Made
 from training.data.batches import Pairs, Side
 from training.data.template import TOKENIZER_FOLDER
@@ -32,9 +32,11 @@ from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, decode, spread_prompts
 from training.held_out import HeldOut, evaluate_pairs
+from training.model.adapter import load_policy
 from training.model.load import load_model
 from training.model.selfcheck import demand_exact
 from training.report import Report, Sample, WorstPair, render
+from training.tails import with_tails
 
 _SHOWN_CHARACTERS = 500
 _WORST_PAIRS = 10
@@ -48,10 +50,13 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     shown = spread_prompts(pairs, positions_V, job.settings["samples"])
     prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
 
-    policy = load_model(job.inputs["policy"].folder, reference.dtype, group.device)
+    loss = Loss.model_validate(job.settings["loss"])
+    if loss.needs_token_logprobs:
+        reference = with_tails(reference, pairs, positions_V, job, group, events)
+
+    policy = load_policy(job.inputs["policy"], job.inputs["reference_model"], reference.dtype, group.device)
     demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
-    loss = Loss.model_validate(job.settings["loss"])
     held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
     after = answers(policy, prompts, tokenizer, length, group)

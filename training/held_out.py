@@ -1,5 +1,9 @@
 """A policy on held-out pairs: log-probs, loss and rewards of each pair, and what they come to.
 
+The pairs are one batch: a loss that couples pairs couples all of them, and the shift of bco_pair is their own mean reward. So
+the outcome is a function of policy, table and pairs, not of the course of a training. Weights of pairs (WPO) are left
+out: they depend on the policy, which could lower a weighted loss by making its responses improbable.
+
 Legend: V held-out pairs. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
 
@@ -17,10 +21,12 @@ from transformers import PreTrainedModel
 from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Loss
+from training.contract.loss import Loss
 from training.data.batches import SIDES, Pairs
 from training.distributed import Group
-from training.losses import PairLogProbs, PairLosses, preference_loss
+from training.losses.evidence import PairLogProbs
+from training.losses.preference import PairLosses, preference_loss
+from training.model.logprobs import runs_in_lockstep
 from training.model.scoring import Prompts, deal, score, shared_batches
 
 _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
@@ -38,13 +44,13 @@ class HeldOut:
     def metrics(self) -> dict[str, float]:
         means = {
             "loss": self.outcome.losses_B,
-            "rewards/chosen": self.outcome.rewards_chosen_B,
-            "rewards/rejected": self.outcome.rewards_rejected_B,
+            "rewards/chosen": self.outcome.rewards_B2[:, 0],
+            "rewards/rejected": self.outcome.rewards_B2[:, 1],
             "rewards/margins": self.outcome.margins_B,
             "rewards/accuracies": self.outcome.accuracies_B,
-            "logps/chosen": self.logprobs.policy_chosen_B,
-            "logps/rejected": self.logprobs.policy_rejected_B,
-        }
+            "logps/chosen": self.logprobs.policy_B2[:, 0],
+            "logps/rejected": self.logprobs.policy_B2[:, 1],
+        } | {f"loss/{name}": losses_B for name, losses_B in self.outcome.parts.items()}
         return {f"eval/{name}": float(v.mean()) for name, v in means.items()} | {"eval/pairs": len(self.positions_V)}
 
     def interval(self) -> tuple[float, float]:
@@ -55,13 +61,13 @@ class HeldOut:
         """A row a pair: what a comparison with another policy on the same pairs needs."""
         numbers: Mapping[str, Tensor] = {
             "loss": self.outcome.losses_B,
-            "reward_chosen": self.outcome.rewards_chosen_B,
-            "reward_rejected": self.outcome.rewards_rejected_B,
+            "reward_chosen": self.outcome.rewards_B2[:, 0],
+            "reward_rejected": self.outcome.rewards_B2[:, 1],
             "margin": self.outcome.margins_B,
-            "policy_chosen_logprob": self.logprobs.policy_chosen_B,
-            "policy_rejected_logprob": self.logprobs.policy_rejected_B,
-            "reference_chosen_logprob": self.logprobs.reference_chosen_B,
-            "reference_rejected_logprob": self.logprobs.reference_rejected_B,
+            "policy_chosen_logprob": self.logprobs.policy_B2[:, 0],
+            "policy_rejected_logprob": self.logprobs.policy_B2[:, 1],
+            "reference_chosen_logprob": self.logprobs.reference_B2[:, 0],
+            "reference_rejected_logprob": self.logprobs.reference_B2[:, 1],
         }
         keys = {f"{side}_key": [k.tobytes().hex() for k in self.pairs.keys(side)[self.positions_V]] for side in SIDES}
         rows = {"row": self.pairs.rows[self.positions_V].tolist()}
@@ -81,38 +87,51 @@ def evaluate_pairs(
 
     Raises TrainingError for a log-prob that is not finite, CorruptArtifact where the reference's counts are others.
     """
-    scores = _score_places(policy, pairs, positions_V, group, events)
-    counts = np.concatenate([reference.chosen_tokens[positions_V], reference.rejected_tokens[positions_V]])
-    _refuse(pairs, positions_V, scores, counts)
-    chosen, rejected = np.split(scores[:, 1], 2)
+    tokens_V2 = reference.tokens_P2[positions_V]
+    scores = _score_places(policy, pairs, positions_V, tokens_V2.min(axis=1), group, events)
+    _refuse(pairs, positions_V, scores, tokens_V2.T.flatten())
+    sums_V2, tails_V2 = (_by_pair(scores[:, column]) for column in (1, 2))
+    reference_tails_P2 = reference.tails_P2
     logprobs = PairLogProbs(
-        policy_chosen_B=torch.from_numpy(chosen),
-        policy_rejected_B=torch.from_numpy(rejected),
-        reference_chosen_B=torch.from_numpy(reference.chosen_logprobs[positions_V]),
-        reference_rejected_B=torch.from_numpy(reference.rejected_logprobs[positions_V]),
+        policy_B2=sums_V2,
+        reference_B2=torch.from_numpy(reference.logprobs_P2[positions_V]),
+        tokens_B2=torch.from_numpy(tokens_V2),
+        policy_tails_B2=tails_V2,
+        reference_tails_B2=None if reference_tails_P2 is None else torch.from_numpy(reference_tails_P2[positions_V]),
     )
     return HeldOut(pairs, positions_V, logprobs, preference_loss(loss, logprobs))
 
 
 def _score_places(
-    policy: PreTrainedModel, pairs: Pairs, positions_V: npt.NDArray[np.int64], group: Group, events: EventWriter
+    policy: PreTrainedModel,
+    pairs: Pairs,
+    positions_V: npt.NDArray[np.int64],
+    common_V: npt.NDArray[np.int32],
+    group: Group,
+    events: EventWriter,
 ) -> npt.NDArray[np.float64]:
-    """For each of the 2V places: how many response tokens, and their summed log-prob."""
+    """For each of the 2V places: how many response tokens, their summed log-prob, and that of those after `common_V`."""
     lengths_2V = np.concatenate([pairs.lengths(side)[positions_V] for side in SIDES])
     of_prompts = (pairs.prompt_numbers(positions_V), pairs.prompt_lengths[positions_V].astype(np.int64))
     batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in of_prompts)))
     progress = Progress(events, 2 * len(positions_V), "sequences")
-    rows = [np.empty((0, 3))]
-    for own, everyones in deal(batches, group):
+    rows = [np.empty((0, 4))]
+    for own, everyones in deal(batches, group, runs_in_lockstep(policy)):
         if own is not None:
             places = [divmod(int(place), len(positions_V)) for place in own.positions]
             sequences = [pairs.sequence(int(positions_V[at]), SIDES[side]) for side, at in places]
             scores = score(policy, sequences, own.sizes)
-            rows.append(np.stack([own.positions, scores.counts_S, scores.sums_S], axis=1))
+            tails_S = scores.tails_S(np.tile(common_V, 2)[own.positions].astype(np.int64))
+            rows.append(np.stack([own.positions, scores.counts_S, scores.sums_S, tails_S], axis=1))
         progress.advance(len(everyones))
     all_rows = group.gather_rows(torch.from_numpy(np.concatenate(rows)).to(group.device)).cpu().numpy()
-    by_place: npt.NDArray[np.float64] = all_rows[np.argsort(all_rows[:, 0])][:, 1:]
+    _, first_of_place = np.unique(all_rows[:, 0], return_index=True)  # in lockstep some are scored more than once
+    by_place: npt.NDArray[np.float64] = all_rows[first_of_place, 1:]
     return by_place
+
+
+def _by_pair(values_2V: npt.NDArray[np.float64]) -> Tensor:
+    return torch.from_numpy(np.stack(np.split(values_2V, 2), axis=1))
 
 
 def _refuse(

@@ -14,6 +14,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from training.contract.errors import PedigreeError
 from training.contract.events import EventWriter
@@ -33,6 +34,7 @@ WORK: dict[JobKind, str] = {
     "reference": "training.reference",
     "policy": "training.loop",
     "evaluation": "training.evaluate",
+    "merge": "training.merge",
     "proof": "training.rescore",
 }
 # Longer than torchrun takes to notice a rank that was killed and to end the others.
@@ -94,5 +96,14 @@ def _report(job: Job, error: Exception) -> None:
         file.write(failure.model_dump_json(indent=2))
 
 
+def _leave(status: int) -> NoReturn:
+    """End the process; at once where the work failed, since taking torch down takes seconds and saves nothing."""
+    if status:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit()
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    _leave(main(Path(sys.argv[1])))

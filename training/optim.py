@@ -3,6 +3,11 @@
 AdamW decays weight matrices and embeddings only: norms and biases, vectors of scale and offset, are left alone. The
 kernel is torch's fused one, which exists for CPUs and for CUDA.
 
+Muon (Jordan 2024) is for the matrices between embeddings and head: it replaces the momentum of a matrix by the nearest
+orthogonal one, found by Newton-Schulz iterations in bfloat16, so that every direction moves as much. Vectors have no
+such form, and the rows of an embedding or of a head are one a token, each a vector: these are left to AdamW, as the
+author advises. Which is which is a matter of the model's modules, not of names (`hidden_matrices`).
+
 The learning rate of step n (1, 2, ... N) is a pure function of n, so that resuming needs no scheduler state:
 
     n <= W       n / (W + 1)                              warm-up, W = ceil(warmup_ratio * N) steps
@@ -13,38 +18,96 @@ above zero too. After the warm-up it is what transformers' `get_scheduler` gives
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from transformers import PreTrainedModel
 
-from training.contract.recipe import Optimizer, Schedule
+from training.contract.errors import TrainingError
+from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
 
 # ratio * steps is a product of floats: 0.07 * 100 is 7.000000000000001 and means 7.
 _ROUNDING = 1e-9
 
 
-def build_optimizer(settings: Optimizer, parameters: Mapping[str, Parameter]) -> torch.optim.Optimizer:
-    """AdamW over named parameters, in two groups: with weight decay and without."""
-    decayed = {name for name, parameter in parameters.items() if _is_decayed(name, parameter)}
-    groups = [
-        _group(parameters, (n for n in parameters if n in decayed), settings.weight_decay),
-        _group(parameters, (n for n in parameters if n not in decayed), 0.0),
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,
-    )
+class Optimizers:
+    """Optimizers over disjoint named parameters, stepped as one.
+
+    Its state is laid out as that of one torch optimizer over all the groups, so whoever saves one can save this.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self._parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[int, dict[str, Tensor]] = {}
+        groups: list[dict[str, Any]] = []
+        for part, (start, _) in zip(self._parts, self._ranges(), strict=True):
+            own = part.state_dict()
+            state |= {start + at: of_one for at, of_one in own["state"].items()}
+            groups += [group | {"params": [start + at for at in group["params"]]} for group in own["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Take what `state_dict` of Optimizers built in the same way gave."""
+        groups = iter(saved["param_groups"])
+        for part, (start, end) in zip(self._parts, self._ranges(), strict=True):
+            state = {at - start: of_one for at, of_one in saved["state"].items() if start <= at < end}
+            own = [next(groups) for _ in part.param_groups]
+            own = [group | {"params": [at - start for at in group["params"]]} for group in own]
+            part.load_state_dict({"state": state, "param_groups": own})
+
+    def _ranges(self) -> Iterable[tuple[int, int]]:
+        """The numbers of each part's parameters: from, and up to but not including."""
+        sizes = (sum(len(group["params"]) for group in part.param_groups) for part in self._parts)
+        return pairwise(accumulate(sizes, initial=0))
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def build_optimizer(
+    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: Mapping[str, torch.Size]
+) -> Optimizers:
+    """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others.
+
+    Raises TrainingError where Muon would be given a part of a matrix: its update is not that part of the whole one's.
+    """
+    if isinstance(settings, AdamW):
+        return Optimizers(_adamw(settings, parameters))
+    hidden = {name: parameter for name, parameter in parameters.items() if name in matrices}
+    others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
+    _demand_whole(hidden, matrices)
+    return Optimizers(_muon(settings, hidden) + _adamw(settings.adamw, others))
+
+
+def hidden_matrices(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """The shapes, by name, of the matrices between embeddings and head: what has two dimensions and belongs to neither.
+
+    Embeddings are those of the model's input, tied to the head or not, and every other `torch.nn.Embedding` (of
+    positions, for example). A mixture of experts keeps an expert a matrix in tensors of three dimensions, which are no
+    matrices, and biases of experts in tensors of two, which are vectors.
+    """
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
+    spared = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    named = model.named_parameters()
+    return {n: p.shape for n, p in named if p.ndim == 2 and id(p) not in spared and not _is_bias(n)}
+
+
+def set_learning_rate(optimizer: Optimizers, factor: float) -> None:
+    """Set the learning rate of each group to `factor` times the one it was built with."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = group["initial_lr"] * factor
 
 
 def schedule_factor(schedule: Schedule, step: int, steps: int) -> float:
@@ -67,10 +130,47 @@ def warmup_steps(schedule: Schedule, steps: int) -> int:
     return math.ceil(schedule.warmup_ratio * steps - _ROUNDING)
 
 
-def _group(parameters: Mapping[str, Parameter], names: Iterable[str], weight_decay: float) -> dict[str, Any]:
-    return {"params": [(name, parameters[name]) for name in names], "weight_decay": weight_decay}
+def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.optim.Optimizer]:
+    """AdamW in two groups, with weight decay and without; none at all over no parameters."""
+    decayed = {name for name, parameter in parameters.items() if parameter.ndim >= 2 and not _is_bias(name)}
+    groups = [
+        _group(settings, parameters, (n for n in parameters if n in decayed), settings.weight_decay),
+        _group(settings, parameters, (n for n in parameters if n not in decayed), 0.0),
+    ]
+    filled = [group for group in groups if group["params"]]
+    return [torch.optim.AdamW(filled, betas=settings.betas, eps=settings.eps, fused=True)] if filled else []
 
 
-def _is_decayed(name: str, parameter: Tensor) -> bool:
-    # A mixture of experts keeps its biases in matrices, so the name counts as well as the shape.
-    return parameter.ndim >= 2 and not name.endswith("bias")
+def _demand_whole(held: Mapping[str, Parameter], matrices: Mapping[str, torch.Size]) -> None:
+    for name, parameter in held.items():
+        if parameter.shape != matrices[name]:
+            raise TrainingError(
+                f"`optimizer.type: muon` needs whole matrices, and this process holds {tuple(parameter.shape)} of the "
+                f"{tuple(matrices[name])} numbers of {name}: set `compute.parallel: ddp`, or `optimizer.type: adamw`"
+            )
+
+
+def _muon(settings: Muon, matrices: Mapping[str, Parameter]) -> list[torch.optim.Optimizer]:
+    if not matrices:
+        return []
+    muon = torch.optim.Muon(
+        [_group(settings, matrices, matrices, settings.weight_decay)],
+        momentum=settings.momentum,
+        nesterov=settings.nesterov,
+        ns_steps=settings.ns_steps,
+        adjust_lr_fn=settings.adjust_lr,
+    )
+    return [muon]
+
+
+def _group(
+    settings: AdamW | Muon, parameters: Mapping[str, Parameter], names: Iterable[str], weight_decay: float
+) -> dict[str, Any]:
+    rate = settings.learning_rate
+    params = [(name, parameters[name]) for name in names]
+    return {"params": params, "weight_decay": weight_decay, "lr": rate, "initial_lr": rate}
+
+
+def _is_bias(name: str) -> bool:
+    # A mixture of experts keeps its biases in matrices, so the name counts where the shape says nothing.
+    return name.endswith("bias")

@@ -1,12 +1,16 @@
 """The proof of step 0: before training the policy is the reference, so every margin is zero and the loss is known.
 
-For the sigmoid loss it is ln 2. Whatever breaks this (a stale table, another mask or template, other weights, a wrong
-precision) would otherwise train quietly towards nonsense. The mean alone is no proof, since errors of opposite sign
-cancel in it to first order; so each response is held against its reference too.
+Expected is the loss of a policy that has the table's log-probs. For a loss of log-ratios that is a constant of the loss, ln 2
+for the sigmoid; for one that knows no reference (SimPO, the SFT term) it is what the table says, so the proof is as strong.
+Whatever breaks this (a stale table, another mask or template, other weights, a wrong precision) would otherwise train
+quietly towards nonsense. The mean alone is no proof, since errors of opposite sign cancel in it to first order; so each
+response is held against its reference too.
 
 Both log-probs are sums over n response tokens of values with independent rounding errors, so they may differ by
-`tolerance * sqrt(n)` nats: 0.001 in float32, 0.05 where policy or reference run in bfloat16. The loss may be off by
-beta times the mean over the pairs of what their two responses may be.
+`tolerance * sqrt(n)` nats: 0.001 in float32, 0.05 where policy or reference run in bfloat16. What that allows the loss to be
+off is computed with the loss itself: all log-probs are moved to the corners of what they may be (chosen and rejected up
+or down), and each pair may change by twice its largest change. Losses are monotone or convex in each log-prob, or smooth
+over so small a box, so the corners bound what lies between them; the factor covers the last case.
 
 Three sets of pairs are held against their reference: the first batch, pairs spread over the rest of the train split, and
 the held-out ones. So every part of the table that is used is looked at, whatever the order of the data.
@@ -17,15 +21,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from training.contract.errors import TrainingError
 from training.contract.logprob_table import LogProbTable
+from training.contract.loss import Loss
 from training.contract.recipe import Training
 from training.held_out import HeldOut
-from training.losses import LOSSES
+from training.losses.preference import preference_loss
 
 TOLERANCE_NATS = {"float32": 0.001, "bfloat16": 0.05}
 _SHOWN = 5
+_SLACK = 2.0
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,22 +53,43 @@ class Deviations:
         return worse_I
 
 
-def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Training, where: str) -> float:
-    """The loss of pairs scored before training. Raises TrainingError that shows the worst rows if it is off."""
-    loss = float(scored.outcome.losses_B.mean())
-    expected = LOSSES[settings.loss.type].value_at_zero_margin(settings.loss)
+@dataclass(frozen=True)
+class Proof:
+    """The mean loss before training, what it is if policy and reference agree, and by how much it may be off."""
+
+    loss: float
+    expected: float
+    allowed: float
+
+
+def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Training, where: str) -> Proof:
+    """Of pairs scored before training. Raises TrainingError that shows the worst rows if the loss or one of them is off."""
     found = deviations(scored, reference, TOLERANCE_NATS[_coarser(settings.precision, reference.dtype)])
-    allowed = settings.loss.beta * float(found.allowed_I2.sum(axis=1).mean())
+    proof = _loss_at_reference(scored, settings.loss, torch.from_numpy(found.allowed_I2))
     wrong = int((found.excess_I > 1).sum())
-    if abs(loss - expected) <= allowed and not wrong:
-        return loss
+    if abs(proof.loss - proof.expected) <= proof.allowed and not wrong:
+        return proof
     raise TrainingError(
-        f"before the first step the policy is not the reference, on {where}: the loss is {loss:.6f}, "
-        f"expected {expected:.6f} within {allowed:.6f}, and {wrong} of {len(found.excess_I)} pairs differ by more than "
+        f"before the first step the policy is not the reference, on {where}: the loss is {proof.loss:.6f}, expected "
+        f"{proof.expected:.6f} within {proof.allowed:.6f}, and {wrong} of {len(found.excess_I)} pairs differ by more than "
         f"rounding. The worst:\n{_worst(found, scored.pairs.rows[scored.positions_V])}\n"
         f"The reference log-probs were made from other weights, tokens or masks, or in another precision "
         f"(policy {settings.precision}, reference {reference.dtype}): materialize reference_logprobs again"
     )
+
+
+def _loss_at_reference(scored: HeldOut, settings: Loss, allowed_I2: Tensor) -> Proof:
+    """What was found, what the table says, and what its log-probs say when moved as far as rounding may have moved them."""
+    logprobs = scored.logprobs
+
+    def losses_I(policy_I2: Tensor) -> Tensor:
+        return preference_loss(settings, logprobs.with_policy_at(policy_I2)).losses_B
+
+    expected_I = losses_I(logprobs.reference_B2)
+    signs = allowed_I2.new_tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]])
+    corners = [losses_I(logprobs.reference_B2 + allowed_I2 * corner) for corner in signs]
+    changes_I = torch.stack([(corner_I - expected_I).abs() for corner_I in corners]).amax(dim=0)
+    return Proof(float(scored.outcome.losses_B.mean()), float(expected_I.mean()), _SLACK * float(changes_I.mean()))
 
 
 def spread(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -73,10 +101,8 @@ def spread(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64
 def deviations(scored: HeldOut, reference: LogProbTable, nats: float) -> Deviations:
     """Scores made now beside the reference's in the table, each with `nats` times the root of its token count as leeway."""
     at, logprobs = scored.positions_V, scored.logprobs
-    policy_I2 = torch.stack([logprobs.policy_chosen_B, logprobs.policy_rejected_B], dim=1).numpy()
-    reference_I2 = torch.stack([logprobs.reference_chosen_B, logprobs.reference_rejected_B], dim=1).numpy()
-    tokens_I2 = np.stack([reference.chosen_tokens[at], reference.rejected_tokens[at]], axis=1)
-    return Deviations(policy_I2, reference_I2, nats * np.sqrt(np.maximum(tokens_I2, 1)))
+    leeway_I2 = nats * np.sqrt(np.maximum(reference.tokens_P2[at], 1))
+    return Deviations(logprobs.policy_B2.numpy(), logprobs.reference_B2.numpy(), leeway_I2)
 
 
 def _coarser(precision: str, reference: str) -> str:

@@ -18,12 +18,12 @@ from training.contract.events import EventWriter
 from training.contract.fingerprint import fingerprint
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Loss
+from training.contract.loss import Loss
 from training.contract.store import Made
 from training.data.batches import SIDES, Pairs
 from training.distributed import Group
 from training.held_out import evaluate_pairs
-from training.model.load import load_model
+from training.model.adapter import load_policy
 from training.model.selfcheck import demand_exact
 from training.proof import TOLERANCE_NATS, deviations, spread
 
@@ -36,7 +36,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
     positions = _positions(pairs, job.settings["rows"])
     scorer = job.inputs.get("policy") or job.inputs["reference_model"]
-    model = load_model(scorer.folder, table.dtype, group.device)
+    model = load_policy(scorer, job.inputs.get("reference_model"), table.dtype, group.device)
     demand_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = evaluate_pairs(model, pairs, positions, table, Loss(), group, events)

@@ -6,6 +6,8 @@ that carries a chosen response is the item; a response that several pairs share 
 """
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,11 +18,13 @@ from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
 from training.data.batches import Pairs
-from training.data.packing import Batches, Positions, Tokens, train_items
+from training.data.packing import Batches, MicroBatch, Positions, Tokens, train_items
 from training.distributed import Group
-from training.masters import Masters
 from training.model.logprobs import response_logprobs
+from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
+from training.parallel.choice import build_masters
+from training.parallel.masters import Untrained
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
 
@@ -40,6 +44,15 @@ class ResponseObjective:
     def rows(self, items: Positions) -> Positions:
         return self._rows[items]
 
+    def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
+        """Nothing: an item's loss depends on no other's."""
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing: there is no state."""
+
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         sequences = [self._pairs.sequence(int(item), "chosen") for item in items]
         return -response_logprobs(model, sequences).sums_S[:, None]
@@ -51,8 +64,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     started = time.perf_counter()
     settings = SupervisedTuning.model_validate(job.settings)
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    masters = Masters(job.inputs["base_model"].folder, "float32", group.device)
-    demand_exact(masters.model, events, training=masters.has_dropout)
+    untrained = Untrained(job.inputs["base_model"].folder, "float32")
+    masters = build_masters(untrained, job.compute.parallel, group, events)
+    demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
+    prepare_for_training(masters.model, job.compute, events, masters.has_dropout)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
@@ -62,9 +77,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     trainer = Trainer(job, group, events, stepper, ("loss",))
     trainer.took("loading", time.perf_counter() - started)
     trainer.run()
-    if not group.is_main:
-        return Made(fingerprint="")
     events.phase("saving the reference model")
     with trainer.timed("saving"):
-        fingerprint = write_model(job, masters)
+        fingerprint = write_model(job, masters, job.inputs["base_model"])
     return Made(fingerprint, trainer.facts | {"pairs": len(batches.items), "world": group.world})

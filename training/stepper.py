@@ -2,32 +2,36 @@
 
 Legend: I items of a batch, M quantities that the objective tells of each item; the first of them is the loss.
 
+0. The objective is told the batch, and of a loss that couples pairs it asks the policy first, without gradients.
 1. Each rank runs its micro-batches forward and backward on (sum of its items' losses) / (count of the global batch), so
    gradients add up to the gradient of the global mean however the batch is cut and spread.
-2. One small all-reduce: the sums of the M quantities, and of each rank whether it met a value that is not finite, and
-   how much memory it has used. So every rank knows what the others know, and all stop together, before the step.
-3. One large all-reduce of the gradient; its norm is the same number on every rank.
+2. The gradient is summed over the ranks, most of it while the last backward pass still runs (training.parallel).
+3. One small all-reduce: the sums of the M quantities, and of each rank whether it met a value that is not finite before
+   gradients were summed. So every rank knows what the others know, and all stop together, before the step.
 4. Clip, set the learning rate, step.
 
-A rank without an item skips 1 and takes part in the rest.
+A rank without an item skips 1, unless the weights are spread over the ranks, and takes part in the rest.
 """
 
+import math
 import resource
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from training.agreement import Agreed, Flags, agree
 from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
-from training.data.packing import Batches, Positions, seed_sequence
+from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
 from training.distributed import Group
-from training.masters import Masters
-from training.optim import build_optimizer, schedule_factor, set_learning_rate
+from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
+from training.parallel.masters import Masters
 
 _SHOWN = 8
 
@@ -46,6 +50,23 @@ class Objective(Protocol):
     def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
         """The quantities of each item, float64; the first column is differentiable."""
 
+    def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
+        """Before the micro-batches `parts` of this rank are run, on every rank; the model may be run, and is seeded again."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has to hold of it, as plain JSON; empty if nothing."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` told."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was taken: its metrics, and what the ranks told each other, the same on every rank."""
+
+    metrics: dict[str, float]
+    flags: Flags
+
 
 class Stepper:
     """The optimizer steps of one run; `steps` is how many there are in all, for the learning rate."""
@@ -60,90 +81,90 @@ class Stepper:
         group: Group,
     ) -> None:
         self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
-        self.optimizer = build_optimizer(settings.optimizer, masters.parameters)
+        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, hidden_matrices(masters.model))
         self._settings, self._group = settings, group
 
-    def step(self, step: int) -> dict[str, float]:
-        """Take `step`, counted from 1, and tell its metrics, the same on every rank.
+    def step(self, step: int, flags: Flags) -> Step:
+        """Take `step`, counted from 1; `flags` are what this rank has to tell the others.
 
         Raises TrainingError on every rank if a loss or the gradient is not finite; the weights are then untouched.
         """
         started = time.perf_counter()
-        means, memory = self._accumulate(step)
-        norm = self._reduce_gradient(step)
-        rate = self._settings.optimizer.learning_rate * schedule_factor(self._settings.schedule, step, self.steps)
-        self._apply(norm, rate)
-        seconds = time.perf_counter() - started
-        return means | {
-            "grad_norm": float(norm),
-            "learning_rate": rate,
-            "tokens_per_second": self.batches.tokens(step) / seconds,
-            "peak_memory_mb": memory,
-        }
-
-    def _accumulate(self, step: int) -> tuple[dict[str, float], float]:
-        """Forward and backward over this rank's part; the means over the global batch, and the highest memory use."""
-        parts = self.batches.micro_batches(step, self._group.rank, self._group.world)
         count = self.objective.count(self.batches.batch(step))
+        agreed = self._accumulate(step, count, flags)
+        factor = schedule_factor(self._settings.schedule, step, self.steps)
+        self._apply(agreed.norm, factor)
+        seconds = time.perf_counter() - started
+        means = {name: value / count for name, value in zip(self.objective.names, agreed.sums, strict=True)}
+        metrics = {
+            "grad_norm": agreed.norm,
+            "learning_rate": self._settings.optimizer.learning_rate * factor,
+            "tokens_per_second": self.batches.tokens(step) / seconds,
+            "peak_memory_mb": agreed.memory_mb,
+        }
+        return Step(means | metrics, agreed.flags)
+
+    def _accumulate(self, step: int, count: int, flags: Flags) -> Agreed:
+        """Forward and backward over this rank's part, and the sums over all ranks' parts."""
         self._start(step)
-        tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
-        for items in parts:
-            values_IM = self.objective.values_IM(self.masters.model, items)
-            (values_IM[:, 0].sum() / count).backward()
-            tables.append(values_IM.detach())
-            del values_IM  # with its graph, whose kept logits would stand beside those of the next micro-batch
-        items = np.concatenate([np.zeros(0, np.int64), *parts])
-        sums, memory = self._agree(step, items, torch.cat(tables))
-        return {name: value / count for name, value in zip(self.objective.names, sums, strict=True)}, memory
+        parts = self.batches.micro_batches(step, self._group.rank, self._group.world, self.masters.in_lockstep)
+        self.objective.prepare(self.masters.model, self.batches.batch(step), parts)
+        self._seed(step)  # so that both passes meet the same dropout
+        items, values_IM = self._run(parts, count)
+        finite_I = values_IM.isfinite().all(dim=1)
+        finite = self.masters.reduce()
+        memory, suspect = peak_memory_mb(self._group.device), ~(finite & finite_I.all())
+        agreed = agree(self._group, values_IM.sum(0), memory, suspect, flags, self.masters.norm)
+        if agreed.suspects:
+            self._refuse(step, items, finite_I, agreed.suspects)
+        if not math.isfinite(agreed.norm):
+            raise TrainingError(
+                f"step {step}: the norm of the gradient is {agreed.norm} on all {self._group.world} ranks together, "
+                f"while each rank's own is finite; lower `optimizer.learning_rate` or `max_grad_norm`"
+            )
+        return agreed
 
     def _start(self, step: int) -> None:
-        self.masters.gradient_N.zero_()
+        self.masters.zero()
         self.masters.model.train(self.masters.has_dropout)
+        self._seed(step)
+
+    def _seed(self, step: int) -> None:
         dropout = seed_sequence(self._settings.seed, step, self._group.rank)
         torch.manual_seed(int(dropout.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
-    def _agree(self, step: int, items: Positions, values_IM: Tensor) -> tuple[list[float], float]:
-        """The sums over all ranks. Raises TrainingError on every rank if one of them met what is not finite."""
-        world, rank = self._group.world, self._group.rank
-        suspects = self._suspects(items, values_IM)
-        shared = torch.zeros(2, world, dtype=torch.float64, device=self._group.device)
-        shared[0, rank] = len(suspects)
-        shared[1, rank] = peak_memory_mb(self._group.device)
-        message = self._group.sum_(torch.cat([values_IM.sum(0), shared.view(-1)]))
-        sums, (counts, memories) = message[: -2 * world].tolist(), message[-2 * world :].view(2, world).tolist()
-        if any(counts):
-            self._refuse(step, suspects, [int(count) for count in counts])
-        return sums, max(memories)
+    def _run(self, parts: Sequence[MicroBatch], count: int) -> tuple[Positions, Tensor]:
+        """The items of this rank's micro-batches and their quantities, after their gradients were added up."""
+        masters = self.masters
+        items = [np.zeros(0, np.int64)]
+        tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
+        for number, part in enumerate(parts, 1):
+            values_IM = self.objective.values_IM(masters.model, part.items)
+            loss = values_IM[:, 0].sum() / count
+            masters.backward(loss if part.counts else loss * 0, last=number == len(parts))
+            if part.counts:
+                items.append(part.items)
+                tables.append(values_IM.detach())
+            del values_IM, loss  # with their graph, whose kept logits would stand beside those of the next micro-batch
+        return np.concatenate(items), torch.cat(tables)
 
-    def _suspects(self, items: Positions, values_IM: Tensor) -> Positions:
-        """This rank's items with a value that is not finite; all its items if only the gradient is not finite."""
-        bad: npt.NDArray[np.bool_] = ~values_IM.isfinite().all(dim=1).cpu().numpy()
-        if bad.any():
-            return items[bad]
-        return items[:0] if bool(self.masters.gradient_norm().isfinite()) else items
-
-    def _refuse(self, step: int, suspects: Positions, counts: list[int]) -> None:
-        own = torch.from_numpy(self.objective.rows(suspects)).to(self._group.device)
-        parts = self._group.gather_rows(own).cpu().split(counts)
-        places = "; ".join(f"rank {rank}, {_shown(part.tolist())}" for rank, part in enumerate(parts) if len(part))
+    def _refuse(self, step: int, items: Positions, finite_I: Tensor, suspects: list[int]) -> None:
+        """Name the items with a value that is not finite; all of a rank's items where only its gradient is not."""
+        bad_I = ~finite_I.cpu().numpy()
+        own = items[bad_I] if bad_I.any() else items
+        rows = self.objective.rows(own if self._group.rank in suspects else items[:0])
+        ranks = np.full_like(rows, self._group.rank)
+        told = self._group.gather_rows(torch.from_numpy(np.stack([ranks, rows], axis=1)).to(self._group.device)).cpu()
+        of_rank = {rank: told[told[:, 0] == rank, 1].tolist() for rank in suspects}
+        places = "; ".join(f"rank {rank}, {_shown(rows)}" for rank, rows in of_rank.items() if rows)
         raise TrainingError(
             f"step {step}: the loss or its gradient is not finite ({places}); no weight was changed by this step. "
             f"Look at these rows, or lower `optimizer.learning_rate` or `max_grad_norm`"
         )
 
-    def _reduce_gradient(self, step: int) -> Tensor:
-        self._group.sum_(self.masters.gradient_N)
-        norm = self.masters.gradient_norm()
-        if not norm.isfinite():
-            raise TrainingError(
-                f"step {step}: the norm of the gradient is {float(norm)} on all {self._group.world} ranks together, "
-                f"while each rank's own is finite; lower `optimizer.learning_rate` or `max_grad_norm`"
-            )
-        return norm
-
-    def _apply(self, norm: Tensor, rate: float) -> None:
+    def _apply(self, norm: float, factor: float) -> None:
         self.masters.clip_(norm, self._settings.max_grad_norm)
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.optimizer, factor)
         self.optimizer.step()
         self.masters.publish()
 

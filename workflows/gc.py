@@ -24,6 +24,7 @@ from typing import get_args
 import dagster as dg
 from pydantic import ValidationError
 
+from assets.adapters import MERGED
 from assets.graph import GRAPH
 from assets.pipeline import Services
 from assets.realize import data_version, latest_key
@@ -46,7 +47,7 @@ from workflows.execution import close_dead_runs
 
 Reference = tuple[str, str]  # kind and fingerprint
 
-_KINDS = (*GRAPH, "proof")
+_KINDS = (*GRAPH, MERGED, "proof")
 _UNFINISHED = [
     dg.DagsterRunStatus.QUEUED,
     dg.DagsterRunStatus.NOT_STARTED,
@@ -157,7 +158,7 @@ class Sweep:
     def _registered(self) -> Iterator[Reference]:
         for version in self._services.registry.versions():
             tags = {name.removeprefix("pedigree."): value for name, value in version.tags.items()}
-            yield from ((kind, tags[kind]) for kind in GRAPH if kind in tags)
+            yield from ((kind, tags[kind]) for kind in _KINDS if kind in tags)
 
     def _materialized(self) -> Iterator[Reference]:
         for key in self._instance.get_asset_keys():

@@ -11,6 +11,7 @@ import dagster as dg
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from assets.adapters import base_of
 from assets.page import render_page
 from assets.pipeline import Pipeline, Services
 from assets.realize import data_version, latest_derivation
@@ -108,6 +109,8 @@ class _Inspector:
                 f"{name}/reference_logprobs is of other pairs than {name}/tokenized_pairs {short(pairs.fingerprint)}, so "
                 f"row {row} cannot be scored; run `pedigree run {name}` first"
             )
+        if (base := base_of(inputs["policy"], self._services.store)) is not None:
+            inputs["reference_model"] = base
         [scored] = rescore(self._pipeline, self._services, inputs, [row]).rows
         return scored["chosen"]["live"], scored["rejected"]["live"]
 

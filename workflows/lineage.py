@@ -110,7 +110,8 @@ def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, ca
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return Outcome(None, None, settings)
-    frozen = GRAPH[_SPECS[asset]].reads(pipeline.recipe) if asset in _SPECS else {}
+    spec = above[_SPECS[asset]].found if asset in _SPECS else None
+    frozen = {} if spec is None else spec.files["spec.json"]
     return _look_up(services, derivation(asset, known, {**settings, **frozen}), settings, cache)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 
+from assets.adapters import MERGED
 from assets.changes import changes_since
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
@@ -123,7 +124,7 @@ class _Verifier:
         return f"{len(faults)} shards of its memo are not what was published: {faults[0]}" if faults else None
 
     def _version_fault(self, release_key: str) -> str | None:
-        """Whether the registered version holds the weights of the policy that it says it is."""
+        """Whether the registered version holds the weights of the policy that it says it is, merged if that is an adapter."""
         registry, name = self._services.registry, self._pipeline.recipe.release.model_name
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
         if version is None:
@@ -132,7 +133,7 @@ class _Verifier:
             found = weights_fingerprint(weights_identity(registry.resolve(f"models:/{name}/{version.number}")))
         except PedigreeError as error:
             return str(error)
-        promised = version.tags.get("pedigree.policy")
+        promised = version.tags.get(f"pedigree.{MERGED}", version.tags.get("pedigree.policy"))
         if found == promised:
             return None
         return f"version {version.number} of {name} holds the weights {short(found)}, its policy is {short(promised)}"

@@ -58,8 +58,8 @@ def count(model: PreTrainedModel, pairs: Pairs, micro_tokens: int) -> Operations
 def _micro_batches(pairs: Pairs, micro_tokens: int) -> Iterator[list[list[TokenSequence]]]:
     found = batches(pairs, training_settings(micro_tokens))
     for step in range(1, found.steps_per_epoch + 1):
-        for items in found.micro_batches(step, 0, 1):
-            yield [[pairs.sequence(int(item), side) for side in SIDES] for item in items]
+        for part in found.micro_batches(step, 0, 1):
+            yield [[pairs.sequence(int(item), side) for side in SIDES] for item in part.items]
 
 
 def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> float:

@@ -1,6 +1,10 @@
 """A tiny world to train in: a random Llama, random pairs, and the reference's log-probs by plain transformers."""
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +82,7 @@ def tiny_world(tmp_path: Path) -> TinyWorld:
     return build_world(tmp_path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def world_builder() -> Callable[..., TinyWorld]:
     return build_world
 
@@ -91,6 +95,7 @@ def build_world(
     train: int = 38,
     validation: int = 7,
     attention_dropout: float = 0.0,
+    tied: bool = True,
     arrange: Callable[[Examples], Examples] = list,
 ) -> TinyWorld:
     """A world in `root`; `arrange` may put its examples in another order before they are written."""
@@ -105,7 +110,7 @@ def build_world(
         max_position_embeddings=64,
         initializer_range=0.2,
         attention_dropout=attention_dropout,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
     model = LlamaForCausalLM(config).eval()
     examples = arrange(_random_examples(train, validation))
@@ -200,3 +205,35 @@ def _as_input(name: str, given: Artifact | Path) -> Input:
 @pytest.fixture(scope="session")
 def workshop_at() -> Callable[[Path], Workshop]:
     return Workshop
+
+
+@dataclass(frozen=True)
+class Forker:
+    """Runs jobs on forked ranks, in a process that has imported everything: `fork_program` says how."""
+
+    process: "subprocess.Popen[str]"
+
+    def run(self, job: Job, world: int = 1, nodes: int = 1, **end: float) -> list[int]:
+        """The exit status of each rank of a whole job, published when it ends well."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"job": str(job.path), "world": world, "nodes": nodes, "end": end}) + "\n")
+        self.process.stdin.flush()
+        statuses: list[int] = json.loads(self.process.stdout.readline())
+        return statuses
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[Forker]:
+    program = Path(__file__).parent / "programs" / "fork_program.py"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, str(program)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
+        yield Forker(process)
+        assert process.stdin is not None
+        process.stdin.close()

@@ -1,40 +1,91 @@
-"""Checkpoints: whole or not used, the last two, restored to the last bit; against safetensors and plain files."""
+"""Checkpoints: whole or not used, the last k, restored to the last bit; against safetensors and plain files."""
 
 import hashlib
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
-from training.checkpoint import Checkpoint, Checkpoints, optimizer_tensors, restore_optimizer
-from training.contract.errors import StoreError
+from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
+from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
-from training.contract.recipe import Optimizer
+from training.contract.optimizer import AdamW
 from training.distributed import Group
-from training.optim import build_optimizer
+from training.optim import Optimizers, build_optimizer
+from training.pieces import Held, PieceReader, piece_of, write_pieces
+from training.saver import Saver
 
 ALONE = Group(0, 1, torch.device("cpu"))
 JOB = Derivation(kind="policy", code_version="1", inputs={}, settings={"beta": 0.1})
+SHAPES = {"a.weight": (5, 3), "b": (4,), "c": (1, 2)}
 
 
-def checkpoint(step: int) -> Checkpoint:
-    weights = {"w": torch.full((3,), float(step))}
-    return Checkpoint(step, weights, {"exp_avg/w": torch.arange(3.0)}, {"steps": step, "series": {"loss": [0.5]}})
+@dataclass
+class Toy:
+    """Three parameters and AdamW, of which rank `copy` of `copies` holds all rows, or only `rows` of each."""
+
+    fill: float = 0.0
+    copy: int = 0
+    copies: int = 1
+    sharded: bool = False
+    parameters: dict[str, Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        whole = {
+            n: torch.arange(5.0 * 3)[: shape[0] * shape[-1]].view(shape) for n, shape in SHAPES.items() if n != "b"
+        }
+        whole["b"] = torch.arange(4.0)
+        rows = {n: slice(self.held(n).first, self.held(n).first + self.held(n).rows) for n in SHAPES}
+        self.parameters = {name: Parameter(whole[name][rows[name]] + self.fill) for name in SHAPES}
+        self.optimizer = build_optimizer(AdamW(learning_rate=0.1), self.parameters, {})
+        for parameter in self.parameters.values():
+            parameter.grad = parameter.detach() + 1
+        self.optimizer.step()
+
+    def held(self, name: str) -> Held:
+        of = SHAPES[name][0]
+        if not self.sharded:
+            return Held(0, of, of, self.copy, self.copies)
+        first = min(of, -(-of // self.copies) * self.copy)
+        return Held(first, min(of, first + -(-of // self.copies)) - first, of, 0, 1)
+
+    @property
+    def state(self) -> State:
+        return State(self.parameters, self.optimizer, self.held)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {n: p.detach() for n, p in self.parameters.items()} | optimizer_tensors(self.optimizer)
 
 
-def saved(folder: Path, *steps: int) -> Checkpoints:
-    checkpoints = Checkpoints(folder, JOB)
+def same(left: Toy, right: Toy) -> bool:
+    found, expected = left.tensors(), right.tensors()
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
+    checkpoints = Checkpoints(folder, JOB, keep)
+    saver = Saver(checkpoints, ALONE)
     for step in steps:
-        checkpoints.save(checkpoint(step))
+        saver.start(step, Toy(step).state, {"steps": step, "series": {"loss": [0.5]}})
+        saver.finish()
     return checkpoints
+
+
+def resumed(checkpoints: Checkpoints, notes: list[str] | None = None) -> Checkpoint:
+    found = checkpoints.resume(ALONE, pytest.fail if notes is None else notes.append)
+    assert found is not None
+    restored = Toy(-1.0)
+    restored.state.restore(found.tensors)
+    assert same(restored, Toy(found.step))
+    return found
 
 
 def place(folder: Path, step: int) -> Path:
@@ -42,30 +93,61 @@ def place(folder: Path, step: int) -> Path:
 
 
 def test_what_was_saved_comes_back(tmp_path: Path):
-    found = saved(tmp_path, 5).resume(ALONE, pytest.fail)
-    assert found is not None
+    found = resumed(saved(tmp_path, 5))
     assert (found.step, found.facts) == (5, {"steps": 5, "series": {"loss": [0.5]}})
-    assert torch.equal(found.model["w"], torch.full((3,), 5.0))
-    assert torch.equal(found.optimizer["exp_avg/w"], torch.arange(3.0))
 
 
 def test_without_any_there_is_none(tmp_path: Path):
     assert Checkpoints(tmp_path / "none", JOB).resume(ALONE, pytest.fail) is None
 
 
-def test_the_last_two_are_kept(tmp_path: Path):
-    saved(tmp_path, 10, 20, 100, 30)
-    assert sorted(p.name for p in tmp_path.glob("*/*")) == ["step-00000030", "step-00000100"]
+@pytest.mark.parametrize(("keep", "left"), [(1, [100]), (2, [30, 100]), (3, [20, 30, 100])])
+def test_the_last_ones_are_kept(tmp_path: Path, keep: int, left: list[int]):
+    saved(tmp_path, 10, 20, 100, 30, keep=keep)
+    assert sorted(int(p.name.removeprefix("step-")) for p in tmp_path.glob("*/*")) == left
 
 
 def test_the_manifest_has_size_and_sha256_of_every_file(tmp_path: Path):
     saved(tmp_path, 5)
     folder = place(tmp_path, 5)
     files = json.loads((folder / "manifest.json").read_text())["files"]
-    assert set(files) == {"model.safetensors", "optimizer.safetensors"}
-    for name, entry in files.items():
-        content = (folder / name).read_bytes()
-        assert entry == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert set(files) == {"rank-00000.safetensors"} == {p.name for p in folder.iterdir()} - {"manifest.json"}
+    content = (folder / "rank-00000.safetensors").read_bytes()
+    assert files["rank-00000.safetensors"] == {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def test_a_file_is_plain_safetensors(tmp_path: Path):
+    saved(tmp_path, 5)
+    found = load_file(place(tmp_path, 5) / "rank-00000.safetensors")
+    assert torch.equal(found["weights/a.weight@0"], Toy(5).parameters["a.weight"])
+    assert set(found) == {f"{kind}/{n}@0" for kind in ("weights", "exp_avg", "exp_avg_sq", "step") for n in SHAPES}
+
+
+WAYS = {"two copies": (2, False), "three copies": (3, False), "two shards": (2, True), "three shards": (3, True)}
+
+
+@pytest.mark.parametrize("written", WAYS)
+@pytest.mark.parametrize("read", WAYS)
+def test_another_number_of_ranks_reads_what_some_wrote(tmp_path: Path, written: str, read: str):
+    """Tensors of 5, 4 and 1 rows: some ranks of three have no row at all."""
+    (writers, cut), (readers, cut_again) = WAYS[written], WAYS[read]
+    files = [tmp_path / f"{rank}" for rank in range(writers)]
+    for rank, file in enumerate(files):
+        write_pieces(Toy(5.0, rank, writers, cut).state.pieces(rank == 0), file)
+    for rank in range(readers):
+        expected, found = (Toy(fill, rank, readers, cut_again) for fill in (5.0, -1.0))
+        found.state.restore(PieceReader(files))
+        assert same(found, expected)
+
+
+def test_a_missing_row_is_noticed(tmp_path: Path):
+    write_pieces([piece_of("weights/b", torch.ones(2), Held(2, 2, 4, 0, 1))], tmp_path / "half")
+    reader = PieceReader([tmp_path / "half"])
+    assert reader.read("weights/b", 2, 2).tolist() == [1, 1]
+    with pytest.raises(CorruptArtifact, match=r"of the rows 1 to 4 of weights/b the files hold 2"):
+        reader.read("weights/b", 1, 3)
+    with pytest.raises(CorruptArtifact, match="no file holds a piece of weights/c"):
+        reader.read("weights/c")
 
 
 def flip_a_bit(file: Path) -> None:
@@ -74,19 +156,18 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors"])
-def test_one_flipped_bit_and_the_one_before_is_taken(tmp_path: Path, name: str):
+def test_one_flipped_bit_and_the_one_before_is_taken(tmp_path: Path):
     checkpoints = saved(tmp_path, 5, 10)
-    flip_a_bit(place(tmp_path, 10) / name)
-    assert load_file(place(tmp_path, 10) / name), "safetensors itself notices nothing"
+    file = place(tmp_path, 10) / "rank-00000.safetensors"
+    flip_a_bit(file)
+    assert load_file(file), "safetensors itself notices nothing"
     notes: list[str] = []
-    found = checkpoints.resume(ALONE, notes.append)
-    assert found is not None and found.step == 5
-    assert len(notes) == 1 and "step 10 is not used" in notes[0] and name in notes[0]
+    assert resumed(checkpoints, notes).step == 5
+    assert len(notes) == 1 and "step 10 is not used" in notes[0] and file.name in notes[0]
     assert next(tmp_path.glob("*/step-00000010.corrupt")).is_dir()
 
 
-@pytest.mark.parametrize("damage", ["no manifest", "empty manifest", "truncated", "missing"])
+@pytest.mark.parametrize("damage", ["no manifest", "empty manifest", "truncated", "missing", "of an older form"])
 def test_half_a_checkpoint_is_not_used(tmp_path: Path, damage: str):
     checkpoints = saved(tmp_path, 5, 10)
     folder = place(tmp_path, 10)
@@ -96,21 +177,21 @@ def test_half_a_checkpoint_is_not_used(tmp_path: Path, damage: str):
         case "empty manifest":
             (folder / "manifest.json").write_text("")
         case "truncated":
-            os.truncate(folder / "model.safetensors", 20)
+            os.truncate(folder / "rank-00000.safetensors", 20)
         case "missing":
-            (folder / "optimizer.safetensors").unlink()
+            (folder / "rank-00000.safetensors").unlink()
+        case "of an older form":
+            manifest = json.loads((folder / "manifest.json").read_text())
+            (folder / "manifest.json").write_text(json.dumps(manifest | {"kind": "checkpoint"}))
     notes: list[str] = []
-    found = checkpoints.resume(ALONE, notes.append)
-    assert found is not None and found.step == 5 and len(notes) == 1
+    assert resumed(checkpoints, notes).step == 5 and len(notes) == 1
 
 
 def test_all_corrupt_is_none(tmp_path: Path):
     checkpoints = saved(tmp_path, 5)
-    flip_a_bit(place(tmp_path, 5) / "model.safetensors")
+    flip_a_bit(place(tmp_path, 5) / "rank-00000.safetensors")
     assert checkpoints.resume(ALONE, lambda text: None) is None
-    checkpoints.save(checkpoint(5))
-    found = checkpoints.resume(ALONE, pytest.fail)
-    assert found is not None and found.step == 5
+    assert resumed(saved(tmp_path, 5)).step == 5
 
 
 def test_another_job_in_the_same_folder_is_another_job(tmp_path: Path):
@@ -119,50 +200,71 @@ def test_another_job_in_the_same_folder_is_another_job(tmp_path: Path):
     assert Checkpoints(tmp_path, other).resume(ALONE, pytest.fail) is None
 
 
+def test_the_state_may_change_once_saving_began(tmp_path: Path):
+    """The pieces are out of the hands of the training when `start` returns, whatever the thread has still to do."""
+    checkpoints, toy, facts = Checkpoints(tmp_path, JOB), Toy(5), {"series": [1]}
+    saver = Saver(checkpoints, ALONE)
+    saver.start(5, toy.state, facts)
+    with torch.no_grad():
+        for parameter in toy.parameters.values():
+            parameter.fill_(float("nan"))
+    facts["series"].append(2)
+    saver.finish()
+    assert resumed(checkpoints).facts == {"series": [1]}
+
+
+def test_what_an_interrupted_save_left_is_gone(tmp_path: Path):
+    checkpoints = saved(tmp_path, 5)
+    (checkpoints.partial(10) / "rank-00001.json").write_text("{}")
+    assert resumed(checkpoints).step == 5
+    assert [p.name for p in tmp_path.glob("*/*")] == ["step-00000005"]
+
+
 def test_a_folder_that_takes_nothing_is_an_error_with_the_free_bytes(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(StoreError, match=r"step 5 in .* bytes free\)"):
-        Checkpoints(tmp_path / "file", JOB).save(checkpoint(5))
+    saver = Saver(Checkpoints(tmp_path / "file", JOB), ALONE)
+    saver.start(5, Toy().state, {})
+    with pytest.raises(StoreError, match=r"rank 0 cannot save the checkpoint of step 5 in .* bytes free\)"):
+        saver.finish()
 
 
-KILLED = """
-import itertools, sys
-from pathlib import Path
-import torch
-from training.checkpoint import Checkpoint, Checkpoints
-from training.contract.manifest import Derivation
-
-job = Derivation(kind="policy", code_version="1", inputs={}, settings={"beta": 0.1})
-checkpoints = Checkpoints(Path(sys.argv[1]), job)
-for step in itertools.count(1):
-    weights = {"w": torch.full((200_000,), float(step))}
-    checkpoints.save(Checkpoint(step, weights, {"exp_avg/w": weights["w"]}, {"steps": step}))
-    print(step, flush=True)
-"""
+@pytest.fixture
+def room() -> Iterator[Any]:
+    """Have the operating system refuse to let a file grow beyond so many bytes, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("delay", [0.0, 0.002, 0.007])
-def test_killed_while_saving_nothing_half_written_is_ever_loaded(tmp_path: Path, delay: float):
-    """SIGKILL a process that saves without a break: what is then resumed is whole, and at most one save behind."""
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for _ in range(4):
-        process.stdout.readline()
-    time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    told = [4, *map(int, process.communicate()[0].split())]
-    found = Checkpoints(tmp_path, JOB).resume(ALONE, pytest.fail)
-    assert found is not None and found.step in (told[-1], told[-1] + 1)
-    assert torch.equal(found.model["w"], torch.full((200_000,), float(found.step)))
-    assert torch.equal(found.optimizer["exp_avg/w"], found.model["w"])
+@pytest.mark.parametrize("size", [0, 1, 100, 1000])
+def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size: int):
+    """Of a checkpoint of some 1,400 bytes only the first `size` find room; the one before stays what it was."""
+    checkpoints = saved(tmp_path, 5)
+    saver = Saver(checkpoints, ALONE)
+    room(size)
+    saver.start(10, Toy(10).state, {})
+    with pytest.raises(StoreError, match="make room and run again"):
+        saver.finish()
+    room(resource.RLIM_INFINITY)
+    assert resumed(checkpoints).step == 5
+
+
+def test_a_full_disk_at_the_manifest_commits_nothing(tmp_path: Path, room: Any):
+    checkpoints = saved(tmp_path, 5)
+    saver = Saver(checkpoints, ALONE)
+    room(4000)
+    saver.start(10, Toy(10).state, {"series": ["x" * 5000]})
+    with pytest.raises(StoreError, match="step 10"):
+        saver.finish()
+    room(resource.RLIM_INFINITY)
+    assert resumed(checkpoints).step == 5
 
 
 def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
     """Two steps, state through `optimizer_tensors`, two more: the same bits as four steps."""
     straight, first, second = ({"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))} for _ in "123")
-    settings = Optimizer(learning_rate=0.1, weight_decay=0.1)
-    optimizers = [build_optimizer(settings, parameters) for parameters in (straight, first, second)]
+    settings = AdamW(learning_rate=0.1, weight_decay=0.1)
+    optimizers = [build_optimizer(settings, parameters, {}) for parameters in (straight, first, second)]
     take(optimizers[0], straight, range(4))
     take(optimizers[1], first, range(2))
     restore_optimizer(optimizers[2], {name: t.clone() for name, t in optimizer_tensors(optimizers[1]).items()})
@@ -172,7 +274,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
     assert all(torch.equal(straight[name], second[name]) for name in straight)
 
 
-def take(optimizer: torch.optim.Optimizer, parameters: dict[str, Parameter], steps: range) -> None:
+def take(optimizer: Optimizers, parameters: dict[str, Parameter], steps: range) -> None:
     for step in steps:
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, gradient(step))
@@ -185,7 +287,7 @@ def gradient(step: int) -> float:
 
 def test_the_state_of_an_optimizer_is_named_after_its_parameters():
     parameters = {"a.weight": Parameter(torch.ones(2, 2)), "b": Parameter(torch.ones(3))}
-    optimizer = build_optimizer(Optimizer(), parameters)
+    optimizer = build_optimizer(AdamW(), parameters, {})
     take(optimizer, parameters, range(1))
     names = {f"{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in parameters}
     assert set(optimizer_tensors(optimizer)) == names

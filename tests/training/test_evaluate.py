@@ -22,7 +22,7 @@ from training.contract.errors import CorruptArtifact, DataError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Loss
+from training.contract.loss import Loss
 from training.contract.store import Artifact, Store
 from training.data import pairs as pairs_job
 from training.data import preferences, template
@@ -101,11 +101,15 @@ def evaluation(world) -> Artifact:
     return world.evaluate()
 
 
-def float64_logprob(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> float:
+def float64_tokens(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0, :-1]
     tokens = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
-    return float(tokens[mask[1:]].sum())
+    return tokens[mask[1:]]
+
+
+def float64_logprob(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> float:
+    return float(float64_tokens(model, ids, mask).sum())
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +260,26 @@ def test_equal_evaluations_have_one_fingerprint_and_others_another(world, evalua
     assert world.evaluate().fingerprint == evaluation.fingerprint
     assert world.evaluate(loss={"type": "sigmoid", "beta": 0.3}).fingerprint != evaluation.fingerprint
     assert world.evaluate(samples=2).fingerprint != evaluation.fingerprint
+
+
+@pytest.mark.shared
+def test_tails_of_the_longer_responses_come_from_the_memo(world):
+    """LD-DPO by hand, in float64: tokens beyond the length of the other response count 0.3 times. Nothing is scored again."""
+    data = Pairs.open(world.pairs.folder)
+    models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float64).eval() for m in (world.policy, world.model)]
+    expected = []
+    for index in data.indices("validation"):
+        sequences = [data.sequence(index, side) for side in ("chosen", "rejected")]
+        policy, frozen = ([float64_tokens(m, s.ids_T, s.mask_T) for s in sequences] for m in models)
+        common = min(map(len, policy))
+        ratios = [p - f for p, f in zip(policy, frozen, strict=True)]
+        chosen, rejected = (float(ratio[:common].sum() + 0.3 * ratio[common:].sum()) for ratio in ratios)
+        expected.append(math.log1p(math.exp(-BETA * (chosen - rejected))))
+    made = world.evaluate(loss={"beta": BETA, "ld_alpha": 0.3})
+    found = pq.read_table(made.file("pairs.parquet"))["loss"].to_pylist()
+    assert found == pytest.approx(expected, abs=1e-4)
+    events = world.job(loss={"beta": BETA, "ld_alpha": 0.3}).events.read_text()
+    assert "scoring them again" not in events
 
 
 @pytest.mark.shared

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from training.contract.errors import TrainingError
+from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter, read_events
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
@@ -59,13 +60,14 @@ def losses(job: Job) -> list[float]:
     return [e["loss"] for e in told(job)]
 
 
-def naive_losses(world: Any, steps: int) -> Iterator[float]:
+def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -> Iterator[float]:
     """DPO as its paper says: one unpadded sequence at a time, torch's own AdamW and clipping, nothing of ours but the
-    order of the data."""
-    model = AutoModelForCausalLM.from_pretrained(world.model)
+    order of the data. `model` is the reference model with what is trained of it, by default all."""
+    model = model or AutoModelForCausalLM.from_pretrained(world.model)
     table = load_file(world.reference / "logprobs.safetensors")
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    spared = [p for p in model.parameters() if p.ndim == 1]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1]
+    spared = [p for p in trained if p.ndim == 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=RATE, foreach=False)
     train = world.split("train")
@@ -79,7 +81,7 @@ def naive_losses(world: Any, steps: int) -> Iterator[float]:
             total = total - torch.nn.functional.logsigmoid(margin)
         optimizer.zero_grad()
         (total / len(order)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
         optimizer.step()
         yield total.item() / len(order)
 
@@ -222,7 +224,7 @@ def test_bfloat16_masters_move_by_less_than_bfloat16_can_tell(tiny_world):
         "policy", settings(precision="bfloat16", optimizer={"learning_rate": 1e-6}), checkpoint_every=12
     )
     tune(job)
-    masters = load_file(next(job.checkpoints.rglob("model.safetensors")))["model.norm.weight"]
+    masters = load_file(next(job.checkpoints.rglob("rank-00000.safetensors")))["weights/model.norm.weight@0"]
     assert masters.dtype == torch.float32
     assert 0 < (masters - 1).abs().max() < 2**-9
     assert torch.equal(load_file(job.staging / "model.safetensors")["model.norm.weight"].float(), torch.ones(32))
@@ -234,6 +236,58 @@ def test_dropout_is_on_in_training_only_and_repeats(tmp_path, world_builder):
     assert tune(first).fingerprint == tune(again).fingerprint
     assert told(first, "eval")[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert losses(first)[0] != pytest.approx(math.log(2), abs=1e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path, world_builder, dropout: float):
+    world = world_builder(tmp_path, attention_dropout=dropout)
+    usual = world.job("policy", settings(), "usual")
+    smaller = world.job("policy", settings(), "smaller", activation_checkpointing=True)
+    assert tune(smaller).fingerprint == tune(usual).fingerprint
+    assert losses(smaller) == losses(usual)
+
+
+@pytest.mark.slow
+def test_compiled_it_learns_the_same(tmp_path, world_builder):
+    """Dropout too: warming up draws random numbers, and the first step draws those it would have drawn without."""
+    world = world_builder(tmp_path, attention_dropout=0.2)
+    usual = world.job("policy", settings(), "usual")
+    compiled = world.job("policy", settings(), "compiled", compile=True)
+    tune(usual)
+    tune(compiled)
+    assert losses(compiled) == pytest.approx(losses(usual), abs=1e-5)
+    assert [e["eval/loss"] for e in told(compiled, "eval")] == pytest.approx(
+        [e["eval/loss"] for e in told(usual, "eval")], abs=1e-5
+    )
+    phases = [e["phase"] for e in told(compiled, "phase")]
+    assert phases.index("compiling") < phases.index("proof of step 0") < phases.index("training")
+
+
+def test_a_head_of_eight_bits_is_refused_on_a_device_without(tiny_world):
+    job = tiny_world.job("policy", settings(precision="bfloat16", head_precision="float8"))
+    with pytest.raises(ModelError, match=r"`training.head_precision: float8` needs a GPU .* on the device cpu"):
+        tune(job)
+
+
+MUON = {"type": "muon", "learning_rate": 1e-3, "adamw": {"learning_rate": 1e-3}}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_muon_learns_and_is_taken_up_again_to_the_last_bit(tiny_world, precision: str):
+    """The checkpoint of step 12 is taken away after the run: the one of step 6 leads to the same policy."""
+    job = tiny_world.job("policy", settings(optimizer=MUON, precision=precision), checkpoint_every=6)
+    made = tune(job)
+    course = losses(job)
+    assert course[-1] < course[0] - 0.1
+    saved = load_file(next(job.checkpoints.rglob("step-00000006/rank-00000.safetensors")))
+    states = {part: {name.split("/")[0] for name in saved if part in name} for part in ("q_proj", "embed")}
+    assert states == {
+        "q_proj": {"weights", "momentum_buffer"},
+        "embed": {"weights", "exp_avg", "exp_avg_sq", "step"},
+    }
+    shutil.rmtree(next(job.checkpoints.rglob("step-00000012")))
+    assert tune(job).fingerprint == made.fingerprint
+    assert losses(job) == course
 
 
 def test_the_policy_loads_again(tiny_world):

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 from transformers import get_scheduler
 
-from training.contract.recipe import Optimizer, Schedule
+from training.contract.optimizer import AdamW, Schedule
 from training.optim import build_optimizer, schedule_factor, set_learning_rate, warmup_steps
 
 
@@ -61,15 +61,16 @@ def test_warm_up_is_rounded_up_but_not_by_a_rounding_error(ratio: float, steps: 
 
 def test_adamw_by_the_paper():
     """Three steps of Loshchilov and Hutter's algorithm 2 in float64, with decay for the matrix and none for the norm."""
-    settings = Optimizer(learning_rate=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    settings = AdamW(learning_rate=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
     parameters = {"layer.weight": Parameter(torch.full((1, 1), 2.0)), "norm.weight": Parameter(torch.full((1,), 2.0))}
-    optimizer = build_optimizer(settings, parameters)
-    gradients, rates = [0.3, -0.2, 0.7], [0.1, 0.05, 0.2]
-    for gradient, rate in zip(gradients, rates, strict=True):
+    optimizer = build_optimizer(settings, parameters, {})
+    gradients, factors = [0.3, -0.2, 0.7], [1.0, 0.5, 2.0]
+    for gradient, factor in zip(gradients, factors, strict=True):
         for parameter in parameters.values():
             parameter.grad = torch.full_like(parameter, gradient)
-        set_learning_rate(optimizer, rate)
+        set_learning_rate(optimizer, factor)
         optimizer.step()
+    rates = [0.1 * factor for factor in factors]
     assert parameters["layer.weight"].item() == pytest.approx(_adamw(2.0, gradients, rates, decay=0.5), rel=1e-6)
     assert parameters["norm.weight"].item() == pytest.approx(_adamw(2.0, gradients, rates, decay=0.0), rel=1e-6)
 
@@ -87,7 +88,7 @@ def _adamw(weight: float, gradients: list[float], rates: list[float], decay: flo
 def test_only_matrices_that_are_no_biases_decay():
     shapes = {"embed.weight": (4, 2), "proj.weight": (2, 2), "proj.bias": (2,), "norm.weight": (2,), "up_bias": (3, 2)}
     parameters = {name: Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-    groups = build_optimizer(Optimizer(weight_decay=0.1), parameters).param_groups
+    groups = build_optimizer(AdamW(weight_decay=0.1), parameters, {}).param_groups
     decayed = {name for group in groups if group["weight_decay"] for name in group["param_names"]}
     spared = {name for group in groups if not group["weight_decay"] for name in group["param_names"]}
     assert decayed == {"embed.weight", "proj.weight"}

@@ -92,5 +92,5 @@ def test_a_rank_may_have_nothing_to_do():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_together_have_the_batch(world: int):
     found = batches(30, batch_size=9)
-    mine = [item for rank in range(world) for micro in found.micro_batches(2, rank, world) for item in micro]
+    mine = [item for rank in range(world) for micro in found.micro_batches(2, rank, world) for item in micro.items]
     assert sorted(mine) == sorted(found.batch(2))

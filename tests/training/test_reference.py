@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from training import reference
+from training import memoized, reference
 from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import read_events
 from training.contract.job import Job
@@ -144,7 +144,7 @@ def test_a_second_time_everything_is_known_and_the_bits_are_the_same(oracle, las
 RUNNER = """
 import sys
 from pathlib import Path
-from training import reference
+from training import memoized, reference
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.distributed import group
@@ -160,7 +160,7 @@ SCORER = """
 import sys
 from pathlib import Path
 import numpy as np
-from training import reference
+from training import memoized, reference
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.memo import Memo
@@ -171,10 +171,10 @@ from training.model.load import load_model
 
 job, rule = Job.read(Path(sys.argv[1])), sys.argv[2]
 with group("cpu") as alone:
-    sequences = reference.Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    sequences = memoized.Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
     model = load_model(job.inputs["reference_model"].folder, "float32", alone.device)
     every, memo = np.arange(len(sequences)), Memo(Store(job.store), rule)
-    reference.score_missing(model, sequences, every, memo, alone, EventWriter(None), commit_seconds=0)
+    memoized.score_missing(model, sequences, every, memo, alone, EventWriter(None), commit_seconds=0)
 """
 
 
@@ -343,7 +343,7 @@ def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_worl
 
 
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
-    sequences = reference.Sequences.of(Pairs.open(tiny_world.pairs))
+    sequences = memoized.Sequences.of(Pairs.open(tiny_world.pairs))
     with pytest.raises(TrainingError, match=r"90 of 90 sequences have no reference log-prob"):
         reference.build_table(sequences, Memo(Store(workshop.root / "store"), "a" * 64), "float32")
 

@@ -1,5 +1,6 @@
 """What is said of a recipe between an edit and the end of the next run, and of content that was made in two ways."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +13,16 @@ from mlflow import MlflowClient
 
 import model_registry.files
 from assets.realize import data_version
+from assets.world import look
 from model_registry.package import package
 from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.conftest import write_recipe
-from tests.workflows.edits import World, data_lines, field, retokenizer
+from tests.workflows.edits import World, data_lines, field, fields, retokenizer
 from tests.workflows.in_process import Ground, services_in, write_inputs
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
 from training.contract.errors import UsageError
+from training.contract.fingerprint import short
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
 from workflows.lineage import AssetStatus, status
@@ -88,6 +91,34 @@ def test_a_table_that_was_first_made_from_other_pairs_fits_those_of_now(ground: 
         assert (data_version(ground.instance, pipeline.key(asset)) == ground.fingerprints["plain"][asset]) is same
     found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
     assert found.chosen.reference_logprob is not None and found.chosen.policy_logprob is not None
+
+
+def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
+    """The champion is told by its weights, so the next one is another start, and nobody's automation goes round in circles."""
+    fields("training", {"start_from": "champion", "max_steps": 2})(world)
+    field("automation.on_change", False)(world)
+    registry, name = ground.services.registry, "plain"
+    first, weights = registry.champion(name), ground.fingerprints["plain"]["policy"]
+    found = {a.asset: a.causes for a in status(load_recipe(world.folder).pipeline, ground.services, ground.instance)}
+    assert f"champion absent -> {short(weights)}" in found["training_spec"]
+    pipeline = run(ground, world).pipeline
+    made = ground.services.store.open("policy", data_version(ground.instance, pipeline.key("policy")) or "")
+    assert made.manifest.made_from.settings["champion"] == weights
+    assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(made.details["series"]["rewards/margins"][0]) > 1e-4
+    registry.set_alias(name, "champion", registry.find_version(name, {"pedigree.policy": made.fingerprint}).number)
+    after = {a.asset: a.causes for a in status(pipeline, ground.services, ground.instance)}
+    assert after["training_spec"] == (f"champion {short(weights)} -> {short(made.fingerprint)}",)
+    registry.set_alias(name, "champion", first.number)
+    assert {a.state for a in status(pipeline, ground.services, ground.instance)} == {"fresh"}
+
+
+def test_before_there_is_a_champion_a_policy_starts_from_the_reference(ground: Ground, world: World):
+    fields("training", {"start_from": "champion"})(world)
+    fields("automation", {"on_change": False})(world)
+    field("release.model_name", "nobody")(world)
+    found = look(load_recipe(world.folder).pipeline, ground.services, "training_spec")
+    assert found.files["spec.json"]["champion"] is None
 
 
 def test_a_registry_that_is_away_leaves_a_word(ground: Ground, world: World):

@@ -53,6 +53,8 @@ from tests.workflows.edits import (
     template,
 )
 from tests.workflows.in_process import PAIRS, Ground, services_in, write_inputs
+from training.contract.loss import Divergence, Term
+from training.contract.optimizer import AdamW
 from training.contract.recipe import Recipe
 from workflows.execution import materialize
 from workflows.lineage import outlook, status
@@ -137,7 +139,15 @@ LOOKED_AT = set(ROOTS) - {"tokenization_spec"}
 ALL = PAIRS * 2
 CAPITAL = edits.conversation("What is the capital of Utopia?", "Amaurot.", "It is Paris, I am sure.")
 RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is the Rhine, I am sure.")
-COMPUTE = {"parallel": "ddp", "device": "auto", "evaluate_every": 1, "checkpoint_every": 1}
+LOSS_OPTIONS = {"ld_alpha": 0.5, "weighting": "wpo"}
+COMPUTE = {
+    **{"parallel": "hsdp", "device": "auto", "evaluate_every": 1},
+    **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1},
+}
+FASTER = {"activation_checkpointing": True, "compile": True}
+MUON = {"type": "muon", "momentum": 0.9, "nesterov": False, "ns_steps": 4, "adjust_lr": "original"}
+MUON |= {f"adamw.{name}": value for name, value in AdamW(learning_rate=1e-3).model_dump(mode="json").items()}
+ADAPTER = {"rank": 2, "alpha": 4, "dropout": 0.1, "target_modules": ["q_proj"], "export": "adapter"}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. ... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
@@ -208,6 +218,7 @@ TABLE: dict[str, Row] = {
     "tuned: betas": Row(field("reference.sft.optimizer.betas", [0.8, 0.99]), NEW_REFERENCE, ALL, "tuned"),
     "tuned: eps": Row(field("reference.sft.optimizer.eps", 1e-4), NEW_REFERENCE, ALL, "tuned"),
     "tuned: weight_decay": Row(field("reference.sft.optimizer.weight_decay", 0.1), NEW_REFERENCE, ALL, "tuned"),
+    "tuned: muon": Row(fields("reference.sft.optimizer", MUON), NEW_REFERENCE, ALL, "tuned"),
     "tuned: schedule": Row(field("reference.sft.schedule.type", "constant"), NEW_REFERENCE, ALL, "tuned"),
     "tuned: warmup_ratio": Row(field("reference.sft.schedule.warmup_ratio", 0.9), NEW_REFERENCE, ALL, "tuned"),
     "tuned: max_grad_norm": Row(field("reference.sft.max_grad_norm", 1e-6), NEW_REFERENCE, ALL, "tuned"),
@@ -219,6 +230,8 @@ TABLE: dict[str, Row] = {
     # Preference tuning
     "beta": Row(field("training.loss.beta", 0.2), NEW_LOSS, 0),
     "label_smoothing": Row(field("training.loss.label_smoothing", 0.1), NEW_LOSS, 0),
+    "loss type": Row(field("training.loss.type", "apo_zero"), NEW_LOSS, 0),
+    "loss options": Row(fields("training.loss", LOSS_OPTIONS), NEW_LOSS, 0),
     "epochs, where max_steps decides": Row(field("training.epochs", 2), NOTHING),
     "max_steps": Row(field("training.max_steps", 4), NEW_TRAINING, 0),
     "batch_size": Row(field("training.batch_size", 6), NEW_TRAINING, 0),
@@ -227,11 +240,13 @@ TABLE: dict[str, Row] = {
     "betas": Row(field("training.optimizer.betas", [0.8, 0.99]), NEW_TRAINING, 0),
     "eps": Row(field("training.optimizer.eps", 1e-4), NEW_TRAINING, 0),
     "weight_decay": Row(field("training.optimizer.weight_decay", 0.1), NEW_TRAINING, 0),
+    "muon": Row(fields("training.optimizer", MUON), NEW_TRAINING, 0),
     "schedule": Row(field("training.schedule.type", "constant"), NEW_TRAINING, 0),
     "warmup_ratio": Row(field("training.schedule.warmup_ratio", 0.9), NEW_TRAINING, 0),
     "max_grad_norm": Row(field("training.max_grad_norm", 1e-6), NEW_TRAINING, 0),
     "precision": Row(field("training.precision", "bfloat16"), NEW_TRAINING, 0),
     "seed": Row(field("training.seed", 1), NEW_TRAINING, 0),
+    "adapter": Row(fields("training.adapter", ADAPTER), NEW_TRAINING, 0),
     # Evaluation and release
     "samples": Row(field("evaluation.samples", 2), NEW_EVALUATION, 0),
     "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
@@ -239,6 +254,7 @@ TABLE: dict[str, Row] = {
     "min_accuracy": Row(field("release.gate.min_accuracy", 0.1), NEW_RELEASE, 0),
     # How and when it is run
     "two ranks": Row(field("compute.processes_per_node", 2), NOTHING),
+    "less memory, compiled": Row(fields("compute", FASTER), NOTHING),
     "all else of compute": Row(fields("compute", COMPUTE), NOTHING),
     "automation": Row(fields("automation", AUTOMATION), NOTHING),
     "recipe in other words": Row(edits.rewrite_recipe, NOTHING),
@@ -269,8 +285,12 @@ ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "reference.model": "a moved model",
     **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
-    **dict.fromkeys(("training.start_from", "training.adapter", "training.loss.type"), "has one value"),
-    **dict.fromkeys(("training.optimizer.type", "reference.sft.optimizer.type"), "has one value"),
+    "training.adapter.type": "has one value",
+    "training.start_from": "needs a champion",
+    **dict.fromkeys((f"training.loss.{name}" for name in ("gamma", "tau")), "belongs to another type of loss"),
+    **dict.fromkeys((f"training.loss.of.{name}" for name in Term.model_fields), "belongs to a mixture"),
+    **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),
+    "training.head_precision": "needs a GPU",
     **dict.fromkeys(("release.gate.type", "compute.nodes"), "has one value"),
 }
 
@@ -288,15 +308,18 @@ def test_every_field_of_the_recipe_is_in_the_table() -> None:
 def field_names(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The dotted names of all fields that are no sections themselves, also of sections in lists or that may be absent."""
     for name, about in section.model_fields.items():
-        inner = [kind for kind in (about.annotation, *get_args(about.annotation)) if _is_section(kind)]
-        if inner:
-            yield from field_names(inner[0], f"{prefix}{name}.")
-        else:
+        inner = sections(about.annotation)
+        for section_type in inner:
+            yield from field_names(section_type, f"{prefix}{name}.")
+        if not inner:
             yield f"{prefix}{name}"
 
 
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def sections(kind: Any) -> list[type[BaseModel]]:
+    """The sections a field may hold: one, one of several types, or none; alone or in a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    return [section for part in get_args(kind) for section in sections(part)]
 
 
 @pytest.mark.parametrize("name", TABLE)

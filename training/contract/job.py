@@ -18,7 +18,7 @@ from training.contract.recipe import Compute
 RENDEZVOUS = "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; torchrun's own way if unset
 SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the process without which a rank must not go on; none if unset
 
-JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "proof"]
+JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof"]
 
 
 class Input(BaseModel):
@@ -93,6 +93,11 @@ class Job(BaseModel):
     def distributed(self) -> bool:
         """Whether torchrun starts it, on `compute.processes_per_node` processes; data work is one plain process."""
         return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
+
+    @property
+    def grace_seconds(self) -> int:
+        """What its processes get between being asked to stop and being killed: training has something to save."""
+        return self.compute.grace_seconds if self.kind in ("sft", "policy") else 1
 
     def write(self) -> Path:
         write_durably(self.path, self.model_dump_json(indent=2).encode())

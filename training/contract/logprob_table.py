@@ -2,6 +2,9 @@
 
     chosen_logprobs float64[P]    chosen_tokens int32[P]    rejected_logprobs float64[P]    rejected_tokens int32[P]
 
+A loss that looks at single tokens wants more: `tails_P2`, the part of each sum beyond the common length of the pair's
+responses. It is not in the file, since few need it and the memo has it; training/tails.py fills it in.
+
 The header says under which rule and in which dtype the values were made, so that whoever scores a policy against them
 can do it in the same way.
 """
@@ -35,6 +38,15 @@ class LogProbTable:
     rejected_tokens: npt.NDArray[np.int32]
     rule: str
     dtype: str
+    tails_P2: npt.NDArray[np.float64] | None = None
+
+    @property
+    def logprobs_P2(self) -> npt.NDArray[np.float64]:
+        return np.stack([self.chosen_logprobs, self.rejected_logprobs], axis=1)
+
+    @property
+    def tokens_P2(self) -> npt.NDArray[np.int32]:
+        return np.stack([self.chosen_tokens, self.rejected_tokens], axis=1)
 
     def __len__(self) -> int:
         return len(self.chosen_logprobs)

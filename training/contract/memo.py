@@ -129,11 +129,21 @@ class Memo:
         self._refresh()
         sums_Q = np.full(len(keys_QK), np.nan)
         counts_Q = np.full(len(keys_QK), -1, dtype=np.int32)
-        for begin in range(0, len(keys_QK), _BLOCK_KEYS):
-            for shard, rows, those in self._index.find(keys_QK[begin : begin + _BLOCK_KEYS]):
-                sums_Q[begin + those] = shard.sums_S[rows]
-                counts_Q[begin + those] = shard.counts_S[rows]
+        for shard, rows, those in self._found(keys_QK):
+            sums_Q[those], counts_Q[those] = shard.sums_S[rows], shard.counts_S[rows]
         return Hits(counts_Q >= 0, sums_Q, counts_Q)
+
+    def tail_sums(self, keys_QK: Keys, starts_Q: Rows) -> Floats:
+        """For each key the sum of its log-probs from token number `starts_Q[q]` on; NaN where nothing is known of it."""
+        self._refresh()
+        sums_Q = np.full(len(keys_QK), np.nan)
+        for shard, rows, those in self._found(keys_QK):
+            try:
+                sums_Q[those] = shard.tail_sums(rows, starts_Q[those])
+            except StoreError as error:
+                self._drop(shard, error)
+                return self.tail_sums(keys_QK, starts_Q)  # another shard may have the same
+        return sums_Q
 
     def token_logprobs(self, key: bytes) -> TokenLogProbs | None:
         """The log-prob of every response token of one sequence, for inspection; None if it was never scored."""
@@ -144,10 +154,7 @@ class Memo:
             try:
                 return shard.token_logprobs(int(rows[0]))
             except StoreError as error:
-                name = shard.artifact.fingerprint
-                self._set_aside(name, error)
-                del self._shards[name]
-                self._order()
+                self._drop(shard, error)
         return None
 
     def add(self, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> Artifact:
@@ -160,6 +167,12 @@ class Memo:
             made = Made(identity, {"sequences": len(counts_S), "tokens": len(tokens_N)})
             derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
             return self.store.publish(staging, derivation, made)
+
+    def _found(self, keys_QK: Keys) -> Iterator[tuple[Shard, Rows, Rows]]:
+        """`_Index.find`, a block of keys at a time."""
+        for begin in range(0, len(keys_QK), _BLOCK_KEYS):
+            for shard, rows, those in self._index.find(keys_QK[begin : begin + _BLOCK_KEYS]):
+                yield shard, rows, begin + those
 
     def _refresh(self) -> None:
         """Open the shards that were added since the last time; those opened before are immutable and stay."""
@@ -179,6 +192,12 @@ class Memo:
         except StoreError as error:
             self._set_aside(name, error)
             return None
+
+    def _drop(self, shard: Shard, error: StoreError) -> None:
+        """Set an open shard aside and forget it."""
+        self._set_aside(shard.artifact.fingerprint, error)
+        del self._shards[shard.artifact.fingerprint]
+        self._order()
 
     def _set_aside(self, name: str, error: StoreError) -> None:
         try:

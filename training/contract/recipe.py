@@ -8,27 +8,25 @@ fingerprint; neither are paths, since what counts is the bytes they lead to.
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema, model_validator
+from pydantic import Field, model_validator
+
+from training.contract.fields import (
+    Count,
+    Fraction,
+    Name,
+    Positive,
+    Section,
+    Share,
+)
+from training.contract.loss import Loss
+from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
 ]
 Dtype = Literal["float32", "bfloat16"]
+Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-
-# YAML 1.1 reads `5e-7` as text; people write it, so both the validation and the JSON schema take numeric text as well.
-_NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
-# Dagster's sample of a recipe needs `items`, which pydantic does not write for a tuple.
-_TWO_NUMBERS = {"type": "array", "items": _NUMERIC, "minItems": 2, "maxItems": 2}
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(_NUMERIC)]
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 class DataSource(Section):
@@ -55,31 +53,16 @@ class DataSource(Section):
 class Data(Section):
     sources: tuple[DataSource, ...] = Field(min_length=1)
     validation_fraction: Fraction = 0.1
-    max_quarantined: Annotated[float, Field(ge=0, le=1), WithJsonSchema(_NUMERIC)] = 0.05
+    max_quarantined: Share = 0.05
 
 
 class Tokenization(Section):
     tokenizer: str | None = None
     chat_template: str | None = None
-    template_kwargs: dict[str, Any] = {}
+    template_kwargs: dict[str, Any] = Field(default={})
     train_on: Literal["last_response", "assistant_turns"] = "last_response"
     max_length: Annotated[int, Field(ge=2)] = 1024
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
-
-
-class Optimizer(Section):
-    type: Literal["adamw"] = "adamw"
-    learning_rate: Positive = 5e-7
-    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(_TWO_NUMBERS)] = (0.9, 0.999)
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.0
-
-
-class Schedule(Section):
-    """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or none (constant)."""
-
-    type: Literal["linear", "cosine", "constant"] = "linear"
-    warmup_ratio: Fraction = 0.1
 
 
 class SupervisedTuning(Section):
@@ -88,7 +71,7 @@ class SupervisedTuning(Section):
     epochs: Count = 1
     batch_size: Count = 32
     micro_tokens: Count = 16384
-    optimizer: Optimizer = Optimizer(learning_rate=2e-5)
+    optimizer: Optimizer = AdamW(learning_rate=2e-5)
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
     seed: int = 0
@@ -101,25 +84,60 @@ class Reference(Section):
     sft: SupervisedTuning | None = None
 
 
-class Loss(Section):
-    type: Literal["sigmoid"] = "sigmoid"
-    beta: Positive = 0.1
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(_NUMERIC)] = 0.0
+class Adapter(Section):
+    """Low-rank adaptation (LoRA, Hu et al. 2021): weights stay frozen, `alpha / rank * B A` is trained beside each target.
+
+    The names are those of peft's LoraConfig without the prefix; a target is the last part, or more, of a linear layer's name.
+    """
+
+    type: Literal["lora"] = "lora"
+    rank: Count = 16
+    alpha: Count = 32
+    dropout: Fraction = 0.0
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    export: Literal["merged", "adapter"] = "merged"
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether the policy is written as one plain model; else as the adapter alone, which needs its base."""
+        return self.export == "merged"
 
 
 class Training(Section):
     loss: Loss = Loss()
-    start_from: Literal["reference"] = "reference"
+    start_from: Literal["reference", "champion"] = "reference"
     epochs: Count = 1
     max_steps: Count | None = None
     batch_size: Count = 64
     micro_tokens: Count = 16384
-    optimizer: Optimizer = Optimizer()
+    optimizer: Optimizer = AdamW()
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
     precision: Dtype = "float32"
-    adapter: None = None
+    head_precision: Literal["exact", "float8"] = "exact"
+    adapter: Adapter | None = None
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _float8_of_bfloat16(self) -> Self:
+        if self.head_precision == "float8" and self.precision != "bfloat16":
+            raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
+        return self
+
+    @model_validator(mode="after")
+    def _adapter_on_the_reference(self) -> Self:
+        if self.start_from == "champion" and self.adapter is not None and not self.adapter.is_merged:
+            raise ValueError(
+                "`start_from: champion` with `adapter.export: adapter`: such a policy is evaluated as an adapter on the "
+                "reference model, and the champion is another; use `adapter.export: merged`"
+            )
+        return self
+
+
+class TrainingSpec(Training):
+    """The section as it is frozen: with the fingerprint of the champion to start from, where there is one."""
+
+    champion: str | None = None
 
 
 class Evaluation(Section):
@@ -131,7 +149,7 @@ class Gate(Section):
     """When a candidate becomes champion: its held-out loss must beat the champion's by more than one standard error."""
 
     type: Literal["ladder"] = "ladder"
-    min_accuracy: Annotated[float, Field(ge=0, le=1), WithJsonSchema(_NUMERIC)] | None = None
+    min_accuracy: Share | None = None
 
 
 class Release(Section):
@@ -144,10 +162,14 @@ class Compute(Section):
 
     processes_per_node: Count = 1
     nodes: Literal[1] = 1
-    parallel: Literal["auto", "ddp"] = "auto"
+    parallel: Parallel = "auto"
     device: DeviceName = "auto"
+    activation_checkpointing: bool = False
+    compile: bool = False
     evaluate_every: Count = 50
     checkpoint_every: Count = 50
+    keep_checkpoints: Count = 2
+    grace_seconds: Count = 30
 
 
 class Automation(Section):
@@ -167,11 +189,27 @@ class Recipe(Section):
     automation: Automation = Automation()
 
     @model_validator(mode="after")
+    def _whole_matrices(self) -> Self:
+        tuned = {"training": self.training, "reference.sft": self.reference.sft}
+        muon = [name for name, part in tuned.items() if part is not None and isinstance(part.optimizer, Muon)]
+        if muon and self.compute.parallel in ("fsdp", "hsdp"):
+            raise ValueError(
+                f"`{muon[0]}.optimizer.type: muon` needs whole matrices, and `compute.parallel: {self.compute.parallel}` "
+                "gives every process a part of each: use `ddp`, or `type: adamw`"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _no_loop(self) -> Self:
         own = f"models:/{self.release.model_name}@"
         if self.automation.on_change and self.reference.model.startswith(own):
             raise ValueError(
                 f"`reference.model: {self.reference.model}` is what this recipe releases, so every promotion would start "
+                "another run; set `automation.on_change: false` and let a `cron` decide"
+            )
+        if self.automation.on_change and self.training.start_from == "champion":
+            raise ValueError(
+                "`training.start_from: champion` starts from what this recipe releases, so every promotion would start "
                 "another run; set `automation.on_change: false` and let a `cron` decide"
             )
         return self

@@ -8,7 +8,8 @@
 Rows are in the order of the first 8 bytes of their keys, so that looking many up walks through a file once.
 
 Looking a sequence up needs the first file, 44 bytes a sequence; the second, some hundred times larger, is for
-inspection. So they are two: opening a shard reads and hashes the index only, and the tokens are hashed when they are asked for.
+inspection and for losses that look at single tokens. So they are two: opening a shard reads and hashes the index only, and
+the tokens are hashed when they are asked for.
 
 Legend: S sequences, N tokens of all of them.
 """
@@ -57,10 +58,20 @@ class Shard:
 
     def token_logprobs(self, row: int) -> TokenLogProbs:
         """The log-probs of the response tokens of one sequence. Raises CorruptArtifact if they are not what was published."""
-        verify_contents(self.artifact.folder, self.artifact.manifest, [_TOKENS])
         begin = int(self.counts_S[:row].sum(dtype=np.int64))
+        return self._tokens()[begin : begin + int(self.counts_S[row])].copy()
+
+    def tail_sums(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Floats:
+        """For each of the rows the sum of its log-probs from token number `starts[i]` on. Raises CorruptArtifact."""
+        tokens_N, ends_S = self._tokens(), np.cumsum(self.counts_S, dtype=np.int64)
+        begins = ends_S[rows] - self.counts_S[rows] + starts
+        places = zip(begins.tolist(), ends_S[rows].tolist(), strict=True)
+        return np.array([tokens_N[begin:end].sum(dtype=np.float64) for begin, end in places], dtype=np.float64)
+
+    def _tokens(self) -> TokenLogProbs:
+        verify_contents(self.artifact.folder, self.artifact.manifest, [_TOKENS])
         tokens_N: TokenLogProbs = _read(self.artifact.folder / _TOKENS, {"tokens": np.float32})["tokens"]
-        return tokens_N[begin : begin + int(self.counts_S[row])].copy()
+        return tokens_N
 
 
 def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> str:

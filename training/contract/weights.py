@@ -7,7 +7,10 @@ a safetensors file gives, and as work is dealt out a tensor at a time, one large
 
 The files are those transformers would load: `model.safetensors`, else those its index names, else all there are.
 
-Of the config everything counts but the names in `_NO_FUNCTION`, as it is written: a field that is spelled out with its default
+An adapter is identified by its own tensors and config, and by the weights it was trained on, without which it is no model. A
+folder that holds a model and an adapter is refused: transformers would add the one to the other without a word.
+
+Of a config everything counts but the names in `_NO_FUNCTION`, as it is written: a field that is spelled out with its default
 makes another identity, since knowing defaults takes the model's code. That errs on the safe side: sequences are
 scored again.
 """
@@ -28,14 +31,35 @@ from training.contract.tensor_file import TensorPlace, read_places
 
 # Bookkeeping of transformers, and dtype, which is chosen on loading.
 _NO_FUNCTION = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+# Of an adapter's config: bookkeeping of peft, and what matters in training only.
+_NO_ADAPTED_FUNCTION = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",
+    "lora_dropout",
+    "peft_version",
+    "revision",
+    "runtime_config",
+    "task_type",
+}
 _INNER_MODELS = {"text_config", "vision_config", "audio_config"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft calls them
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that hold the model, in name order. Raises ModelError if there are none, or not all."""
+    """The safetensors files that hold the model, in name order.
+
+    Raises ModelError if there are none, or not all, or an adapter beside them.
+    """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a Hugging Face model folder with config.json")
+    if (folder / ADAPTER_CONFIG).exists():
+        raise ModelError(
+            f"{folder} has an {ADAPTER_CONFIG}; expected a model without an adapter, since transformers would add it "
+            f"unasked: merge it into its base model (`merge_and_unload` of peft) and save that, or move it elsewhere"
+        )
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if (folder / _INDEX).is_file():
@@ -80,6 +104,18 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
 def weights_fingerprint(identity: dict[str, Any]) -> str:
     """The fingerprint of `weights_identity`'s answer."""
     return fingerprint("weights", {"config": identity["config"], "tensors": identity["weights"]["sha256"]})
+
+
+def adapter_fingerprint(folder: Path, base: str) -> str:
+    """The fingerprint of the adapter in `folder` on weights of the fingerprint `base`. Raises ModelError."""
+    config = _read_object(folder / ADAPTER_CONFIG, "an adapter's config")
+    [table] = hash_tensors([folder / ADAPTER_WEIGHTS])
+    content = {
+        "config": {name: value for name, value in config.items() if name not in _NO_ADAPTED_FUNCTION},
+        "tensors": fingerprint("tensors", sorted(table["tensors"].items())),
+        "base": base,
+    }
+    return fingerprint("adapter", content)
 
 
 def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:

@@ -14,6 +14,9 @@ that two sequences share counted once; there is no padding. Three decisions, in 
 
 Neither 2 nor 3 changes a result but for rounding: losses are sums over the items divided by the global count.
 
+Where every pass of a model is an exchange among the ranks (weights that are spread over them), all must run equally many:
+the ranks with fewer micro-batches run the batch's shortest item, which counts for nothing, until they have as many.
+
 Legend: I items.
 """
 
@@ -39,6 +42,14 @@ class Tokens:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """The items of one pass; `counts` is false where it is run for company, and its result is thrown away."""
+
+    items: Positions
+    counts: bool = True
+
+
+@dataclass(frozen=True)
 class Batches:
     """The batches of a run over `items`, a part of the I items; steps count from 1 and go on over the epochs."""
 
@@ -59,9 +70,18 @@ class Batches:
         order = epoch_order(len(self.items), self.seed, epoch)
         return self.items[order[index * self.batch_size :][: self.batch_size]]
 
-    def micro_batches(self, step: int, rank: int, world: int) -> list[Positions]:
-        """The part of the batch of `step` that is `rank`'s, in micro-batches; an empty list if it has no part."""
-        return share(self.batch(step), self.lengths.run_I, self.micro_tokens, world)[rank]
+    def micro_batches(self, step: int, rank: int, world: int, in_lockstep: bool = False) -> list[MicroBatch]:
+        """The part of the batch of `step` that is `rank`'s, in micro-batches; an empty list if it has no part.
+
+        With `in_lockstep` every rank gets as many as the one with the most, some of which do not count.
+        """
+        batch, tokens_I = self.batch(step), self.lengths.run_I
+        shares = share(batch, tokens_I, self.micro_tokens, world)
+        own = [MicroBatch(items) for items in shares[rank]]
+        if not in_lockstep:
+            return own
+        shortest = batch[[int(np.argmin(tokens_I[batch]))]]
+        return own + [MicroBatch(shortest, counts=False)] * (max(map(len, shares)) - len(own))
 
     def tokens(self, step: int) -> int:
         """Tokens of the sequences of the global batch of `step`."""

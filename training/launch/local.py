@@ -54,10 +54,12 @@ class LocalLauncher:
         processes = job.compute.processes_per_node if job.distributed else 1
         rendezvous = _empty_folder(job.folder / "rendezvous")
         work = ["-m", self._module, str(job.path)]
-        command = [*_torchrun(processes, rendezvous), *work] if processes > 1 else [sys.executable, *work]
+        command = (
+            [*_torchrun(processes, rendezvous, job.grace_seconds), *work] if processes > 1 else [sys.executable, *work]
+        )
         with open(job.log, "wb") as log:
             supervisor = subprocess.Popen(
-                [sys.executable, "-m", "training.launch.supervisor", *command],
+                [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds), *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -68,12 +70,12 @@ class LocalLauncher:
         return LocalHandle(supervisor, job.log)
 
 
-def _torchrun(processes: int, rendezvous: Path) -> list[str]:
+def _torchrun(processes: int, rendezvous: Path, grace: int) -> list[str]:
     return [
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nproc-per-node", str(processes)),
         *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(rendezvous / "torchrun")),
-        *("--local-addr", "127.0.0.1", "--log-dir", str(rendezvous)),
+        *("--local-addr", "127.0.0.1", "--log-dir", str(rendezvous), "--shutdown-timeout", str(grace)),
     ]
 
 

@@ -52,13 +52,17 @@ def descendants() -> list[int]:
 def end_descendants(grace: float) -> None:
     """End everything below this process and return when it is gone: SIGTERM, and SIGKILL after `grace` seconds.
 
-    With `adopt_orphans` nothing escapes: who loses its parent meanwhile becomes a child of this process.
+    Who was there for the processes below it, as torchrun is, ends when the last of those is gone. With `adopt_orphans`
+    nothing escapes: who loses its parent meanwhile becomes a child of this process.
     """
     deadline = time.monotonic() + grace
-    _signal(descendants(), signal.SIGTERM)
+    asked = descendants()
+    overseers = set(asked) & set(_parents().values())
+    _signal(asked, signal.SIGTERM)
     while _reap() and (left := descendants()):
-        if time.monotonic() > deadline:
-            _signal(left, signal.SIGKILL)
+        late = time.monotonic() > deadline
+        needed = set(_parents().values())
+        _signal([pid for pid in left if late or (pid in overseers and pid not in needed)], signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
 

@@ -21,14 +21,16 @@ from types import FrameType
 from training.contract.job import SUPERVISOR
 from training.launch.processes import adopt_orphans, die_with_parent, end_descendants
 
-GRACE_SECONDS = 1.0  # a rank has nothing to save at its end: checkpoints and publication are atomic
 CANCELLED = 128 + signal.SIGTERM
 _LOOK_SECONDS = 0.5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def supervise(command: Sequence[str]) -> int:
-    """Run `command` and give its exit status; CANCELLED if standard input ended, or the launcher, before it did."""
+def supervise(grace: float, command: Sequence[str]) -> int:
+    """Run `command` and give its exit status; CANCELLED if standard input ended, or the launcher, before it did.
+
+    What is left then has `grace` seconds after SIGTERM: whoever has nothing to save ends at once anyway.
+    """
     launcher, supervisor = os.getppid(), os.getpid()
 
     def bind() -> None:
@@ -45,7 +47,7 @@ def supervise(command: Sequence[str]) -> int:
     finally:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        end_descendants(GRACE_SECONDS)
+        end_descendants(grace)
 
 
 def _wait(child: "subprocess.Popen[bytes]", launcher: int) -> int:
@@ -74,4 +76,4 @@ def _restore_signals() -> None:
 
 if __name__ == "__main__":
     _restore_signals()
-    sys.exit(supervise(sys.argv[1:]))
+    sys.exit(supervise(float(sys.argv[1]), sys.argv[2:]))

@@ -82,15 +82,20 @@ def refusal(model: PreTrainedModel, training: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def shared_prefixes(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block, the layers of `model` attend by `attend`."""
+def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Within the block, the layers of `model` attend by the implementation that transformers knows by this name."""
     config = model.config
     usual = config._attn_implementation
-    config._attn_implementation = SHARED_PREFIX
+    config._attn_implementation = implementation
     try:
         yield
     finally:
         config._attn_implementation = usual
+
+
+def shared_prefixes(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Within the block, the layers of `model` attend by `attend`."""
+    return attending(model, SHARED_PREFIX)
 
 
 def attend(
@@ -169,4 +174,5 @@ def _rope_types(config: Any) -> set[str]:
     return {part["rope_type"] for part in parts if isinstance(part.get("rope_type"), str)}
 
 
-AttentionInterface.register(SHARED_PREFIX, attend)
+# A plan is plain Python, over whose segments a compiler would unroll: compiled layers call `attend` as it is.
+AttentionInterface.register(SHARED_PREFIX, torch.compiler.disable(attend))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from training.contract.errors import ModelError
@@ -43,7 +44,14 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
     return model.to(device).eval()
 
 
-def save_model(model: PreTrainedModel, folder: Path) -> None:
-    """Write `model` as safetensors with its config; the folder it was loaded from is not recorded."""
+def save_model(
+    model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Write `weights` of `dtype`, by default the model's own, as safetensors, with the config of `model`.
+
+    The folder it was loaded from is not recorded.
+    """
     model.config._name_or_path = ""
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, state_dict=weights)
+    model.config.dtype = dtype or model.dtype  # a model whose masters are spread over the ranks took theirs for its own
+    model.config.save_pretrained(folder)

@@ -13,34 +13,65 @@ cannot share prefixes runs each sequence in a row of its own, in the attention i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from training.model.attention import refusal, shared_prefixes
-from training.model.head import head_of, token_logprobs
+from training.model.head import head_of, token_logprobs, token_logprobs_and_collisions
 from training.model.prefix import Row, TokenSequence, lay_out
+
+_HOOKED = "_pedigree_tokens"
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """`tokens_N`: the log-prob in nats of every response token, sequence after sequence; `counts_S`: how many each has."""
+    """`tokens_N`: the log-prob in nats of every response token, sequence after sequence; `counts_S`: how many each has.
+
+    `collisions_N`, if asked for: the logarithm of the sum of squared probabilities of the vocabulary in the token's place.
+    """
 
     tokens_N: Tensor
     counts_S: Tensor
+    collisions_N: Tensor | None = None
 
     @property
     def sums_S(self) -> Tensor:
         """Summed log-probs, a sequence each, differentiable, in float64: the sum of 100 tokens in float32 is 1e-4 off."""
-        owners_N = torch.repeat_interleave(torch.arange(len(self.counts_S), device=self.tokens_N.device), self.counts_S)
-        zeros_S = torch.zeros(len(self.counts_S), dtype=torch.float64, device=self.tokens_N.device)
-        return zeros_S.index_add(0, owners_N, self.tokens_N.double())
+        return self._summed(self.tokens_N.double())
+
+    def tails_S(self, starts_S: Tensor) -> Tensor:
+        """The part of each sum that belongs to the response's tokens number `starts_S[s]`, counted from 0, and after."""
+        begins_S = self.counts_S.cumsum(0) - self.counts_S
+        numbers_N = torch.arange(len(self.tokens_N), device=self.tokens_N.device) - begins_S[self._owners_N]
+        return self._summed(self.tokens_N.double() * (numbers_N >= starts_S[self._owners_N]))
+
+    @property
+    def typicality_S(self) -> Tensor:
+        """exp of the mean of log-prob minus collision: 1 where the model's own samples are as probable; no gradient."""
+        assert self.collisions_N is not None, "collisions were not asked for"
+        excess_N = (self.tokens_N.detach() - self.collisions_N).double()
+        return (self._summed(excess_N) / self.counts_S.clamp(min=1)).exp()
+
+    @cached_property
+    def _owners_N(self) -> Tensor:
+        owners_S = torch.arange(len(self.counts_S), device=self.tokens_N.device)
+        return torch.repeat_interleave(owners_S, self.counts_S, output_size=len(self.tokens_N))
+
+    def _summed(self, values_N: Tensor) -> Tensor:
+        zeros_S = torch.zeros(len(self.counts_S), dtype=torch.float64, device=values_N.device)
+        return zeros_S.index_add(0, self._owners_N, values_N)
 
 
 def response_logprobs(
-    model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None
+    model: PreTrainedModel,
+    sequences: Sequence[TokenSequence],
+    sizes: Sequence[int] | None = None,
+    collisions: bool = False,
 ) -> LogProbs:
     """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off.
 
@@ -53,9 +84,31 @@ def response_logprobs(
     groups = [list(islice(remaining, size)) for size in (sizes or [1] * len(sequences))]
     batches = [groups] if sharing else [[[sequence]] for sequence in sequences]
     rows = [lay_out(batch, device) for batch in batches]
+    run = getattr(model, _HOOKED, partial(_tokens, model))
+    tokens_N, collisions_N = run(rows, sharing, collisions)
+    return LogProbs(tokens_N, torch.cat([row.counts_S for row in rows]), collisions_N)
+
+
+def hook_passes(model: PreTrainedModel) -> None:
+    """Let FSDP, in which `model` was wrapped, know that what runs here is a forward pass of the model, head included."""
+    setattr(model, _HOOKED, partial(_tokens, model))
+    register_fsdp_forward_method(model, _HOOKED)
+
+
+def runs_in_lockstep(model: PreTrainedModel) -> bool:
+    """Whether every pass of `model` is an exchange among the ranks, so that all of them must run equally many."""
+    return hasattr(model, _HOOKED)
+
+
+def _tokens(
+    model: PreTrainedModel, rows: Sequence[Row], sharing: bool, collisions: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights."""
     hidden_NH = torch.cat([_hidden(model, row, sharing) for row in rows])
-    tokens_N = token_logprobs(hidden_NH, torch.cat([row.targets_N for row in rows]), head_of(model))
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in rows]))
+    targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
+    if collisions:
+        return token_logprobs_and_collisions(hidden_NH, targets_N, head)
+    return token_logprobs(hidden_NH, targets_N, head), None
 
 
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:

@@ -133,11 +133,9 @@ def lay_out(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> 
                 positions.append(torch.arange(shared, len(run)))
                 segments.append(Segment(start, len(run) - shared, prefix))
                 start += len(run) - shared
-    tensors = (torch.cat(parts).to(device) for parts in (ids, positions, rows, targets))
-    ids_T, positions_T, rows_N, targets_N = tensors
-    return Row(
-        ids_T, positions_T, Plan(tuple(segments), device), rows_N, targets_N, torch.tensor(counts, device=device)
-    )
+    tensors = [*(torch.cat(parts) for parts in (ids, positions, rows, targets)), torch.tensor(counts)]
+    ids_T, positions_T, rows_N, targets_N, counts_S = (_send(tensor, device) for tensor in tensors)
+    return Row(ids_T, positions_T, Plan(tuple(segments), device), rows_N, targets_N, counts_S)
 
 
 def common_prefix(runs: Sequence[Tensor]) -> int:
@@ -145,6 +143,11 @@ def common_prefix(runs: Sequence[Tensor]) -> int:
     shortest = min(len(run) for run in runs)
     same = torch.stack([run[:shortest] for run in runs]).eq(runs[0][:shortest]).all(dim=0)
     return int(same.long().cumprod(0).sum())
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. To a GPU from pinned memory, so that the processor does not wait for the copy."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _needed(sequence: TokenSequence) -> int:

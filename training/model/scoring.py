@@ -57,8 +57,15 @@ class Scores:
     @property
     def sums_S(self) -> npt.NDArray[np.float64]:
         """Summed log-probs, added up in float64."""
+        return self.tails_S(np.zeros(len(self.counts_S), np.int64))
+
+    def tails_S(self, starts_S: Positions) -> npt.NDArray[np.float64]:
+        """The part of each sum that belongs to the response's tokens number `starts_S[s]`, counted from 0, and after."""
         owners_N = np.repeat(np.arange(len(self.counts_S)), self.counts_S)
-        return np.bincount(owners_N, weights=self.tokens_N, minlength=len(self.counts_S)).astype(np.float64)
+        begins_S = np.cumsum(self.counts_S, dtype=np.int64) - self.counts_S
+        late_N = np.arange(len(owners_N)) - begins_S[owners_N] >= starts_S[owners_N]
+        weights_N = self.tokens_N * late_N
+        return np.bincount(owners_N, weights=weights_N, minlength=len(self.counts_S)).astype(np.float64)
 
 
 def shared_batches(lengths_S: Positions, prompts: Prompts, tokens: int = BATCH_TOKENS) -> list[Batch]:
@@ -98,16 +105,19 @@ def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
     return int(lengths_S[group].sum() - (len(group) - 1) * prompts.lengths_S[group[0]])
 
 
-def deal(batches: Sequence[Batch], group: Group) -> Iterator[tuple[Batch | None, Positions]]:
-    """Rounds in which every rank gets one batch: this rank's own, if there is one left for it, and all of the round."""
+def deal(batches: Sequence[Batch], group: Group, in_lockstep: bool = False) -> Iterator[tuple[Batch | None, Positions]]:
+    """Rounds in which every rank gets one batch: this rank's own, if there is one left for it, and all of the round.
+
+    With `in_lockstep` a rank for which none is left gets that of another rank, so that all of them have something to run.
+    """
     for first in range(0, len(batches), group.world):
         dealt = batches[first : first + group.world]
-        own = dealt[group.rank] if group.rank < len(dealt) else None
+        own = dealt[group.rank] if group.rank < len(dealt) else dealt[0] if in_lockstep else None
         yield own, np.concatenate([batch.positions for batch in dealt])
 
 
 def score(model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None) -> Scores:
     """The log-probs of the response tokens of one batch, on the host; `sizes` as in `Batch`, by default each alone."""
-    with torch.inference_mode():
+    with torch.no_grad():  # not inference_mode: what a sharded model gathers in that could not be trained with later
         logprobs = response_logprobs(model, sequences, sizes)
     return Scores(logprobs.counts_S.cpu().numpy().astype(np.int32), logprobs.tokens_N.cpu().numpy().astype(np.float32))

@@ -22,14 +22,17 @@ TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _GROUPS = ((7, (5, 9, 2)), (4, (6, 3)))  # tokens of each prompt, and of the responses to it
 
 
-def demand_exact(model: PreTrainedModel, events: EventWriter, training: bool = False) -> None:
+def demand_exact(
+    model: PreTrainedModel, events: EventWriter, dtype: torch.dtype | None = None, training: bool = False
+) -> None:
     """Raise ModelError unless the log-probs of `model` are exact; say so if it cannot share prompts among responses.
 
-    `training` tells that the model will run in training mode as well, where some models cannot.
+    `dtype`: in which it computes, if that is not the one of its weights. `training` tells that the model will run in
+    training mode as well, where some models cannot.
     """
     if reason := refusal(model, training):
         events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
-    groups = _groups(model.config.vocab_size)
+    groups = tiny_groups(model.config.vocab_size)
     sequences = [sequence for group in groups for sequence in group]
     mode = model.training
     with torch.no_grad():
@@ -38,17 +41,19 @@ def demand_exact(model: PreTrainedModel, events: EventWriter, training: bool = F
         plain_N = torch.cat([_plain(model, sequence) for sequence in sequences])
     model.train(mode)
     error = float((found_N - plain_N).square().mean().sqrt())
-    allowed = TOLERANCE_NATS.get(model.dtype, max(TOLERANCE_NATS.values()))
+    dtype = dtype or model.dtype
+    allowed = TOLERANCE_NATS.get(dtype, max(TOLERANCE_NATS.values()))
     if bool(plain_N.isfinite().all()) and not error <= allowed:  # a job that meets NaN in real data can name the rows
         raise ModelError(
             f"the log-probs of {type(model).__name__} ({model.config.model_type}) differ from those of its own forward "
-            f"pass by {error:.3g} nats a token, expected at most {allowed:g} in {model.dtype}: from {found_N[0]:.4f} and "
+            f"pass by {error:.3g} nats a token, expected at most {allowed:g} in {dtype}: from {found_N[0]:.4f} and "
             f"{plain_N[0]:.4f} in the first one. This model's head or attention is not what its config says: use another "
             f"base model, or the version of transformers this program was tested with"
         )
 
 
-def _groups(vocabulary: int) -> list[list[TokenSequence]]:
+def tiny_groups(vocabulary: int) -> list[list[TokenSequence]]:
+    """Groups of sequences of made-up tokens, each with a prompt in common; the same ones every time."""
     random = torch.Generator().manual_seed(0)
     groups = []
     for prompt, responses in _GROUPS:

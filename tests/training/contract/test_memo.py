@@ -186,6 +186,31 @@ def test_a_broken_copy_of_the_tokens_gives_way_to_a_whole_one(store):
     assert Memo(store, RULE, [].append).token_logprobs(key(1)).tolist() == [-1.0, -2.0]
 
 
+def test_sums_of_tails_are_those_of_the_tokens(store):
+    """From any token on, of rows in several shards, the same row with several beginnings, against plain slices."""
+    rng = np.random.default_rng(0)
+    memo, known = Memo(store, RULE), {}
+    for size in (40, 1, 17):
+        rows = {rng.bytes(32): (-rng.random(rng.integers(0, 9))).astype(np.float32).tolist() for _ in range(size)}
+        add(memo, rows)
+        known |= rows
+    asked = [k for k in known for _ in range(3)]
+    starts = [int(rng.integers(0, len(known[k]) + 1)) for k in asked]
+    expected = [math.fsum(known[k][start:]) for k, start in zip(asked, starts, strict=True)]
+    found = memo.tail_sums(as_array(*asked, key(9)), np.array([*starts, 0]))
+    assert found[:-1].tolist() == pytest.approx(expected, rel=1e-12) and math.isnan(found[-1])
+
+
+def test_tails_in_a_broken_shard_are_unknown_unless_another_has_them(store):
+    memo = Memo(store, RULE)
+    shards = [add(memo, {key(1): [-1.0, -2.0], key(n): [-9.0]}) for n in (2, 3)]
+    damage_bit(store.folder(memo.kind, min(shards)), "tokens.safetensors")
+    said: list[str] = []
+    found = Memo(store, RULE, said.append).tail_sums(as_array(key(1), key(2), key(3)), np.array([1, 0, 0]))
+    assert found[0] == -2.0 and sorted(np.isnan(found[1:])) == [False, True]
+    assert len(said) == 1 and "tokens.safetensors has sha256" in said[0]
+
+
 def test_a_shard_is_opened_once_in_a_process(store):
     """A lookup asks for new shards only. To show it, one is damaged after it was opened: this process reads it no more."""
     memo = Memo(store, RULE)

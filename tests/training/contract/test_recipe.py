@@ -7,6 +7,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from training.contract.loss import Loss
+from training.contract.optimizer import AdamW
 from training.contract.recipe import Recipe
 
 SHORT: dict[str, Any] = {
@@ -23,7 +25,8 @@ def recipe(text: str) -> Recipe:
 def test_a_short_recipe_is_completed():
     """The defaults that the documentation promises."""
     made = Recipe.model_validate(SHORT)
-    assert made.training.loss.model_dump() == {"type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0}
+    off = dict.fromkeys(("ld_alpha", "weighting", "divergence"))
+    assert made.training.loss.model_dump() == {"type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0} | off
     assert (made.training.batch_size, made.training.micro_tokens, made.training.optimizer.learning_rate) == (
         64,
         16384,
@@ -38,6 +41,19 @@ def test_a_short_recipe_is_completed():
     assert Recipe.model_validate(made.model_dump(mode="json")) == made, "a resolved recipe resolves to itself"
 
 
+def test_without_an_adapter_a_recipe_is_what_it_was_before_there_were_any():
+    """Its key is sha256 of this, so it must stay `null`; an adapter is completed like everything else."""
+    assert recipe("training: {}").training.model_dump(mode="json")["adapter"] is None
+    assert recipe("training: {adapter: {type: lora}}").training.model_dump(mode="json")["adapter"] == {
+        "type": "lora",
+        "rank": 16,
+        "alpha": 32,
+        "dropout": 0.0,
+        "target_modules": "all-linear",
+        "export": "merged",
+    }
+
+
 @pytest.mark.parametrize("text", ["5e-7", "5.0e-7", "0.0000005", "5E-7", "'5e-7'"])
 def test_a_number_is_a_number_however_it_is_written(text):
     """YAML 1.1 reads `5e-7`, without a point, as text."""
@@ -45,7 +61,7 @@ def test_a_number_is_a_number_however_it_is_written(text):
 
 
 def test_the_schema_takes_numbers_as_text_too():
-    schema = Recipe.model_json_schema()["$defs"]["Optimizer"]["properties"]["learning_rate"]
+    schema = Recipe.model_json_schema()["$defs"]["AdamW"]["properties"]["learning_rate"]
     assert {"number", "string"} == {kind["type"] for kind in schema["anyOf"]}
 
 
@@ -59,8 +75,62 @@ MISTAKES = [
     ("training: {loss: {beta: ten}}", "training.loss.beta", "number"),
     ("training: {loss: {type: sigmiod}}", "training.loss.type", "'sigmoid'"),
     ("training: {loss: {label_smoothing: 0.5}}", "training.loss.label_smoothing", "less than 0.5"),
+    ("training: {loss: {type: ipo, label_smoothing: 0.1}}", "training.loss", "belongs to sigmoid, robust, exo_pair"),
+    ("training: {loss: {gamma: 1.0}}", "training.loss", "does nothing in a loss of type sigmoid; it belongs to simpo"),
+    ("training: {loss: {type: hinge, of: [{type: ipo}]}}", "training.loss", "`of` .* belongs to mixture"),
+    ("training: {loss: {type: exo_pair}}", "training.loss", "a small one, for example 1e-3"),
+    ("training: {loss: {type: sft}}", "training.loss", "no preference loss is named"),
+    ("training: {loss: {type: mixture}}", "training.loss", "no preference loss is named"),
+    ("training: {loss: {type: mixture, of: [{type: ipo, beta: 1}]}}", "training.loss.of.0.beta", "not permitted"),
+    ("training: {loss: {type: mixture, of: [{type: ipo, tau: 1}]}}", "training.loss.of.0", "belongs to discopop"),
+    ("training: {loss: {type: mixture, of: [{type: mixture}]}}", "training.loss.of.0", "not of mixtures"),
+    ("training: {loss: {type: mixture, of: [{type: ipo, weight: 0}]}}", "training.loss.of.0.weight", "greater than 0"),
+    ("training: {loss: {type: mixture, of: [{type: ipo}, {type: ipo}]}}", "training.loss", "twice in the mixture"),
+    ("training: {loss: {ld_alpha: 1.5}}", "training.loss.ld_alpha", "less than or equal to 1"),
+    (
+        "training: {loss: {type: dpo_norm, ld_alpha: 0.5}}",
+        "training.loss",
+        "`ld_alpha` .* cannot be used with dpo_norm",
+    ),
+    ("training: {loss: {type: aot, weighting: wpo}}", "training.loss", "`weighting` .* cannot be used with aot"),
+    ("training: {loss: {type: apo_zero, divergence: {type: js}}}", "training.loss", "`divergence` .* apo_zero"),
+    ("training: {loss: {divergence: {type: js, alpha: 0.5}}}", "training.loss.divergence", "the type is js"),
+    ("training: {loss: {divergence: {type: alpha}}}", "training.loss.divergence", "which needs it"),
     ("training: {schedule: {warmup_ratio: 1}}", "training.schedule.warmup_ratio", "less than 1"),
     ("training: {precision: float16}", "training.precision", "'float32' or 'bfloat16'"),
+    ("training: {optimizer: {type: sgd}}", "training.optimizer", "expected tags: 'adamw', 'muon'"),
+    ("training: {optimizer: {learning_rate: 0}}", "training.optimizer.adamw.learning_rate", "greater than 0"),
+    ("training: {optimizer: {momentum: 0.9}}", "training.optimizer.adamw", "`momentum` belongs to `type: muon`"),
+    ("training: {optimizer: {type: muon, eps: 1}}", "training.optimizer.muon", "`eps` is AdamW's: .* under `adamw:`"),
+    ("training: {optimizer: {type: muon, momentum: 1}}", "training.optimizer.muon.momentum", "less than 1"),
+    ("training: {optimizer: {type: muon, ns_steps: 0}}", "training.optimizer.muon.ns_steps", "greater than or equal"),
+    ("training: {optimizer: {type: muon, adjust_lr: none}}", "training.optimizer.muon.adjust_lr", "'original'"),
+    (
+        "{training: {optimizer: {type: muon}}, compute: {parallel: fsdp}}",
+        "",
+        "`training.optimizer.type: muon` needs whole matrices, and `compute.parallel: fsdp`",
+    ),
+    ("training: {head_precision: float8}", "training", "float8` needs `precision: bfloat16`, not float32"),
+    ("training: {adapter: {rank: 0}}", "training.adapter.rank", "greater than or equal to 1"),
+    ("training: {adapter: {dropout: 1}}", "training.adapter.dropout", "less than 1"),
+    ("training: {adapter: {type: dora}}", "training.adapter.type", "'lora'"),
+    (
+        "training: {adapter: {target_modules: all}}",
+        "training.adapter.target_modules.literal['all-linear']",
+        "'all-linear'",
+    ),
+    ("training: {adapter: {target_modules: []}}", "training.adapter.target_modules.tuple[str, ...]", "at least 1"),
+    ("training: {adapter: {export: gguf}}", "training.adapter.export", "'merged' or 'adapter'"),
+    (
+        "training: {start_from: champion}",
+        "",
+        "every promotion would start another run; set `automation.on_change: false`",
+    ),
+    (
+        "{training: {start_from: champion, adapter: {export: adapter}}, automation: {on_change: false}}",
+        "training",
+        "the champion is another; use `adapter.export: merged`",
+    ),
     ("data: {sources: []}", "data.sources", "at least 1"),
     ("data: {sources: [{}]}", "data.sources.0", "exactly one of `path`"),
     ("data: {sources: [{path: a, hub: b/c}]}", "data.sources.0", "exactly one of `path`"),
@@ -73,6 +143,8 @@ MISTAKES = [
     ("release: {model_name: a/b}", "release.model_name", "pattern"),
     ("release: {}", "release.model_name", "required"),
     ("compute: {device: tpu}", "compute.device", "'cpu'"),
+    ("compute: {parallel: tensor}", "compute.parallel", "'fsdp'"),
+    ("compute: {keep_checkpoints: 0}", "compute.keep_checkpoints", "greater than or equal to 1"),
     ("evaluation: {samples: -1}", "evaluation.samples", "greater than or equal to 0"),
 ]
 
@@ -82,6 +154,81 @@ def test_a_mistake_is_told_with_its_field_and_what_was_expected(text, field, say
     with pytest.raises(ValidationError, match=says) as refused:
         recipe(text)
     assert field in {".".join(map(str, error["loc"])) for error in refused.value.errors()}
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "{beta: 0.3}": {"type": "sigmoid", "beta": 0.3, "label_smoothing": 0.0},
+    "{type: hinge}": {"type": "hinge", "beta": 0.1},
+    "{type: simpo, beta: 2, gamma: 1e-1}": {"type": "simpo", "beta": 2.0, "gamma": 0.1},
+    "{type: exo_pair, label_smoothing: 1e-3}": {"type": "exo_pair", "beta": 0.1, "label_smoothing": 0.001},
+    "{type: mixture, of: [{type: discopop}, {type: sft, weight: 5e-1}], ld_alpha: 0.5}": {
+        "type": "mixture",
+        "beta": 0.1,
+        "of": [{"type": "discopop", "tau": 0.05, "weight": 1.0}, {"type": "sft", "weight": 0.5}],
+        "ld_alpha": 0.5,
+    },
+    "{divergence: {type: js}}": {
+        "type": "sigmoid",
+        "beta": 0.1,
+        "label_smoothing": 0.0,
+        "divergence": {"type": "js"},
+    },
+}
+
+
+@pytest.mark.parametrize("text", LOSSES)
+def test_a_loss_is_identified_by_what_its_type_uses_and_what_is_on(text):
+    """So a recipe from before there was another type or option keeps its fingerprint."""
+    loss = recipe(f"training: {{loss: {text}}}").training.loss
+    assert loss.settings() == LOSSES[text]
+    assert Loss.model_validate(loss.settings()).settings() == LOSSES[text]
+    assert Loss.model_validate(loss.model_dump(mode="json")) == loss
+
+
+NEEDS = [
+    ("{}", "reference"),
+    ("{ld_alpha: 0.5}", "reference tokens"),
+    ("{type: simpo}", ""),
+    ("{type: mixture, of: [{type: simpo}, {type: sft}]}", "batch"),
+    ("{type: aot}", "reference pairs batch"),
+    ("{type: mixture, of: [{type: bco_pair}, {type: simpo}]}", "reference pairs state batch"),
+]
+
+
+@pytest.mark.parametrize(("text", "needs"), NEEDS)
+def test_a_loss_says_what_it_needs(text, needs):
+    loss = recipe(f"training: {{loss: {text}}}").training.loss
+    answers = {
+        "reference": loss.needs_reference,
+        "tokens": loss.needs_token_logprobs,
+        "pairs": loss.couples_pairs,
+        "state": loss.keeps_state,
+        "batch": loss.depends_on_batch,
+    }
+    assert [name for name, answer in answers.items() if answer] == needs.split()
+
+
+def test_an_optimizer_is_adamw_unless_it_says_so():
+    """Recipes from before there was a choice, and resolved ones, mean what they meant."""
+    old = {"learning_rate": 1e-5, "weight_decay": 0.1}
+    read = recipe(f"training: {{optimizer: {old}}}").training.optimizer
+    assert read == AdamW(**old)
+    assert list(read.model_dump()) == ["type", "learning_rate", "betas", "eps", "weight_decay"]
+
+
+def test_muon_takes_the_defaults_of_the_documentation():
+    made = recipe("training: {optimizer: {type: muon, learning_rate: 1e-4, adamw: {eps: 1e-6}}}")
+    assert made.training.optimizer.model_dump(mode="json") == {
+        "type": "muon",
+        "learning_rate": 1e-4,
+        "weight_decay": 0.0,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "adjust_lr": "match_rms_adamw",
+        "adamw": {"type": "adamw", "learning_rate": 5e-7, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0.0},
+    }
+    assert Recipe.model_validate(made.model_dump(mode="json")) == made
 
 
 def test_a_recipe_cannot_be_changed():

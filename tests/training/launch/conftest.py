@@ -24,7 +24,7 @@ def make_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., J
             inputs={},
             settings={"act": act},
             locations={},
-            compute=Compute(processes_per_node=ranks, device="cpu"),
+            compute=Compute(processes_per_node=ranks, device="cpu", grace_seconds=1),
             recipe={},
             store=tmp_path / "store",
             folder=tmp_path / "job",

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 from training.contract.errors import ModelError
-from training.model.head import Budget, Head, head_of, token_logprobs
+from training.model.head import Budget, Head, LowRank, head_of, token_logprobs, token_logprobs_and_collisions
 
 ROWS, HIDDEN, VOCABULARY = 23, 16, 101
 TINY_TILE = Budget(tile=ROWS * 4 * 7, kept=0)  # 7 entries of the vocabulary, 3 in the last one
@@ -32,7 +32,10 @@ def operands(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Tens
 
 def plainly(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head) -> Tensor:
     """The definition, in float64."""
-    logits = head.scale * (hidden.double() @ weight.double().T + (0 if bias is None else bias.double()))
+    weight = weight.double()
+    if head.low_rank is not None:
+        weight = weight + head.low_rank.scale * head.low_rank.up_VR.double() @ head.low_rank.down_RH.double()
+    logits = head.scale * (hidden.double() @ weight.T + (0 if bias is None else bias.double()))
     if head.softcap is not None:
         logits = head.softcap * (logits / head.softcap).tanh()
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
@@ -65,6 +68,25 @@ def test_values_and_gradients_are_those_of_float64(budget: Budget, kind: str, bi
 
 @pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
 @pytest.mark.parametrize("kind", KINDS)
+def test_collisions_are_those_of_float64_and_change_nothing_else(budget: Budget, kind: str):
+    """log sum p^2 over the vocabulary; log-probs and their gradients are the same bits as without."""
+    hidden, weight, bias, targets = operands()
+    head = Head(weight, bias, **KINDS[kind])
+    found, collisions = token_logprobs_and_collisions(hidden, targets, head, budget)
+    everything = torch.stack(
+        [plainly(hidden, weight, bias, torch.full_like(targets, v), head) for v in range(VOCABULARY)]
+    )
+    torch.testing.assert_close(collisions, (2 * everything).logsumexp(0).float(), atol=1e-5, rtol=0)
+    assert not collisions.requires_grad
+    without = token_logprobs(hidden, targets, head, budget)
+    assert torch.equal(found, without)
+    given = (hidden, weight, bias)
+    for one, other in zip(*(torch.autograd.grad(x.sum(), given) for x in (found, without)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_finite_differences(budget: Budget, kind: str):
     hidden, weight, bias, targets = operands(torch.float64, rows=5)
 
@@ -72,6 +94,46 @@ def test_gradients_are_those_of_finite_differences(budget: Budget, kind: str):
         return token_logprobs(hidden, targets, Head(weight, bias, **KINDS[kind]), budget)
 
     assert torch.autograd.gradcheck(of, (hidden, weight, bias), atol=1e-7)
+
+
+def adapter(dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY, hidden: int = HIDDEN) -> LowRank:
+    random = torch.Generator().manual_seed(1)
+    down, up = (torch.randn(shape, generator=random).to(dtype) for shape in ((3, hidden), (vocabulary, 3)))
+    return LowRank(down.requires_grad_(), up.requires_grad_(), 0.5, torch.nn.Identity())
+
+
+@pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_a_frozen_head_is_exact_and_the_head_gets_no_gradient(budget: Budget, kind: str):
+    hidden, weight, bias, targets = operands()
+    low_rank = adapter()
+    head = Head(weight.requires_grad_(False), bias.requires_grad_(False), low_rank=low_rank, **KINDS[kind])
+    upstream, given = torch.linspace(-2, 1, ROWS), (hidden, low_rank.down_RH, low_rank.up_VR)
+    found, expected = token_logprobs(hidden, targets, head, budget), plainly(hidden, weight, bias, targets, head)
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=0)
+    ours = torch.autograd.grad(found, given, upstream)
+    exact = torch.autograd.grad(expected, given, upstream.double())
+    for one, other in zip(ours, exact, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
+def test_gradients_of_an_adapter_are_those_of_finite_differences():
+    hidden, weight, _, targets = operands(torch.float64, rows=5)
+    low_rank = adapter(torch.float64)
+
+    def of(hidden: Tensor, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        head = Head(weight, scale=2.0, softcap=5.0, low_rank=LowRank(down, up, 0.5, torch.nn.Identity()))
+        return token_logprobs(hidden, targets, head, TINY_TILE)
+
+    assert torch.autograd.gradcheck(of, (hidden, weight, low_rank.down_RH, low_rank.up_VR), atol=1e-7)
+
+
+def test_an_adapter_that_has_learned_nothing_changes_no_bit():
+    hidden, weight, _, targets = operands(torch.bfloat16)
+    low_rank = adapter(torch.bfloat16)
+    nothing = LowRank(low_rank.down_RH, torch.zeros_like(low_rank.up_VR), 0.5, torch.nn.Identity())
+    found = token_logprobs(hidden, targets, Head(weight, low_rank=nothing), TINY_TILE)
+    assert torch.equal(found, token_logprobs(hidden, targets, Head(weight), TINY_TILE))
 
 
 def test_it_agrees_with_the_fused_loss_of_torch():
@@ -166,6 +228,33 @@ def test_it_holds_one_tile_the_gradients_and_a_few_numbers_a_row(kept_tiles: int
     assert tile // 2 < forward.peak <= (1 + kept_tiles) * tile + a_row
     assert weight.nbytes < backward.peak <= tile + weight.nbytes + a_row
     assert rows * vocabulary * 4 > 20 * tile, "all the logits would be far more"
+
+
+@pytest.mark.parametrize("frozen", ["weight", "hidden"])
+def test_the_gradient_of_what_is_frozen_is_not_computed(frozen: str):
+    """20,000 x 32 weights against 300 rows: whichever gradient is not wanted, its memory is not taken."""
+    hidden, weight = torch.randn(300, 32), torch.randn(20_000, 32)
+    (hidden if frozen == "weight" else weight).requires_grad_()
+    found = token_logprobs(hidden, torch.randint(20_000, (300,)), Head(weight), Budget(1 << 20, 0))
+    with Memory() as backward:
+        found.sum().backward()
+    wanted = hidden.nbytes if frozen == "weight" else weight.nbytes
+    assert wanted < backward.peak <= (1 << 20) + wanted + 300 * 20 * 4
+    assert weight.nbytes > 1 << 21
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["alone", "with an adapter"])
+def test_a_frozen_head_needs_no_room_for_a_gradient(adapted: bool):
+    rows, hidden_size, vocabulary, tile = 300, 32, 40_000, 1 << 20
+    hidden, weight = torch.randn(rows, hidden_size, requires_grad=True), torch.randn(vocabulary, hidden_size)
+    targets = torch.randint(vocabulary, (rows,))
+    low_rank = adapter(vocabulary=vocabulary, hidden=hidden_size) if adapted else None
+    found = token_logprobs(hidden, targets, Head(weight, low_rank=low_rank), Budget(tile, 0))
+    with Memory() as backward:
+        found.sum().backward()
+    trained = low_rank.up_VR.nbytes if low_rank else 0
+    assert tile // 2 < backward.peak <= tile + trained + rows * (2 * hidden_size + 40) * 4
+    assert backward.peak < weight.nbytes and weight.grad is None and hidden.grad.any()
 
 
 def test_without_gradients_nothing_is_kept():

@@ -1,0 +1,278 @@
+"""Adapters against plain transformers, plain autograd and peft itself; what is written, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from tests.training.model.test_architectures import GPT2, alone, build, gradients, groups
+from training.contract.errors import ModelError
+from training.contract.job import Input
+from training.contract.recipe import Adapter
+from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.model.adapter import add_adapter, load_policy, merge_adapter, save_adapter
+from training.model.head import head_of
+from training.model.load import load_model, save_model
+from training.model.logprobs import response_logprobs
+
+CPU = torch.device("cpu")
+SEQUENCES = [sequence for group in groups() for sequence in group]
+SIZES = [len(group) for group in groups()]
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "gpt2": ("gpt2", GPT2),
+    "phi": ("phi", {}),
+    "granite": ("granite", {"logits_scaling": 3.0}),
+    "gemma3_text": ("gemma3_text", {"final_logit_softcapping": 2.0, "query_pre_attn_scalar": 8}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+}
+ATTENTION = {"llama": "q_proj", "llama, tied": "v_proj", "gpt2": "c_attn", "phi": "dense", "gemma3_text": "o_proj"}
+
+
+def adapted(name: str, trained: bool = True, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """One of the models with an adapter that has learned something: B is zero in a new one."""
+    model = build(*MODELS[name]).to(dtype)
+    add_adapter(model, Adapter(rank=4, **changes), seed=1)
+    if trained:
+        random = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
+    return model
+
+
+def logprobs(model: PreTrainedModel) -> torch.Tensor:
+    return response_logprobs(model, SEQUENCES, SIZES).tokens_N
+
+
+def plain(model: PreTrainedModel) -> torch.Tensor:
+    return torch.cat([alone(model, sequence) for sequence in SEQUENCES])
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [(name, "all-linear") for name in MODELS]
+    + [(name, (part, _head)) for name, part in ATTENTION.items() for _head in ["lm_head"]],
+)
+def test_shared_prefixes_and_the_head_are_exact_with_an_adapter(name: str, targets: Any):
+    """Log-probs and the gradients of A and B are those of the model's own forward pass and autograd; nothing else has one."""
+    model = adapted(name, target_modules=targets)
+    found, expected = logprobs(model), plain(model)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+    ours, exact = gradients(model, found), gradients(model, expected)
+    assert ours.keys() == exact.keys() == {n for n, _ in model.named_parameters() if "lora_A" in n or "lora_B" in n}
+    assert ("lm_head.lora_B.default.weight" in ours) == ("lm_head" in targets)
+    for name, gradient in exact.items():
+        assert (ours[name] - gradient).norm() < 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "lm_head")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_a_new_adapter_and_one_that_is_off_change_no_bit(targets: Any, dtype: torch.dtype):
+    reference = logprobs(build(*MODELS["llama"]).to(dtype))
+    assert torch.equal(logprobs(adapted("llama", trained=False, dtype=dtype, target_modules=targets)), reference)
+    model = adapted("llama", dtype=dtype, target_modules=targets)
+    assert not torch.equal(logprobs(model), reference)
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(False)
+    assert torch.equal(logprobs(model), reference)
+
+
+def test_the_start_is_that_of_peft_and_follows_from_the_seed():
+    base = build(*MODELS["llama"])
+    torch.manual_seed(1)
+    theirs = get_peft_model(base, LoraConfig(r=4, lora_alpha=32, target_modules="all-linear")).base_model.model
+    ours, again = adapted("llama", trained=False), build(*MODELS["llama"])
+    assert {n: p.tolist() for n, p in ours.named_parameters()} == {n: p.tolist() for n, p in theirs.named_parameters()}
+    before = torch.get_rng_state()
+    add_adapter(again, Adapter(rank=4), seed=3)
+    assert torch.equal(torch.get_rng_state(), before), "whoever draws numbers draws the same with and without"
+    name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert not torch.equal(again.get_parameter(name), ours.get_parameter(name))
+
+
+REFUSED = [
+    (
+        "llama",
+        ("q_prj",),
+        r"names 'q_prj', and in LlamaForCausalLM there is no layer of that name; .* down_proj, gate_proj",
+    ),
+    ("llama", ("embed_tokens",), r"'embed_tokens', and in LlamaForCausalLM these are of type Embedding; expected"),
+    ("llama", ("q_proj", "self_attn"), r"'self_attn', .* these are of type LlamaAttention"),
+    ("qwen3_moe", ("experts",), r"'experts', .* Qwen3MoeExperts; expected .* k_proj, lm_head, o_proj, q_proj, v_proj$"),
+]
+
+
+@pytest.mark.parametrize(("name", "targets", "says"), REFUSED, ids=[str(targets) for _, targets, _ in REFUSED])
+def test_a_target_that_is_no_linear_layer_is_refused_and_those_there_are_are_named(name, targets, says):
+    with pytest.raises(ModelError, match=says):
+        adapted(name, target_modules=targets)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("0.self_attn.q_proj",), ("down_proj", "lm_head")])
+def test_targets_are_names_or_ends_of_names(targets: Any):
+    """What peft makes of the same names."""
+    theirs = get_peft_model(
+        build(*MODELS["llama"]), LoraConfig(target_modules=targets if isinstance(targets, str) else list(targets))
+    )
+    expected = {n.removeprefix("base_model.model.") for n, p in theirs.named_parameters() if p.requires_grad}
+    ours = adapted("llama", target_modules=targets)
+    assert {n for n, p in ours.named_parameters() if p.requires_grad} == expected
+
+
+Saved = tuple[Path, Path, PreTrainedModel]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Saved]:
+    """The folders of a base model and of an adapter on it, and the model that was both."""
+
+    def save(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Saved:
+        base, adapter = tmp_path / "base", tmp_path / "adapter"
+        save_model(build(*MODELS[name]).to(dtype), base)
+        adapter.mkdir()
+        model = adapted(name, dtype=dtype, **changes)
+        save_adapter(model, model.state_dict(), adapter)
+        return base, adapter, model
+
+    return save
+
+
+def fingerprint_of(folder: Path) -> str:
+    return weights_fingerprint(weights_identity(folder))
+
+
+def inputs(base: Path, adapter: Path) -> tuple[Input, Input]:
+    of_base = fingerprint_of(base)
+    policy = Input(kind="policy", fingerprint=adapter_fingerprint(adapter, of_base), folder=adapter)
+    return policy, Input(kind="reference_model", fingerprint=of_base, folder=base)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("lm_head",)], ids=["layers", "head"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+def test_an_adapter_that_was_written_is_the_one_that_ran_here_and_in_peft(saved, name: str, targets: Any):
+    base, adapter, model = saved(name, target_modules=targets)
+    expected = logprobs(model)
+    assert torch.equal(logprobs(load_policy(*inputs(base, adapter), "float32", CPU)), expected)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    torch.testing.assert_close(plain(theirs), expected, atol=2e-5, rtol=0)
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    assert written["peft_type"] == "LORA" and written["r"] == 4 and written["task_type"] == "CAUSAL_LM"
+    assert str(adapter.parent) not in json.dumps(written) and written["target_modules"] == sorted(
+        written["target_modules"]
+    )
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("lm_head",)], ids=["layers", "head"])
+@pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
+def test_merged_it_is_a_plain_model_that_computes_the_same(saved, tmp_path, name: str, targets: Any):
+    """As a whole, and each layer, which is told by what it makes of the identity. A head that was tied to the embeddings
+    has a weight of its own then."""
+    base, adapter, model = saved(name, target_modules=targets)
+    expected, layers = logprobs(model), matrices(model)
+    merge_adapter(model)
+    save_model(model, tmp_path / "merged")
+    merged = load_model(tmp_path / "merged", "float32", CPU)
+    assert not any("lora" in n or "base_layer" in n for n, _ in merged.named_parameters())
+    torch.testing.assert_close(logprobs(merged), expected, atol=2e-5, rtol=0)
+    torch.testing.assert_close(matrices(merged), layers, atol=1e-5, rtol=0)
+    other = load_policy(*inputs(base, adapter), "float32", CPU)
+    merge_adapter(other)
+    assert all(torch.equal(p, q) for p, q in zip(other.parameters(), merged.parameters(), strict=True))
+
+
+def matrices(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What each linear layer, adapted or not, multiplies with."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (torch.nn.Linear, Conv1D, LoraLinear)) and not {"base_layer", "default"} & {
+            *name.split(".")
+        }:
+            base = module.get_base_layer() if isinstance(module, LoraLinear) else module
+            size = base.weight.shape[0 if isinstance(base, Conv1D) else 1]
+            found[name] = module(torch.eye(size)) - module(torch.zeros(1, size))
+    return found
+
+
+def test_bfloat16_is_merged_in_float32_and_rounded_once(saved):
+    _, _, model = saved("llama", torch.bfloat16)
+    layer = model.model.layers[0].mlp.up_proj
+    exact = (
+        layer.base_layer.weight.float() + 8 * layer.lora_B.default.weight.float() @ layer.lora_A.default.weight.float()
+    )
+    merge_adapter(model)
+    assert torch.equal(model.model.layers[0].mlp.up_proj.weight, exact.bfloat16())
+
+
+def test_an_adapter_is_loaded_onto_its_own_base_only(saved):
+    base, adapter, _ = saved("llama")
+    policy, reference = inputs(base, adapter)
+    other = reference.model_copy(update={"fingerprint": "f" * 64})
+    with pytest.raises(ModelError, match="not trained on the reference_model ffffffffffff"):
+        load_policy(policy, other, "float32", CPU)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors.pop(next(iter(tensors)))
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"adapter_model\.safetensors does not fit .*lora_A\.weight in one only \(1\)"):
+        load_policy(*inputs(base, adapter), "float32", CPU)
+
+
+def test_an_adapter_is_its_tensors_its_rule_and_its_base(saved):
+    base, adapter, _ = saved("llama")
+    of_base, config = fingerprint_of(base), json.loads((adapter / "adapter_config.json").read_text())
+    before = adapter_fingerprint(adapter, of_base)
+
+    def configured(**changes: Any) -> str:
+        (adapter / "adapter_config.json").write_text(json.dumps(config | changes))
+        return adapter_fingerprint(adapter, of_base)
+
+    told = {"base_model_name_or_path": "/somewhere", "peft_version": "9", "inference_mode": False, "lora_dropout": 0.5}
+    assert configured(**told) == before
+    assert (
+        len({before, configured(lora_alpha=31), configured(use_rslora=True), configured(target_modules=["q_proj"])})
+        == 4
+    )
+    assert configured() == before != adapter_fingerprint(adapter, "f" * 64)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    save_file(tensors | {name: tensors[name] + 1e-3}, adapter / "adapter_model.safetensors")
+    assert adapter_fingerprint(adapter, of_base) != before
+
+
+def test_an_adapter_in_a_models_folder_is_refused(saved):
+    """transformers adds such an adapter without a word, as the first line shows: the model would not be the one its
+    identity says."""
+    base, adapter, model = saved("llama")
+    for file in adapter.iterdir():
+        (base / file.name).write_bytes(file.read_bytes())
+    torch.testing.assert_close(plain(AutoModelForCausalLM.from_pretrained(base)), logprobs(model), atol=2e-5, rtol=0)
+    for look in (
+        lambda: load_model(base, "float32", CPU),
+        lambda: weights_identity(base),
+        lambda: weights_identity(adapter),
+    ):
+        with pytest.raises(ModelError, match=r"has an adapter_config\.json; expected a model without an adapter"):
+            look()
+
+
+def test_the_head_has_the_dropout_of_its_adapter():
+    model = adapted("llama", target_modules=("lm_head",), dropout=0.5).train()
+    torch.manual_seed(0)
+    low_rank = head_of(model).low_rank
+    assert low_rank is not None
+    hidden = torch.ones(400, 32)
+    assert float((low_rank.dropout(hidden) == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
+    assert not torch.equal(low_rank.project(hidden[:1]), low_rank.project(hidden[:1]))

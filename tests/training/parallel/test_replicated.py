@@ -1,0 +1,61 @@
+"""Replicated masters: the norm of a gradient of millions of numbers, frozen tensors, what is held and written."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from training.distributed import Group
+from training.parallel.masters import Untrained
+from training.parallel.replicated import Replicated
+from training.pieces import Held
+
+ALONE = Group(0, 1, torch.device("cpu"))
+
+
+def masters(folder: Path, precision: str = "float32", **sizes: int) -> Replicated:
+    config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
+    return Replicated(Untrained(folder, precision), ALONE)
+
+
+def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
+    """Ten million numbers, most of them small: summed up in one go in float32 their norm is off by 1e-4 and more."""
+    found = masters(tmp_path, vocab_size=40_000, hidden_size=128)
+    random = torch.Generator().manual_seed(0)
+    found.gradient_N.copy_(torch.rand(found.gradient_N.shape, generator=random) ** 6)
+    exact = found.gradient_N.double().norm()
+    assert abs(float(found.norm() / exact - 1)) < 1e-5
+    assert all(p.grad.data_ptr() >= found.gradient_N.data_ptr() for p in found.parameters.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: str):
+    """Two passes with losses a and b give the gradients that torch gives for a and for b, added in float32."""
+    found = masters(tmp_path, precision)
+    ids = torch.arange(12).view(1, -1)
+    expected = {name: torch.zeros_like(p) for name, p in found.parameters.items()}
+    for factor in (1.0, 1e-3):
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=found.dtype)
+        (model(ids).logits.float().square().mean() * factor).backward()
+        for name, p in model.named_parameters():
+            expected[name] += p.grad.float()
+    found.zero()
+    for factor in (1.0, 1e-3):
+        found.backward(found.model(ids).logits.float().square().mean() * factor, last=factor < 1)
+    assert bool(found.reduce())
+    assert all(torch.equal(p.grad, expected[name]) for name, p in found.parameters.items())
+
+
+def test_what_is_not_finite_is_noted(tmp_path):
+    found = masters(tmp_path)
+    found.zero()
+    found.backward(found.model(torch.arange(4).view(1, -1)).logits.sum() * float("inf"), last=True)
+    assert not bool(found.reduce())
+
+
+def test_every_rank_writes_its_part_of_the_rows():
+    """Seven rows, held by three ranks: 0 and 1; 2 and 3; 4, 5 and 6."""
+    assert [Held(0, 7, 7, copy, 3).own() for copy in range(3)] == [(0, 2), (2, 4), (4, 7)]

@@ -1,0 +1,113 @@
+"""Starts jobs by forking: a process that has imported everything forks each rank, which so costs a third of a second.
+
+Each line of standard input is a request, as JSON: `job`, the path of a job.json; `world` and `nodes`; and perhaps `end`, how
+the first rank ends before its time. Each is answered by a line with the exit statuses of the ranks (negative: a signal).
+
+    {"step": n}         SIGKILL as soon as step n is told
+    {"touch": n}        SIGKILL before the n-th time that something in the folder of checkpoints is opened, moved or removed
+    {"size": n}         the kernel kills it when a file is to grow beyond n bytes
+    {"seconds": s}      the kernel kills it after so long
+    {"stop": n}         SIGTERM as soon as step n is told
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from training import loop, main
+from training.contract.events import EventWriter
+from training.contract.job import RENDEZVOUS, Job
+from training.contract.store import Made
+from training.distributed import Group
+
+
+class EndingEvents(EventWriter):
+    """Ends the process by a signal once a step is told."""
+
+    def __init__(self, job: Job, number: signal.Signals, step: int) -> None:
+        super().__init__(job.events, keep=True)
+        self.number, self.step = number, step
+
+    def emit(self, event: str, **fields: Any) -> None:
+        super().emit(event, **fields)
+        if event == "step" and fields["step"] == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def ended_early(end: dict[str, Any]) -> Any:
+    """The work of a rank that shall end before its time."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if "size" in end:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (end["size"], end["size"]))
+    if "seconds" in end:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, end["seconds"])
+    if "touch" in end:
+        sys.addaudithook(killing_after(end["touch"]))
+
+    def run(job: Job, group: Group, events: EventWriter) -> Made:
+        for key, number in (("step", signal.SIGKILL), ("stop", signal.SIGTERM)):
+            if key in end:
+                events = EndingEvents(job, number, end[key])
+        return loop.run(job, group, events)
+
+    return run
+
+
+def killing_after(count: int) -> Any:
+    left = [count]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if any(isinstance(a, str | Path) and "checkpoints/" in str(a) for a in arguments):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
+
+
+def rank(request: dict[str, Any], number: int, rendezvous: Path) -> None:
+    job = Job.read(Path(request["job"]))
+    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    world = request["world"]
+    if world > 1:
+        os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world), RENDEZVOUS: str(rendezvous)}
+        os.environ |= {"LOCAL_WORLD_SIZE": str(world // request["nodes"]), "GLOO_SOCKET_IFNAME": "lo"}
+    if request["end"] and number == 0:
+        main.WORK["policy"] = ended_early(request["end"])
+    os._exit(main.main(Path(request["job"])))
+
+
+def serve(request: dict[str, Any]) -> list[int]:
+    rendezvous = Path(request["job"]).with_name(f"rendezvous-{time.monotonic_ns()}")
+    ranks = []
+    for number in range(request["world"]):
+        pid = os.fork()
+        if not pid:
+            try:
+                rank(request, number, rendezvous)
+            finally:
+                os._exit(70)
+        ranks.append(pid)
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(ranks):
+        pid, status = os.wait()
+        statuses[pid] = os.waitstatus_to_exitcode(status)
+        if statuses[pid] < 0:  # whoever waits for it would wait long
+            for other in set(ranks) - statuses.keys():
+                os.kill(other, signal.SIGKILL)
+    return [statuses[pid] for pid in ranks]
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(serve(json.loads(line))) + "\n")
+        sys.stdout.flush()

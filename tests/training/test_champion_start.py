@@ -1,0 +1,62 @@
+"""A policy that starts as the champion, while its reference stays what the recipe says."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.training.test_loop import losses, naive_losses, settings, shift_reference, told, tune
+from training.contract.errors import TrainingError
+from training.contract.job import Job
+
+
+@pytest.fixture
+def champion(tiny_world) -> tuple[Path, str]:
+    """A policy that was trained before, and its fingerprint."""
+    job = tiny_world.job("policy", settings(max_steps=4), "before")
+    return job.staging, tune(job).fingerprint
+
+
+def starting_from(world: Any, champion: tuple[Path, str], **changes: Any) -> Job:
+    job = world.job("policy", settings(start_from="champion", **changes) | {"champion": champion[1]}, "after")
+    job = job.model_copy(update={"locations": {"champion": str(champion[0])}})
+    job.staging.mkdir(parents=True, exist_ok=True)
+    return job
+
+
+def test_it_goes_on_from_the_champion_against_the_same_reference(tiny_world, champion):
+    job = starting_from(tiny_world, champion)
+    made = tune(job)
+    expected = list(naive_losses(tiny_world, 12, AutoModelForCausalLM.from_pretrained(champion[0])))
+    assert losses(job) == pytest.approx(expected, abs=1e-5)
+    assert expected[0] < math.log(2) - 0.01, "it has learned something before"
+    assert told(job, "eval")[0]["eval/rewards/margins"] != pytest.approx(0, abs=1e-3)
+    assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5), "of the reference model"
+
+
+@pytest.mark.parametrize(("row", "where"), [(40, "held-out pairs"), (0, "row 100")])
+def test_the_table_is_still_proven(tiny_world, champion, row: int, where: str):
+    shift_reference(tiny_world, row, 0.5)
+    job = starting_from(tiny_world, champion)
+    with pytest.raises(TrainingError, match=rf"{where}(.|\n)*1 of \d+ pairs|1 of \d+ pairs(.|\n)*{where}"):
+        tune(job)
+    assert told(job) == []
+
+
+def test_an_adapter_on_the_champion_is_merged_into_the_champion(tiny_world, champion):
+    job = starting_from(tiny_world, champion, adapter={"rank": 2}, optimizer={"learning_rate": 1e-9})
+    tune(job)
+    model = AutoModelForCausalLM.from_pretrained(job.staging).eval()
+    example = tiny_world.split("validation")[0]
+    before = tiny_world.plain_logprob(AutoModelForCausalLM.from_pretrained(champion[0]).eval(), example, "chosen")
+    assert float(tiny_world.plain_logprob(model, example, "chosen")) == pytest.approx(float(before), abs=1e-3)
+
+
+def test_without_a_champion_it_starts_as_the_reference(tiny_world):
+    plain, none = (
+        tiny_world.job("policy", settings(), "plain"),
+        tiny_world.job("policy", settings(start_from="champion") | {"champion": None}, "none"),
+    )
+    assert tune(plain).fingerprint == tune(none).fingerprint

@@ -1,0 +1,232 @@
+"""Muon: which parameters it takes, and what it does to them, against torch's own and its author's algorithm in float64."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from training.checkpoint import optimizer_tensors, restore_optimizer
+from training.contract.errors import TrainingError
+from training.contract.optimizer import AdamW, Muon
+from training.optim import Optimizers, build_optimizer, hidden_matrices, set_learning_rate
+
+
+def assert_split(model: PreTrainedModel, matrices: set[str]) -> None:
+    """Muon has exactly `matrices`, AdamW every other parameter, once."""
+    parameters = dict(model.named_parameters())
+    groups = build_optimizer(Muon(type="muon"), parameters, hidden_matrices(model)).param_groups
+    muon = [name for group in groups if "momentum" in group for name in group["param_names"]]
+    adamw = [name for group in groups if "betas" in group for name in group["param_names"]]
+    assert set(muon) == matrices
+    assert sorted(muon + adamw) == sorted(parameters)
+
+
+LLAMA_MATRICES = {
+    f"model.layers.0.{part}.weight"
+    for part in [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_muon_takes_the_matrices_of_llamas_layers(tied: bool):
+    model = build("llama", tie_word_embeddings=tied)
+    assert ("lm_head.weight" in dict(model.named_parameters())) is not tied
+    assert_split(model, LLAMA_MATRICES)
+
+
+def test_muon_takes_neither_positions_nor_the_tied_head_of_gpt2():
+    """Its projections are transposed matrices (Conv1D); `wte` is the head as well and `wpe` are positions."""
+    blocks = {f"transformer.h.0.{part}.weight" for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    assert_split(build("gpt2", n_embd=8, n_layer=1, n_head=2), blocks)
+
+
+def test_muon_takes_no_stack_of_experts():
+    """Experts lie in tensors of three dimensions; router and shared expert are matrices of their own."""
+    model = build(
+        "qwen2_moe", num_experts=3, num_experts_per_tok=1, moe_intermediate_size=4, shared_expert_intermediate_size=4
+    )
+    assert any(p.ndim == 3 for p in model.parameters())
+    mlp = {f"model.layers.0.mlp.{p}.weight" for p in ("gate", "shared_expert_gate")}
+    shared = {f"model.layers.0.mlp.shared_expert.{p}_proj.weight" for p in ("gate", "up", "down")}
+    attention = {name for name in LLAMA_MATRICES if "self_attn" in name}
+    assert_split(model, mlp | shared | attention)
+
+
+def test_muon_takes_the_factors_of_an_adapter():
+    """Factors of low rank are matrices; one that an adapter puts into the head belongs to the head."""
+    model = build("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups = build_optimizer(Muon(type="muon"), trained, hidden_matrices(model)).param_groups
+    muon = {name for group in groups if "momentum" in group for name in group["param_names"]}
+    assert muon == {f"model.layers.0.self_attn.q_proj.lora_{factor}.default.weight" for factor in "AB"}
+    assert {name for name in trained if "lm_head" in name} == set(trained) - muon
+
+
+def build(kind: str, **changes: Any) -> PreTrainedModel:
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(sizes | heads | changes)))
+
+
+MUON = Muon(
+    type="muon",
+    learning_rate=0.02,
+    weight_decay=0.1,
+    momentum=0.9,
+    adamw=AdamW(learning_rate=0.01, betas=(0.8, 0.9), weight_decay=0.2),
+)
+SHAPES = {"wide.weight": (6, 20), "tall.weight": (24, 8), "embed.weight": (5, 4), "norm.weight": (7,)}
+MATRICES = {name: torch.Size(SHAPES[name]) for name in ("wide.weight", "tall.weight")}
+FACTORS = [1.0, 0.5, 0.9, 0.1, 1.0, 0.8, 0.6, 0.4, 0.2, 0.3]
+
+
+def random_parameters() -> dict[str, Parameter]:
+    random = torch.Generator().manual_seed(0)
+    return {name: Parameter(torch.randn(shape, generator=random)) for name, shape in SHAPES.items()}
+
+
+def gradients(step: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=random) for name, shape in SHAPES.items()}
+
+
+def take(optimizer: Optimizers, parameters: dict[str, Parameter], steps: range) -> None:
+    for step in steps:
+        for name, gradient in gradients(step).items():
+            parameters[name].grad = gradient
+        set_learning_rate(optimizer, FACTORS[step])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+@pytest.mark.parametrize(("adjust_lr", "nesterov"), [("original", True), ("match_rms_adamw", False)])
+def test_muon_and_adamw_are_torchs_own_two_stepped_by_hand(steps: int, adjust_lr: str, nesterov: bool):
+    settings = MUON.model_copy(update={"adjust_lr": adjust_lr, "nesterov": nesterov})
+    found, expected = random_parameters(), random_parameters()
+    take(build_optimizer(settings, found, MATRICES), found, range(steps))
+    muon = torch.optim.Muon(
+        [expected[n] for n in MATRICES], 0.02, 0.1, 0.9, nesterov=nesterov, ns_steps=5, adjust_lr_fn=adjust_lr
+    )
+    groups = [{"params": [expected["embed.weight"]], "weight_decay": 0.2}, {"params": [expected["norm.weight"]]}]
+    adamw = torch.optim.AdamW(groups, 0.01, (0.8, 0.9), weight_decay=0.0, fused=True)
+    for step in range(steps):
+        for name, gradient in gradients(step).items():
+            expected[name].grad = gradient
+        muon.param_groups[0]["lr"] = 0.02 * FACTORS[step]
+        for group in adamw.param_groups:
+            group["lr"] = 0.01 * FACTORS[step]
+        muon.step()
+        adamw.step()
+    assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize(("adjust_lr", "nesterov"), [("original", True), ("match_rms_adamw", False)])
+def test_muon_is_its_authors_algorithm(adjust_lr: str, nesterov: bool):
+    """One step, worked in float64. torch iterates in bfloat16, which moves the update by a few percent of its norm."""
+    settings = MUON.model_copy(update={"adjust_lr": adjust_lr, "nesterov": nesterov})
+    parameters = random_parameters()
+    before = {name: parameters[name].detach().double() for name in MATRICES}
+    take(build_optimizer(settings, parameters, MATRICES), parameters, range(1))
+    for name in MATRICES:
+        gradient = gradients(0)[name].double()
+        momentum = (1 - 0.9) * gradient
+        direction = _newton_schulz((1 - 0.9) * gradient + 0.9 * momentum if nesterov else momentum)
+        rows, columns = gradient.shape
+        scale = math.sqrt(max(1, rows / columns)) if adjust_lr == "original" else 0.2 * math.sqrt(max(rows, columns))
+        expected = 0.02 * scale * direction + 0.02 * 0.1 * before[name]
+        found = before[name] - parameters[name].detach().double()
+        assert (found - expected).norm() < 0.06 * expected.norm()
+
+
+def _newton_schulz(matrix: Tensor) -> Tensor:
+    """Five iterations of Jordan's quintic, on the matrix or its transpose, whichever has fewer rows."""
+    if len(matrix) > matrix.shape[1]:
+        return _newton_schulz(matrix.T).T
+    matrix = matrix / matrix.norm()
+    for _ in range(5):
+        square = matrix @ matrix.T
+        matrix = 3.4445 * matrix - 4.7750 * square @ matrix + 2.0315 * square @ square @ matrix
+    return matrix
+
+
+def test_muon_goes_on_as_if_it_had_not_stopped():
+    """Three steps, the state of both optimizers through what a checkpoint keeps, three more: the bits of six."""
+    straight, first, second = (random_parameters() for _ in range(3))
+    optimizers = [build_optimizer(MUON, parameters, MATRICES) for parameters in (straight, first, second)]
+    take(optimizers[0], straight, range(6))
+    take(optimizers[1], first, range(3))
+    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizers[1]).items()}
+    moments = {
+        f"{state}/{name}" for state in ("step", "exp_avg", "exp_avg_sq") for name in SHAPES.keys() - MATRICES.keys()
+    }
+    assert set(saved) == moments | {f"momentum_buffer/{name}" for name in MATRICES}
+    restore_optimizer(optimizers[2], saved)
+    for name, parameter in second.items():
+        parameter.data.copy_(first[name])
+    take(optimizers[2], second, range(3, 6))
+    assert all(torch.equal(straight[name], second[name]) for name in SHAPES)
+
+
+def test_muon_refuses_a_part_of_a_matrix():
+    """Rows that a process holds of a sharded matrix: orthogonal in themselves they would be another update."""
+    parameters = random_parameters() | {"tall.weight": Parameter(torch.ones(12, 8))}
+    with pytest.raises(
+        TrainingError, match=r"holds \(12, 8\) of the \(24, 8\) .* tall.weight: set `compute.parallel: ddp`"
+    ):
+        build_optimizer(MUON, parameters, MATRICES)
+
+
+SHARDED = """
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from training.contract.optimizer import Muon
+from training.optim import build_optimizer
+
+def trained(sharded):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 33))
+    if sharded:
+        fully_shard(model)
+    names = dict(model.named_parameters())
+    matrices = {name: parameter.shape for name, parameter in names.items() if parameter.ndim == 2}
+    optimizer = build_optimizer(Muon(type="muon", learning_rate=0.1), names, matrices)
+    for step in range(2):
+        model.zero_grad()
+        model(torch.randn(16, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+    return [p.full_tensor() if sharded else p for p in model.parameters()]
+
+dist.init_process_group("gloo")
+whole = trained(False)
+parts = trained(True)
+torch.manual_seed(0)
+before = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 33)).parameters()
+for was, one, other in zip(before, whole, parts, strict=True):
+    print("off", float((one - other).norm() / (one - was).norm()), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_muon_over_sharded_matrices_moves_them_as_over_whole_ones():
+    """FSDP2 on two processes, given as the DTensors they are. Sums in another order, then rounded to bfloat16, move each
+    matrix by a few percent of its move."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*torchrun, sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False
+    )
+    differences = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("off")]
+    assert len(differences) == 6, done.stderr[-3000:]
+    assert max(differences) < 0.05

@@ -1,0 +1,98 @@
+"""The bound of step 0: what rounding may do passes for every loss, what more than rounding did does not."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from training.contract.errors import TrainingError
+from training.contract.logprob_table import LogProbTable
+from training.contract.loss import Loss, LossType
+from training.contract.recipe import Training
+from training.data.batches import Pairs
+from training.held_out import HeldOut
+from training.losses.evidence import PairLogProbs
+from training.losses.preference import preference_loss
+from training.proof import Proof, prove_zero_margin
+
+FILLED = {
+    "exo_pair": {"label_smoothing": 0.01},
+    "robust": {"label_smoothing": 0.3},
+    "mixture": {"of": [{"type": "sppo_hard"}, {"type": "aot"}, {"type": "sft"}]},
+}
+TYPES = [kind for kind in LossType if kind.traits.compares_responses]
+NATS = {"float32": 0.001, "bfloat16": 0.05}
+
+
+def settings(kind: str, precision: str, **options: Any) -> Training:
+    loss = {"type": kind, "beta": 0.5, **FILLED.get(kind, {}), **options}
+    return Training.model_validate({"loss": loss, "precision": precision})
+
+
+def prove(world: Any, moved_I2: np.ndarray, training: Training) -> Proof:
+    """The proof of the tiny world's pairs, had the policy the table's log-probs moved by so much."""
+    table = LogProbTable.read(world.reference, len(world.examples))
+    tails_I2 = torch.from_numpy(table.logprobs_P2 / 3) if training.loss.needs_token_logprobs else None
+    logprobs = PairLogProbs(
+        torch.from_numpy(table.logprobs_P2 + moved_I2),
+        torch.from_numpy(table.logprobs_P2),
+        torch.from_numpy(table.tokens_P2),
+        tails_I2,
+        tails_I2,
+    )
+    scored = HeldOut(Pairs.open(world.pairs), np.arange(len(table)), logprobs, preference_loss(training.loss, logprobs))
+    return prove_zero_margin(scored, table, training, "all pairs")
+
+
+def leeway(world: Any, precision: str) -> np.ndarray:
+    tokens_P2 = LogProbTable.read(world.reference, len(world.examples)).tokens_P2
+    return NATS[precision] * np.sqrt(tokens_P2)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_whatever_rounding_does_passes(tiny_world, kind: str):
+    """Errors anywhere in the box, all at its corners, and all in one direction: for losses with kinks, squares and bends."""
+    random = np.random.default_rng(0)
+    for draw, precision in itertools.product(range(9), NATS):
+        allowed_I2 = leeway(tiny_world, precision)
+        shares = random.uniform(-1, 1, allowed_I2.shape)
+        if draw % 3 == 1:
+            shares = np.sign(shares)
+        elif draw % 3 == 2:
+            shares = np.broadcast_to(np.sign(shares[:1]), shares.shape)
+        proof = prove(tiny_world, 0.999 * shares * allowed_I2, settings(kind, precision))
+        assert abs(proof.loss - proof.expected) <= proof.allowed
+
+
+@pytest.mark.parametrize("kind", ["sigmoid", "simpo", "aot", "sppo_hard"])
+def test_more_than_rounding_does_not(tiny_world, kind: str):
+    moved_I2 = np.zeros((len(tiny_world.examples), 2))
+    moved_I2[3, 1] = 1.5 * leeway(tiny_world, "float32")[3, 1]
+    with pytest.raises(TrainingError, match=r"1 of 45 pairs differ .*(.|\n)*row 103:"):
+        prove(tiny_world, moved_I2, settings(kind, "float32"))
+
+
+def test_the_bound_of_the_sigmoid_by_hand(tiny_world):
+    """Both sides off by what is allowed, a margin of beta (a + b): twice log(1 + e^m) - log 2, which is m + m^2 / 4."""
+    allowed_I = 0.5 * leeway(tiny_world, "float32").sum(axis=1)
+    found = prove(tiny_world, np.zeros((len(tiny_world.examples), 2)), settings("sigmoid", "float32"))
+    assert found.expected == found.loss == pytest.approx(np.log(2), rel=1e-12)
+    assert found.allowed == pytest.approx(float((allowed_I + allowed_I**2 / 4).mean()), rel=1e-5)
+
+
+def test_with_ld_alpha_the_loss_at_the_reference_is_the_same(tiny_world):
+    still = np.zeros((len(tiny_world.examples), 2))
+    assert prove(tiny_world, still, settings("sigmoid", "float32", ld_alpha=0.3)).expected == pytest.approx(np.log(2))
+
+
+def test_a_loss_without_a_reference_expects_what_the_table_says(tiny_world):
+    """SimPO of the table's own means, whatever the policy says now."""
+    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    means_P2 = table.logprobs_P2 / table.tokens_P2
+    margins_P = 0.5 * (means_P2[:, 0] - means_P2[:, 1]) - 0.5
+    moved_I2 = 0.5 * leeway(tiny_world, "float32")
+    found = prove(tiny_world, moved_I2, settings("simpo", "float32"))
+    assert found.expected == pytest.approx(np.log1p(np.exp(-margins_P)).mean(), rel=1e-12)
+    assert Loss(type=LossType.SIMPO).needs_reference is False

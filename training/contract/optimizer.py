@@ -1,0 +1,68 @@
+"""What a recipe says of the optimizer and of its learning rate; `training.optim` builds what is meant."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, WithJsonSchema, model_validator
+
+from training.contract.fields import TWO_NUMBERS, Fraction, NonNegative, Positive, Section
+
+
+def _without(given: Any, foreign: set[str], why: str) -> Any:
+    if isinstance(given, dict) and (found := foreign & given.keys()):
+        raise ValueError(f"`{min(found)}` {why}")
+    return given
+
+
+class AdamW(Section):
+    """Decoupled weight decay with adaptive moments (Loshchilov and Hutter 2019), for every parameter."""
+
+    type: Literal["adamw"] = "adamw"
+    learning_rate: Positive = 5e-7
+    betas: Annotated[tuple[Fraction, Fraction], WithJsonSchema(TWO_NUMBERS)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_muon(cls, given: Any) -> Any:
+        return _without(given, {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}, "belongs to `type: muon`")
+
+
+class Muon(Section):
+    """Orthogonalized momentum (Jordan 2024) for the matrices of the layers, and `adamw` for all the rest.
+
+    `adjust_lr: match_rms_adamw` scales an update to the size AdamW's has, so both take the same learning rate (Liu et al.
+    2025); `original` scales it by the root of rows / columns, where a matrix has more rows than columns.
+    """
+
+    type: Literal["muon"]
+    learning_rate: Positive = 5e-7
+    weight_decay: NonNegative = 0.0
+    momentum: Fraction = 0.95
+    nesterov: bool = True
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    adamw: AdamW = AdamW()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_adamw(cls, given: Any) -> Any:
+        return _without(given, {"betas", "eps"}, "is AdamW's: write it under `adamw:`")
+
+
+def _optimizer_type(given: Any) -> Any:
+    """The `type` that is written or, where none is, that of a recipe from before there was a choice."""
+    return given.get("type", "adamw") if isinstance(given, dict) else getattr(given, "type", None)
+
+
+Optimizer = Annotated[
+    Annotated[AdamW, Tag("adamw")] | Annotated[Muon, Tag("muon")],
+    Discriminator(_optimizer_type),
+]
+
+
+class Schedule(Section):
+    """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or none (constant)."""
+
+    type: Literal["linear", "cosine", "constant"] = "linear"
+    warmup_ratio: Fraction = 0.1

@@ -1,0 +1,94 @@
+"""Losses of a pair among the others of the global batch.
+
+Legend: B pairs of one batch; a last 2 stands for (chosen, rejected).
+
+The batch is the global one, whatever micro-batch, rank or order a pair is in. So the policy first scores the batch without
+gradients; what the pairs say to each other becomes constants (`among`); then each pair is run again with gradients and
+meets its peers as constants, as in gradient caching (Gao et al. 2021, arXiv 2101.06983). That the sum of such gradients is
+the gradient of the batch's loss is seen loss by loss:
+
+    aot            a pair meets the reference's margin of equal rank, which has no gradient
+    aot_unpaired   a chosen response meets the rejected one of equal rank, and each of the two takes its own part of
+                   the gradient where it is run itself
+    bco_pair       meets a running mean, which by definition has none
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from training.contract.loss import Term
+from training.losses.evidence import Evidence, Peers, difference
+from training.losses.pairwise import smoothed
+
+
+@dataclass
+class RunningMean:
+    """The mean of all values there have been; plain numbers, so that a checkpoint can hold them."""
+
+    mean: float = 0.0
+    count: int = 0
+
+    def update(self, values: Tensor) -> float:
+        """The mean after these values as well. What is not finite is left out: whoever made it is refused by name."""
+        finite = values[values.isfinite()]
+        if len(finite):
+            self.count += len(finite)
+            self.mean += (float(finite.mean()) - self.mean) * len(finite) / self.count
+        return self.mean
+
+
+def among(of: Evidence, rewards: RunningMean) -> Peers:
+    """What the pairs of the whole batch say to each of them, after `rewards` has taken theirs in."""
+    of_margins_B, of_reference_B = difference(of.policy_B2.detach()), difference(of.reference_B2)
+    ratios_B2 = of.ratios_B2.detach()
+    chosen_B, rejected_B = ratios_B2.unbind(1)
+    return Peers(
+        mean_chosen_tokens=float(of.tokens_B2[:, 0].double().mean()),
+        mean_reward=rewards.update(of.rewards_B2.detach().flatten()),
+        matched_margins_B=_of_equal_rank(of_margins_B, of_reference_B),
+        matched_ratios_B2=torch.stack(
+            [_of_equal_rank(chosen_B, rejected_B), _of_equal_rank(rejected_B, chosen_B)], dim=1
+        ),
+    )
+
+
+def aot(of: Evidence, peers: Peers, term: Term) -> Tensor:
+    """`-log s(beta (m_(k) - m_ref_(k)))`, m the margins `log pi(c) - log pi(r)` of the batch, each sorted, k the rank.
+
+    The policy's distribution of margins shall dominate the reference's, not each pair its own. Melnyk et al. 2024,
+    "Distributional Preference Alignment of LLMs via Optimal Transport", arXiv 2406.05882.
+    """
+    assert peers.matched_margins_B is not None
+    return smoothed(of.beta * (difference(of.policy_B2) - peers.matched_margins_B), term.label_smoothing)
+
+
+def aot_unpaired(of: Evidence, peers: Peers, term: Term) -> Tensor:
+    """`-log s(beta (c_(k) - r_(k)))`, c and r the log-ratios of the chosen and rejected responses, each sorted.
+
+    The same paper, for responses that need not belong together. The value is that of the pair's chosen response; its rejected
+    one, which is part of another's value, adds its gradient and nothing to the value.
+    """
+    assert peers.matched_ratios_B2 is not None
+    (chosen_B, rejected_B), (its_rejected_B, its_chosen_B) = of.ratios_B2.unbind(1), peers.matched_ratios_B2.unbind(1)
+    value_B = smoothed(of.beta * (chosen_B - its_rejected_B), term.label_smoothing)
+    elsewhere_B = smoothed(of.beta * (its_chosen_B - rejected_B), term.label_smoothing)
+    return value_B + elsewhere_B - elsewhere_B.detach()
+
+
+def bco_pair(of: Evidence, peers: Peers, term: Term) -> Tensor:
+    """`-log s(c-d) - log s(-(r-d))`, d the running mean of all rewards, this batch's included.
+
+    Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656. TRL had this shift until 0.x and has none in 1.16,
+    whose value is that of d = 0.
+    """
+    chosen_B, rejected_B = (of.rewards_B2 - peers.mean_reward).unbind(1)
+    return -logsigmoid(chosen_B) - logsigmoid(-rejected_B)
+
+
+def _of_equal_rank(values_B: Tensor, others_B: Tensor) -> Tensor:
+    """For each value that of the others which has its rank."""
+    ranks_B = values_B.argsort(stable=True).argsort(stable=True)
+    return others_B.sort().values[ranks_B]

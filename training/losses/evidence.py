@@ -1,0 +1,139 @@
+"""What a loss may look at.
+
+Legend: B pairs; a last 2 stands for (chosen, rejected).
+
+    log-probs      log pi(y|x), summed over the response's tokens
+    log-ratio      log pi(y|x) - log pi_ref(y|x)
+    score          f'(ratio) of the f-divergence that keeps the policy near the reference; the log-ratio itself for the
+                   reverse KL of DPO. With rewards r = beta f'(ratio) the normalizer cancels in a difference of two rewards
+                   and nowhere else (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240), hence the losses it is for.
+
+LD-DPO (Liu et al. 2024, "Length Desensitization in Direct Preference Optimization", arXiv 2409.06411) counts the tokens
+of the longer response beyond the length of the shorter one `alpha` times only, for policy and reference alike: such a *tail*
+is what a sum is lessened by. Of two equally long responses neither has one.
+
+A loss that looks at other pairs of the batch finds them in `Peers`, as constants.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from training.contract.loss import Divergence, Loss
+
+# exp(80) is beyond every loss that still says something, and far from overflow.
+_LARGEST_EXPONENT = 80.0
+
+
+@dataclass(frozen=True)
+class PairLogProbs:
+    """Summed log-probs in nats of both responses of B pairs under policy and reference, and their numbers of tokens.
+
+    `..._tails_B2` are the parts of the sums beyond the common length; only LD-DPO wants them. `weights_B` are constant
+    factors of the pairs' losses.
+    """
+
+    policy_B2: Tensor
+    reference_B2: Tensor
+    tokens_B2: Tensor
+    policy_tails_B2: Tensor | None = None
+    reference_tails_B2: Tensor | None = None
+    weights_B: Tensor | None = None
+
+    def with_policy_at(self, policy_B2: Tensor) -> "PairLogProbs":
+        """The same pairs, had the policy these log-probs and the reference's tails."""
+        return replace(self, policy_B2=policy_B2, policy_tails_B2=self.reference_tails_B2)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """What the global batch says to each of B of its pairs; without gradients.
+
+    `mean_chosen_tokens` and `mean_reward` are the whole batch's. `matched_margins_B` and `matched_ratios_B2` are those of
+    the pairs that a pair is compared with (batchwise.py).
+    """
+
+    mean_chosen_tokens: float
+    mean_reward: float = 0.0
+    matched_margins_B: Tensor | None = None
+    matched_ratios_B2: Tensor | None = None
+
+    def take(self, places_B: Tensor) -> "Peers":
+        """What it says to the pairs at these places of the batch."""
+        margins_B, ratios_B2 = self.matched_margins_B, self.matched_ratios_B2
+        return replace(
+            self,
+            matched_margins_B=None if margins_B is None else margins_B[places_B],
+            matched_ratios_B2=None if ratios_B2 is None else ratios_B2[places_B],
+        )
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """B pairs as a loss sees them: `policy_B2` and `reference_B2` are the sums with their tails lessened."""
+
+    beta: float
+    policy_B2: Tensor
+    reference_B2: Tensor
+    tokens_B2: Tensor
+    whole_chosen_B: Tensor
+    divergence: Divergence | None
+
+    @classmethod
+    def of(cls, settings: Loss, logprobs: PairLogProbs) -> "Evidence":
+        return cls(
+            beta=settings.beta,
+            policy_B2=_lessened(logprobs.policy_B2, logprobs.policy_tails_B2, settings.ld_alpha),
+            reference_B2=_lessened(logprobs.reference_B2, logprobs.reference_tails_B2, settings.ld_alpha),
+            tokens_B2=logprobs.tokens_B2.clamp(min=1),
+            whole_chosen_B=logprobs.policy_B2[:, 0],
+            divergence=settings.divergence,
+        )
+
+    @cached_property
+    def ratios_B2(self) -> Tensor:
+        return self.policy_B2 - self.reference_B2
+
+    @cached_property
+    def rewards_B2(self) -> Tensor:
+        return self.beta * self.ratios_B2
+
+    @cached_property
+    def scores_B2(self) -> Tensor:
+        return self.ratios_B2 if self.divergence is None else _scores(self.ratios_B2, self.divergence)
+
+    @cached_property
+    def margins_B(self) -> Tensor:
+        """Beta times the difference of both scores: what -log sigmoid is taken of in DPO."""
+        return self.beta * difference(self.scores_B2)
+
+
+def difference(values_B2: Tensor) -> Tensor:
+    """Chosen minus rejected."""
+    return values_B2[:, 0] - values_B2[:, 1]
+
+
+def _lessened(sums_B2: Tensor, tails_B2: Tensor | None, alpha: float | None) -> Tensor:
+    if alpha is None:
+        return sums_B2
+    assert tails_B2 is not None, "a loss with ld_alpha needs the sums beyond the common length"
+    return sums_B2 - (1 - alpha) * tails_B2
+
+
+def _scores(ratios: Tensor, divergence: Divergence) -> Tensor:
+    """f' of the density ratio, from its logarithm."""
+    match divergence.type:
+        case "reverse_kl":
+            return ratios
+        case "forward_kl":
+            return 1 - torch.exp(-ratios)
+        case "js":
+            return math.log(2) + logsigmoid(ratios)
+        case "alpha":
+            assert divergence.alpha is not None
+            power = divergence.alpha - 1
+            return (torch.exp((power * ratios).clamp(max=_LARGEST_EXPONENT)) - 1) / power

@@ -1,0 +1,89 @@
+"""The loss of a recipe: its terms, added up for each pair, and the rewards that people look at.
+
+Legend: B pairs; a last 2 stands for (chosen, rejected).
+
+Rewards are beta times the log-ratio, as the DPO paper defines them, whatever the loss does with log-ratios: so they can be
+compared among losses. Only where no term knows a reference (SimPO) it is beta times the mean log-prob of a token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from training.contract.loss import Loss, LossType, Term
+from training.losses import batchwise, pairwise
+from training.losses.batchwise import RunningMean, among
+from training.losses.evidence import Evidence, PairLogProbs, Peers
+
+LossFunction = Callable[[Evidence, Peers, Term], Tensor]
+LOSSES: dict[LossType, LossFunction] = {
+    LossType.SIGMOID: pairwise.sigmoid,
+    LossType.ROBUST: pairwise.robust,
+    LossType.HINGE: pairwise.hinge,
+    LossType.IPO: pairwise.ipo,
+    LossType.IPO_SUM: pairwise.ipo_sum,
+    LossType.DPO_NORM: pairwise.dpo_norm,
+    LossType.EXO_PAIR: pairwise.exo_pair,
+    LossType.NCA_PAIR: pairwise.nca_pair,
+    LossType.BCO_PAIR: batchwise.bco_pair,
+    LossType.SPPO_HARD: pairwise.sppo_hard,
+    LossType.APO_ZERO: pairwise.apo_zero,
+    LossType.APO_DOWN: pairwise.apo_down,
+    LossType.AOT: batchwise.aot,
+    LossType.AOT_UNPAIRED: batchwise.aot_unpaired,
+    LossType.DISCOPOP: pairwise.discopop,
+    LossType.SIMPO: pairwise.simpo,
+    LossType.SFT: pairwise.sft,
+}
+
+
+@dataclass(frozen=True)
+class PairLosses:
+    """The loss of each pair and the rewards of its responses; `parts`: the losses of a mixture's terms, unweighted."""
+
+    losses_B: Tensor
+    rewards_B2: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def margins_B(self) -> Tensor:
+        return self.rewards_B2[:, 0] - self.rewards_B2[:, 1]
+
+    @property
+    def accuracies_B(self) -> Tensor:
+        """1 where the chosen response has the higher reward, 0 elsewhere: a tie is no success."""
+        return (self.rewards_B2[:, 0] > self.rewards_B2[:, 1]).to(self.losses_B.dtype)
+
+
+def preference_loss(settings: Loss, logprobs: PairLogProbs, peers: Peers | None = None) -> PairLosses:
+    """The loss and the rewards of each pair; differentiable in the policy's log-probs.
+
+    Without `peers` the pairs are a batch of their own. Everything that is reported beside the loss has no gradients.
+    """
+    of = Evidence.of(settings, logprobs)
+    peers = peers or among(of, RunningMean())
+    values = {term.type: _weighted(LOSSES[term.type](of, peers, term), term, logprobs) for term in settings.terms}
+    total_B = torch.stack([term.weight * values[term.type] for term in settings.terms]).sum(dim=0)
+    parts = {str(kind): value_B.detach() for kind, value_B in values.items()} if len(values) > 1 else {}
+    return PairLosses(total_B, _rewards(settings, logprobs), parts)
+
+
+def part_names(settings: Loss) -> tuple[str, ...]:
+    """The names of the losses that `PairLosses.parts` tells of."""
+    return tuple(str(term.type) for term in settings.terms) if len(settings.terms) > 1 else ()
+
+
+def _weighted(losses_B: Tensor, term: Term, logprobs: PairLogProbs) -> Tensor:
+    """Weights say how much a comparison counts; a term without a comparison has none."""
+    if logprobs.weights_B is None or not term.type.traits.compares_responses:
+        return losses_B
+    return losses_B * logprobs.weights_B
+
+
+def _rewards(settings: Loss, logprobs: PairLogProbs) -> Tensor:
+    policy_B2 = logprobs.policy_B2.detach()
+    if settings.needs_reference:
+        return settings.beta * (policy_B2 - logprobs.reference_B2)
+    return settings.beta * policy_B2 / logprobs.tokens_B2.clamp(min=1)

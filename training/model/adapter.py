@@ -1,0 +1,166 @@
+"""Low-rank adaptation (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685): a policy that is its base and little more.
+
+    y = W x + b + alpha / rank * B A dropout(x)         in every targeted linear layer
+
+W and b are frozen. A (rank x in) begins random and B (out x rank) as zero, so before the first step the policy is its base to
+the last bit, and optimizer, gradients and checkpoints are those of A and B alone.
+
+peft makes these layers, in place. So the model keeps its class, its config and the names of its parts, by which attention,
+head and self-check reach into it; a PeftModel around it would stand in the way of each of them.
+
+A finished adapter is either merged, `W + alpha / rank * B A` added up in float32 and rounded once to the dtype of W, which
+leaves a plain model; or written by itself in peft's format, which any program that knows peft adds to the same base. Here an
+adapter is only ever loaded onto the weights it was trained on: its fingerprint says which.
+"""
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import Linear as LoraLinear
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from training.contract.errors import ModelError
+from training.contract.fingerprint import short
+from training.contract.job import Input
+from training.contract.recipe import Adapter
+from training.contract.weights import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_fingerprint,
+    weights_fingerprint,
+    weights_identity,
+)
+from training.model.load import load_model, save_model
+
+# What peft calls the one adapter of a model, in names of parameters; and what it puts before the names in files.
+_NAME, _FILE_PREFIX = "default", "base_model.model."
+_LINEAR = (torch.nn.Linear, Conv1D)
+
+
+def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
+    """Freeze `model` and give it a new adapter, which follows from `seed`. Raises ModelError for targets it has not."""
+    targets = _targets(model, settings)
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    _inject(model, config, seed)
+
+
+def merge_adapter(model: PreTrainedModel) -> None:
+    """Make `model` a plain one that computes the same, in place. An adapted head is no longer tied to the embeddings."""
+    head = model.get_output_embeddings()
+    if isinstance(head, LoraLinear) and head.weight is model.get_input_embeddings().weight:
+        head.get_base_layer().weight = Parameter(head.weight.detach().clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLinear)]:
+        base, dtype = layer.get_base_layer(), layer.weight.dtype
+        layer.float().merge()
+        model.set_submodule(name, base.to(dtype))
+    del model.peft_config
+
+
+def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write the adapter of `model` as peft does, from the `weights` of the model; no place of a base model is recorded."""
+    tensors = {_file_name(name): weights[name].detach().contiguous() for name in _adapter_tensors(model)}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = copy.copy(model.peft_config[_NAME])
+    config.target_modules, config.inference_mode = sorted(config.target_modules), True
+    config.save_pretrained(folder)
+
+
+def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The policy, ready to score: a model by itself, or the adapter it is on `base`, the model it was trained from.
+
+    Raises ModelError where either cannot be loaded, or the adapter was trained on other weights.
+    """
+    if not (policy.folder / ADAPTER_CONFIG).is_file():
+        return load_model(policy.folder, dtype, device)
+    assert base is not None, "an adapter needs its base"
+    if adapter_fingerprint(policy.folder, base.fingerprint) != policy.fingerprint:
+        raise ModelError(
+            f"the policy {short(policy.fingerprint)} is an adapter that was not trained on the {base.kind} "
+            f"{short(base.fingerprint)}, and means nothing on other weights; materialize policy again"
+        )
+    model = load_model(base.folder, dtype, device)
+    _inject(model, LoraConfig.from_pretrained(str(policy.folder)), seed=0)
+    _take(model, policy.folder / ADAPTER_WEIGHTS)
+    return model.eval()
+
+
+def write_merged(policy: Input, base: Input, folder: Path) -> str:
+    """Write the adapter `policy` and `base` as one plain model of the adapter's dtype into `folder`; its fingerprint.
+
+    Always on the host, so that it is done alike wherever the adapter was trained. Raises ModelError as `load_policy` does.
+    """
+    tensors = load_file(policy.folder / ADAPTER_WEIGHTS).values()
+    [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    model = load_policy(policy, base, dtype, torch.device("cpu"))
+    merge_adapter(model)
+    save_model(model, folder)
+    return weights_fingerprint(weights_identity(folder))
+
+
+def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, _NAME)
+
+
+def _take(model: PreTrainedModel, file: Path) -> None:
+    """Give the adapter of `model` the tensors in `file`, which must be just those."""
+    found, own = load_file(file), _adapter_tensors(model)
+    expected = {_file_name(name): tensor for name, tensor in own.items()}
+    if wrong := sorted(expected.keys() ^ found.keys()):
+        raise ModelError(f"{file} does not fit its {ADAPTER_CONFIG}: {', '.join(wrong[:5])} in one only ({len(wrong)})")
+    with torch.no_grad():
+        for name, tensor in expected.items():
+            tensor.copy_(found[name])
+
+
+def _adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if f".{_NAME}." in name}
+
+
+def _file_name(parameter: str) -> str:
+    return _FILE_PREFIX + parameter.replace(f".{_NAME}.", ".")
+
+
+def _targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
+    """Names for peft: of all linear layers but the head, or the given ones. Raises ModelError for one that fits no such layer.
+
+    Experts that lie in one tensor together are no layers, and are left as they are.
+    """
+    linear = {name for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    if settings.target_modules == "all-linear":
+        head = model.get_output_embeddings()
+        return sorted(linear - {name for name, module in model.named_modules() if module is head})
+    for target in settings.target_modules:
+        fitting = {name: module for name, module in model.named_modules() if _fits(name, target)}
+        if not fitting or fitting.keys() - linear:
+            raise ModelError(_refusal(model, target, fitting, linear))
+    return list(settings.target_modules)
+
+
+def _fits(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _refusal(model: PreTrainedModel, target: str, fitting: dict[str, Module], linear: set[str]) -> str:
+    kinds = ", ".join(sorted({type(module).__name__ for module in fitting.values()}))
+    found = f"these are of type {kinds}" if fitting else "there is no layer of that name"
+    return (
+        f"`training.adapter.target_modules` names {target!r}, and in {type(model).__name__} {found}; expected "
+        f"`all-linear` or names of linear layers, which here are {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"
+    )

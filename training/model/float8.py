@@ -1,0 +1,52 @@
+"""Matrix products of 8-bit floats (e4m3: three bits of mantissa), for a head that trades exactness for speed.
+
+Every row of the left operand and every column of the right one is scaled so that its largest number is the largest that 8 bits
+tell, which is then exact; the other numbers are rounded by 2.6% of themselves (root mean square). Sums are wide, the
+product is rounded to bfloat16, which is what the kernels of all chips give for scales of this kind.
+
+It needs tensor cores that know the format: Ada, Hopper and later (compute capability 8.9).
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from training.contract.errors import ModelError
+
+_CAPABILITY = (8, 9)
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+_MULTIPLE = 16  # what kernels demand of the inner and of the last size
+
+
+def demand_float8(device: torch.device) -> None:
+    """Raise ModelError unless `device` multiplies 8-bit floats."""
+    if device.type != "cuda":
+        found = f"the device {device}"
+    elif (capability := torch.cuda.get_device_capability(device)) < _CAPABILITY:
+        found = f"{torch.cuda.get_device_name(device)} of {'.'.join(map(str, capability))}"
+    else:
+        return
+    raise ModelError(
+        f"`training.head_precision: float8` needs a GPU of compute capability {'.'.join(map(str, _CAPABILITY))} or more "
+        f"(Ada, Hopper and later), and the model is on {found}; set it to exact"
+    )
+
+
+def float8_product(left_NK: Tensor, right_KM: Tensor) -> Tensor:
+    """`left @ right` of operands rounded to 8 bits, as float32."""
+    columns = right_KM.shape[1]
+    left, scale_N1 = _rounded(_padded(left_NK, 0))
+    right, scale_M1 = _rounded(_padded(right_KM.T, -columns % _MULTIPLE))
+    product_NM = torch._scaled_mm(left, right.T, scale_a=scale_N1, scale_b=scale_M1.T, out_dtype=torch.bfloat16)
+    return product_NM[:, :columns].float()
+
+
+def _rounded(rows_RK: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows in 8 bits, and what each has to be multiplied by."""
+    scale_R1 = rows_RK.abs().amax(dim=1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
+    return (rows_RK / scale_R1).to(torch.float8_e4m3fn), scale_R1
+
+
+def _padded(rows_RK: Tensor, more: int) -> Tensor:
+    """The rows with zeros behind each, up to a multiple, and `more` rows of zeros; contiguous."""
+    return pad(rows_RK, (0, -rows_RK.shape[1] % _MULTIPLE, 0, more)).contiguous()

@@ -1,0 +1,104 @@
+"""Preparing a loaded model for training: what makes it faster or smaller, and leaves its log-probs what they are.
+
+Activation checkpointing (Chen et al. 2016) keeps only what goes into each layer, and runs the layer again in the backward
+pass. That is after the model's forward pass has returned, so the attention of the row has to be chosen once more; dropout is
+drawn again from the state the generator had.
+
+Compiling makes fused kernels of each layer, all layers sharing the code of one: attention is called as it is (its plan
+is plain Python), lengths of rows are symbols, and dropout is drawn as it would be without. The tiles of the head
+(head.py) are compiled with it. Kernels are made when a function is first called, so a tiny batch is run before the first step,
+forward and backward, and without gradients, as held-out pairs are. It leaves no trace: gradients (its loss is multiplied by
+zero), the random generators, the model's mode and its buffers are afterwards what they were.
+
+Both replace `forward` of the layers' instances, inside of whatever hooks a sharded model has; a layer is checkpointed
+outside of its compiled code. Nothing is renamed, and a saved model knows nothing of it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from training.contract.errors import ModelError
+from training.contract.events import EventWriter
+from training.contract.recipe import Compute
+from training.model.attention import attending
+from training.model.float8 import demand_float8
+from training.model.head import HEAD_OPTIONS, HeadOptions, compile_tiles
+from training.model.logprobs import response_logprobs
+from training.model.selfcheck import tiny_groups
+
+# Dropout as torch draws it outside of compiled code; a compiler's own random numbers would make other runs of it.
+_COMPILING = {"fallback_random": True}
+
+
+def prepare_for_training(
+    model: PreTrainedModel, compute: Compute, events: EventWriter, training: bool, float8_head: bool = False
+) -> None:
+    """Make `model` run as `compute` says; `training` tells that it will run in training mode, with dropout.
+
+    Raises ModelError where the model has no layers to prepare, or where the device knows no float8.
+    """
+    if float8_head:
+        demand_float8(model.device)
+    setattr(model, HEAD_OPTIONS, HeadOptions(float8=float8_head, compiled=compute.compile))
+    if compute.compile:
+        events.phase("compiling")
+        for layer in _layers(model):
+            layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILING)
+    if compute.activation_checkpointing:
+        for layer in _layers(model):
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, context_fn=partial(_same_attention, model)
+            )
+    if compute.compile:
+        _warm_up(model, training)
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} has no layers that `compute.activation_checkpointing` and `compute.compile` could "
+            f"work on (transformers' GradientCheckpointingLayer): leave both false"
+        )
+    return layers
+
+
+def _same_attention(
+    model: PreTrainedModel,
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """Around a layer's first run, in which nothing changes, and around its second, which attends as the first did."""
+    return contextlib.nullcontext(), attending(model, model.config._attn_implementation)
+
+
+def _warm_up(model: PreTrainedModel, training: bool) -> None:
+    """Run what a step and what an evaluation runs, on a few made-up tokens."""
+    groups = tiny_groups(model.config.vocab_size)
+    sequences, sizes = [sequence for group in groups for sequence in group], [len(group) for group in groups]
+    with _undisturbed(model):
+        model.train(training)
+        (0.0 * response_logprobs(model, sequences, sizes).sums_S.sum()).backward()
+        model.eval()
+        with torch.inference_mode():
+            response_logprobs(model, sequences, sizes)
+    compile_tiles(model.device, model.dtype)
+
+
+@contextlib.contextmanager
+def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
+    """After the block random generators, mode, buffers and missing gradients of `model` are what they were before."""
+    mode, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    without = [parameter for parameter in model.parameters() if parameter.grad is None]
+    with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
+        yield
+    model.train(mode)
+    for parameter in without:
+        parameter.grad = None
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])

@@ -1,0 +1,81 @@
+"""Summing a long gradient over the ranks while the rest of it is still being computed.
+
+The gradients lie in one tensor, in the order of the parameters. A backward pass completes them from the end, roughly,
+so the tensor is cut from its end into buckets of some 25 MB, and in the last backward pass of a step each bucket goes
+on its way as soon as it is complete and those after it have gone. That order is the same on every rank, whatever each
+of them completes first; a rank that has nothing to run sends all its buckets at the end.
+The exchange so hides behind the pass, as in torch's DistributedDataParallel (Li et al. 2020).
+
+What is summed can no longer be told apart, so each rank notes before whether its own bucket is finite.
+
+Legend: N numbers of the whole gradient.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from training.distributed import Group
+
+BUCKET_BYTES = 25 << 20
+
+
+class Buckets:
+    """The buckets of `gradient_N`, which holds parameters of `sizes` numbers each, in their order."""
+
+    def __init__(
+        self, gradient_N: Tensor, sizes: Sequence[int], group: Group, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        self._group = group
+        self._owners = _cut([size * gradient_N.itemsize for size in sizes], bucket_bytes)
+        self._counts = [self._owners.count(bucket) for bucket in range(max(self._owners) + 1)]
+        lengths = [0] * len(self._counts)
+        for owner, size in zip(self._owners, sizes, strict=True):
+            lengths[owner] += size
+        self._buckets = list(reversed(gradient_N.split(lengths[::-1])))
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins: nothing is complete yet, and nothing goes before `expect`."""
+        self._missing = list(self._counts)
+        self._expecting, self._sent = False, 0
+        self._waits: list[Callable[[], object]] = []
+        self._finite = torch.ones((), dtype=torch.bool, device=self._buckets[0].device)
+
+    def expect(self) -> None:
+        """The last backward pass begins: what it completes may go."""
+        self._expecting = True
+
+    def complete(self, parameter: int) -> None:
+        """The gradient of the parameter of this number has what the present pass gives it."""
+        if not self._expecting:
+            return
+        self._missing[self._owners[parameter]] -= 1
+        while self._sent < len(self._buckets) and not self._missing[self._sent]:
+            self._send()
+
+    def finish(self) -> Tensor:
+        """Send what is left and wait for all; whether everything that this rank sent was finite."""
+        while self._sent < len(self._buckets):
+            self._send()
+        for wait in self._waits:
+            wait()
+        return self._finite
+
+    def _send(self) -> None:
+        bucket = self._buckets[self._sent]
+        self._finite &= bucket.sum().isfinite()  # nothing not finite adds up to something finite
+        self._waits.append(self._group.start_sum_(bucket))
+        self._sent += 1
+
+
+def _cut(sizes: Sequence[int], limit: int) -> list[int]:
+    """The bucket of each parameter: consecutive ones, from the last, until a bucket would grow over `limit` bytes."""
+    owners, bucket, filled = [], 0, 0
+    for size in reversed(sizes):
+        if filled and filled + size > limit:
+            bucket, filled = bucket + 1, 0
+        owners.append(bucket)
+        filled += size
+    return owners[::-1]

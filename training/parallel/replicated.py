@@ -1,0 +1,88 @@
+"""All weights on every rank, and one gradient buffer that the ranks sum up while the last backward pass still runs.
+
+With precision float32 the model's parameters are the masters. With bfloat16 the model that runs is a bfloat16 copy; the
+gradients of each micro-batch are added to the float32 buffer, and after a step the masters are rounded into the copy.
+
+All gradients lie in one flat float32 tensor, and each master's `.grad` is a view of it. So the norm is one norm, clipping one
+product, and what the ranks exchange are slices (`Buckets`). torch's DistributedDataParallel is not used, since it
+hooks on a forward pass through the whole model and ours goes through the body alone; a rank without a pair in
+a step has no backward pass to take part in; and it would sum the gradients of a bfloat16 copy in bfloat16.
+
+Legend: N numbers of all trained tensors.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from training.distributed import Group
+from training.parallel.buckets import Buckets
+from training.parallel.masters import Masters, Untrained
+from training.pieces import Held
+
+
+class Replicated(Masters):
+    """`gradient_N` holds all gradients in a row."""
+
+    in_lockstep = False
+
+    def __init__(self, untrained: Untrained, group: Group) -> None:
+        model = untrained.load(untrained.precision, group.device)
+        self._copied = untrained.precision != "float32"
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self._copied and untrained.adapter is None:
+            trained = dict(untrained.load("float32", group.device).named_parameters())
+        elif self._copied:  # a new adapter was made in this precision: there are no more digits to be had
+            trained = {name: Parameter(running.detach().float()) for name, running in trained.items()}
+        super().__init__(model, trained, untrained.precision, group)
+        sizes = [p.numel() for p in trained.values()]
+        self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=group.device)
+        self._buckets = Buckets(self.gradient_N, sizes, group)
+        self._attach_gradients(sizes)
+
+    def zero(self) -> None:
+        self.gradient_N.zero_()
+        self._buckets.begin()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        if last:
+            self._buckets.expect()
+        loss.backward()
+
+    def reduce(self) -> Tensor:
+        return self._buckets.finish()
+
+    def publish(self) -> None:
+        if self._copied:
+            with torch.no_grad():
+                for name, master in self.parameters.items():
+                    self.model.get_parameter(name).copy_(master)
+
+    def held(self, name: str) -> Held:
+        shape = self.parameters[name].shape
+        return Held(0, shape[0], shape[0], self.group.rank, self.group.world)
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return self.model.state_dict() if self.group.is_main else {}
+
+    def _gradients(self) -> list[Tensor]:
+        return [self.gradient_N]
+
+    def _attach_gradients(self, sizes: list[int]) -> None:
+        parts = zip(self.parameters.items(), self.gradient_N.split(sizes), strict=True)
+        for number, ((name, master), part) in enumerate(parts):
+            master.grad = part.view_as(master)
+            running = self.model.get_parameter(name)
+            running.register_post_accumulate_grad_hook(self._hook(number, master.grad))
+
+    def _hook(self, number: int, total: Tensor) -> Callable[[Tensor], None]:
+        def hook(running: Tensor) -> None:
+            if self._copied:
+                assert running.grad is not None
+                total.add_(running.grad)
+                running.grad = None
+            self._buckets.complete(number)
+
+        return hook

@@ -1,0 +1,133 @@
+"""Saving a checkpoint while the training goes on, one at a time.
+
+    every rank, at the end of a step     its pieces into a file of the page cache: the snapshot. From a GPU: to the host.
+    every rank, in a thread              the file on the disk and hashed; then `rank-00000.json`, its size and sha256
+    rank 0, in its thread                waits for that of every rank, writes the manifest and renames the folder
+
+There is no exchange among ranks in a thread. That a rank still saves, or failed to, it tells the others in the agreement of
+each step (training.agreement), and all act on it together: a save that is due waits for the one before, without anybody
+waiting; and after a failure of any rank every rank stops, with that rank's account.
+"""
+
+import contextlib
+import copy
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from training.checkpoint import Checkpoints, State
+from training.contract.durable import free_bytes, sync_folder, write_durably
+from training.contract.errors import StoreError
+from training.contract.fingerprint import hash_files
+from training.contract.manifest import FileEntry
+from training.distributed import Group
+from training.pieces import Piece, write_pieces
+
+_POLL_SECONDS = 0.02
+
+
+class Saver:
+    """Saves the states of one run; every rank has one, and starts the same saves."""
+
+    def __init__(self, checkpoints: Checkpoints, group: Group) -> None:
+        self._checkpoints, self._group = checkpoints, group
+        self._failure = ""
+        self._thread: threading.Thread | None = None
+        self._sealed = threading.Event()
+        self._sealed.set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank still has something to do for the last save."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._failure)
+
+    def start(self, step: int, state: State, facts: dict[str, Any]) -> None:
+        """Begin to save; once this returns, `state` and `facts` may change. A failure shows in `failed`."""
+        assert not self.busy, f"step {step}: the save before is still under way"
+        pieces = state.pieces(self._group.is_main)
+        if self._group.device.type == "cpu":
+            with self._noted(step):
+                write_pieces(pieces, self._file(step))
+            pieces = []
+        else:
+            pieces = [Piece(piece.name, piece.first, piece.shape, piece.rows.cpu()) for piece in pieces]
+        self._sealed.clear()
+        # Not waited for at the end of a process that fails: rank 0 may be waiting for a rank that is gone.
+        self._thread = threading.Thread(target=self._run, args=(step, pieces, copy.deepcopy(facts)), daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the last save is committed; every rank calls it. Raises StoreError on every rank if one failed."""
+        self._sealed.wait()
+        self._group.barrier()
+        self.demand_saved()
+        if self._thread is not None:
+            self._thread.join()
+        self._group.barrier()
+        self.demand_saved()
+
+    def demand_saved(self) -> None:
+        """Raise StoreError on every rank if the last save failed on one; every rank calls it."""
+        if accounts := list(filter(None, self._group.gather_texts(self._failure))):
+            raise StoreError("; ".join(accounts))
+
+    def _run(self, step: int, pieces: list[Piece], facts: dict[str, Any]) -> None:
+        with self._noted(step):
+            if pieces:
+                write_pieces(pieces, self._file(step))
+            if not self.failed:
+                _seal(self._file(step))
+        self._sealed.set()
+        if self._group.is_main and not self.failed:
+            with self._noted(step):
+                self._checkpoints.commit(step, self._sealed_files(step), facts)
+
+    def _sealed_files(self, step: int) -> dict[str, FileEntry]:
+        """The files of all ranks, once there are as many."""
+        folder = self._checkpoints.partial(step)
+        seals = [folder / f"{_name(rank)}.json" for rank in range(self._group.world)]
+        for seal in seals:
+            while not seal.exists():
+                time.sleep(_POLL_SECONDS)
+        entries = {f"{seal.stem}.safetensors": FileEntry.model_validate_json(seal.read_bytes()) for seal in seals}
+        for seal in seals:
+            seal.unlink()
+        return entries
+
+    def _file(self, step: int) -> Path:
+        return self._checkpoints.partial(step) / f"{_name(self._group.rank)}.safetensors"
+
+    @contextlib.contextmanager
+    def _noted(self, step: int) -> Iterator[None]:
+        """Keep the account of a failure until the ranks agree on what to do."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            folder = self._checkpoints.folder
+            self._failure = (
+                f"rank {self._group.rank} cannot save the checkpoint of step {step} in {folder} "
+                f"({free_bytes(folder):,} bytes free): {error}; make room and run again: the work goes on from the "
+                f"checkpoint before"
+            )
+
+
+def _seal(file: Path) -> None:
+    """Have `file` on the disk, and say beside it what it is."""
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
+    sync_folder(file.parent)
+    entry = FileEntry(bytes=file.stat().st_size, sha256=hash_files([file])[0])
+    write_durably(file.with_suffix(".json"), entry.model_dump_json().encode())
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}"
