@@ -25,11 +25,12 @@ from tests.benchmarks.setting import machine, run, table
 from tests.benchmarks.training import arguments_of
 from tests.benchmarks.workload import policy_job, prepare, reference_job
 from training import main as entry
+from training.agreement import Flags
 from training.contract.job import Job
 from training.contract.store import Store
 from training.distributed import group
 from training.model import attention, logprobs
-from training.stepper import Stepper
+from training.stepper import Step, Stepper
 
 # How names of operators and of ranges begin, and what they count as; the first of them that fits, from the inside out.
 HEADINGS = {
@@ -91,11 +92,11 @@ def profile_steps(job: Job) -> Counter[str]:
     found: Counter[str] = Counter()
     take = ranged("step", Stepper.step)
 
-    def watched(self: Stepper, step: int) -> dict[str, float]:
+    def watched(stepper: Stepper, step: int, flags: Flags) -> Step:
         with profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as watch:
-            metrics: dict[str, float] = take(self, step)
+            taken: Step = take(stepper, step, flags)
         found.update(shares(watch.events()))
-        return metrics
+        return taken
 
     Stepper.step = watched  # type: ignore[method-assign]
     logprobs.lay_out = ranged("lay out", logprobs.lay_out)

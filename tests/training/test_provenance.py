@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 import training
-from training import main
+from training import loop, main
+from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.store import Store
 from training.distributed import Group
@@ -62,3 +63,13 @@ def test_a_published_policy_tells_it_with_the_seconds_of_each_phase(tiny_world):
     assert phases <= set(details["seconds"]) and all(s > 0 for s in details["seconds"].values())
     assert set(details["peaks_mb"]) == set(details["seconds"])
     assert details["peaks_mb"]["saving"] >= details["peaks_mb"]["proof"] > 0
+
+
+def test_a_run_that_is_taken_up_again_adds_its_seconds_to_those_before(tiny_world):
+    """A second attempt resumes after the last step: it loads once more, and trains no step."""
+    settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
+    job: Job = tiny_world.job("policy", settings, checkpoint_every=1)
+    first = loop.run(job, ALONE, EventWriter(job.events)).details["seconds"]
+    again = loop.run(job, ALONE, EventWriter(job.events, keep=True)).details["seconds"]
+    assert again["loading"] > first["loading"]
+    assert again["training"] <= first["training"]
