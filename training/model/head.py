@@ -43,7 +43,7 @@ from training.model.float8 import float8_product
 # A processor's tile should stay near its caches and off the allocator's slow path for large blocks; a GPU's should be
 # large enough to fill it. What is kept saves a quarter of the head's work, for memory.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-KEPT_BYTES = {"cpu": 128 << 20, "cuda": 2 << 30}
+KEPT_BYTES = {"cpu": 96 << 20, "cuda": 2 << 30}
 HEAD_OPTIONS = "head_options"  # the attribute by which a prepared model carries them
 
 
