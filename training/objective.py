@@ -43,7 +43,7 @@ class PreferenceObjective:
     """The mean loss over pairs. `names`: those of the quantities, of a mixture's terms too."""
 
     def __init__(self, pairs: Pairs, reference: LogProbTable, loss: Loss, group: Group) -> None:
-        self.names = NAMES + tuple(f"loss/{name}" for name in part_names(loss))
+        self.names = NAMES + tuple(f"losses/{name}" for name in part_names(loss))
         self._pairs, self._loss, self._group, self._rows = pairs, loss, group, pairs.rows
         self._chosen_tokens_P = reference.chosen_tokens
         self._reference_P2 = torch.from_numpy(reference.logprobs_P2).to(group.device)
