@@ -50,7 +50,7 @@ class HeldOut:
             "rewards/accuracies": self.outcome.accuracies_B,
             "logps/chosen": self.logprobs.policy_B2[:, 0],
             "logps/rejected": self.logprobs.policy_B2[:, 1],
-        } | {f"loss/{name}": losses_B for name, losses_B in self.outcome.parts.items()}
+        } | {f"losses/{name}": losses_B for name, losses_B in self.outcome.parts.items()}
         return {f"eval/{name}": float(v.mean()) for name, v in means.items()} | {"eval/pairs": len(self.positions_V)}
 
     def interval(self) -> tuple[float, float]:

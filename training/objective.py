@@ -26,7 +26,7 @@ from training.distributed import Group
 from training.losses.batchwise import RunningMean, among
 from training.losses.evidence import Evidence, PairLogProbs, Peers
 from training.losses.preference import part_names, preference_loss
-from training.model.logprobs import response_logprobs
+from training.model.logprobs import LaidOut, lay_out_for, logprobs_of
 
 NAMES = (
     "loss",
@@ -43,7 +43,7 @@ class PreferenceObjective:
     """The mean loss over pairs. `names`: those of the quantities, of a mixture's terms too."""
 
     def __init__(self, pairs: Pairs, reference: LogProbTable, loss: Loss, group: Group) -> None:
-        self.names = NAMES + tuple(f"loss/{name}" for name in part_names(loss))
+        self.names = NAMES + tuple(f"losses/{name}" for name in part_names(loss))
         self._pairs, self._loss, self._group, self._rows = pairs, loss, group, pairs.rows
         self._chosen_tokens_P = reference.chosen_tokens
         self._reference_P2 = torch.from_numpy(reference.logprobs_P2).to(group.device)
@@ -73,9 +73,13 @@ class PreferenceObjective:
         else:
             self._peers = Peers(mean_chosen_tokens=float(self._chosen_tokens_P[batch].mean()))
 
-    def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
+    def lay_out(self, model: PreTrainedModel, items: Positions) -> LaidOut:
+        sequences = [self._pairs.sequence(int(item), side) for item in items for side in SIDES]
+        return lay_out_for(model, sequences, [len(SIDES)] * len(items))
+
+    def values_IM(self, model: PreTrainedModel, items: Positions, laid_out: LaidOut) -> Tensor:
         """The quantities of each item of the batch that `prepare` was given; the first column is differentiable."""
-        logprobs = self._logprobs(model, items)
+        logprobs = self._logprobs(model, items, laid_out)
         of_pairs = preference_loss(self._loss, logprobs, self._peers_of(items))
         columns = [
             of_pairs.losses_B,
@@ -92,7 +96,7 @@ class PreferenceObjective:
         rows = [torch.zeros(0, 5, dtype=torch.float64, device=self._group.device)]
         with torch.no_grad():
             for part in parts:
-                found = self._logprobs(model, part.items)
+                found = self._logprobs(model, part.items, self.lay_out(model, part.items))
                 tails_I2 = torch.zeros_like(found.policy_B2) if found.policy_tails_B2 is None else found.policy_tails_B2
                 if part.counts:
                     rows.append(torch.cat([self._index(part.items)[:, None], found.policy_B2, tails_I2], dim=1))
@@ -102,11 +106,10 @@ class PreferenceObjective:
         whole = self._beside_reference(self._batch_B, rows_B5[:, 1:3], rows_B5[:, 3:])
         self._peers = among(Evidence.of(self._loss, whole), self._rewards)
 
-    def _logprobs(self, model: PreTrainedModel, items: Positions) -> PairLogProbs:
+    def _logprobs(self, model: PreTrainedModel, items: Positions, laid_out: LaidOut) -> PairLogProbs:
         """The pairs under the policy as it is now, with all that the loss asks for."""
-        sequences = [self._pairs.sequence(int(item), side) for item in items for side in SIDES]
         weighted = self._loss.weighting is not None
-        found = response_logprobs(model, sequences, [len(SIDES)] * len(items), collisions=weighted)
+        found = logprobs_of(model, laid_out, collisions=weighted)
         tails_I2 = None
         if self._loss.needs_token_logprobs:
             common_I = self._tokens_P2[self._index(items)].amin(dim=1)

@@ -20,7 +20,7 @@ from training.contract.store import Made
 from training.data.batches import Pairs
 from training.data.packing import Batches, MicroBatch, Positions, Tokens, train_items
 from training.distributed import Group
-from training.model.logprobs import response_logprobs
+from training.model.logprobs import LaidOut, lay_out_for, logprobs_of
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import build_masters
@@ -53,9 +53,11 @@ class ResponseObjective:
     def restore(self, state: dict[str, Any]) -> None:
         """Nothing: there is no state."""
 
-    def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
-        sequences = [self._pairs.sequence(int(item), "chosen") for item in items]
-        return -response_logprobs(model, sequences).sums_S[:, None]
+    def lay_out(self, model: PreTrainedModel, items: Positions) -> LaidOut:
+        return lay_out_for(model, [self._pairs.sequence(int(item), "chosen") for item in items])
+
+    def values_IM(self, model: PreTrainedModel, items: Positions, laid_out: LaidOut) -> Tensor:
+        return -logprobs_of(model, laid_out).sums_S[:, None]
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:

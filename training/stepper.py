@@ -28,8 +28,10 @@ from transformers import PreTrainedModel
 from training.agreement import Agreed, Flags, agree
 from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
+from training.data.ahead import ahead
 from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
 from training.distributed import Group
+from training.model.logprobs import LaidOut
 from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
 from training.parallel.masters import Masters
 
@@ -47,7 +49,10 @@ class Objective(Protocol):
     def rows(self, items: Positions) -> Positions:
         """The data rows of the items, for people."""
 
-    def values_IM(self, model: PreTrainedModel, items: Positions) -> Tensor:
+    def lay_out(self, model: PreTrainedModel, items: Positions) -> LaidOut:
+        """Make the items ready for a pass of `model`; called in a thread, ahead of the pass."""
+
+    def values_IM(self, model: PreTrainedModel, items: Positions, laid_out: LaidOut) -> Tensor:
         """The quantities of each item, float64; the first column is differentiable."""
 
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
@@ -138,8 +143,9 @@ class Stepper:
         masters = self.masters
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
-        for number, part in enumerate(parts, 1):
-            values_IM = self.objective.values_IM(masters.model, part.items)
+        rows = ahead(lambda part: self.objective.lay_out(masters.model, part.items), parts)
+        for number, (part, laid_out) in enumerate(rows, 1):
+            values_IM = self.objective.values_IM(masters.model, part.items, laid_out)
             loss = values_IM[:, 0].sum() / count
             masters.backward(loss if part.counts else loss * 0, last=number == len(parts))
             if part.counts:

@@ -106,7 +106,13 @@ class Server:
         command += ["--artifacts-destination", str(self._folder / "artifacts")]
         with open(self._folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
-                command, cwd=self._folder, stdout=log, stderr=log, start_new_session=True, preexec_fn=_plain_signals
+                command,
+                cwd=self._folder,
+                env=os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},  # workers that nothing here needs
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_plain_signals,
             )
         self._await_health(time.monotonic() + 120)
 

@@ -179,7 +179,7 @@ def test_the_parts_of_a_mixture_are_told(tiny_world):
     job = tiny_world.job("policy", settings({"type": "mixture", "of": MPO}, max_steps=2))
     tune(job)
     for event, prefix in ((told(job)[-1], ""), (told(job, "eval")[-1], "eval/")):
-        parts = [term["weight"] * event[f"{prefix}loss/{term['type']}"] for term in MPO]
+        parts = [term["weight"] * event[f"{prefix}losses/{term['type']}"] for term in MPO]
         assert event[f"{prefix}loss"] == pytest.approx(sum(parts), rel=1e-9)
 
 

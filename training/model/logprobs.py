@@ -67,13 +67,28 @@ class LogProbs:
         return zeros_S.index_add(0, self._owners_N, values_N)
 
 
+@dataclass(frozen=True)
+class LaidOut:
+    """Sequences ready for a pass: all in one row, `sharing` what they have in common, or each in a row of its own."""
+
+    rows: list[Row]
+    sharing: bool
+
+
 def response_logprobs(
     model: PreTrainedModel,
     sequences: Sequence[TokenSequence],
     sizes: Sequence[int] | None = None,
     collisions: bool = False,
 ) -> LogProbs:
-    """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off.
+    """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off."""
+    return logprobs_of(model, lay_out_for(model, sequences, sizes), collisions)
+
+
+def lay_out_for(
+    model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None
+) -> LaidOut:
+    """Make `sequences` ready for a pass of `model` in its present mode, on its device.
 
     `sizes` says how many consecutive sequences each share a prompt; without it none do. What they really have in
     common is found by comparing tokens, so a wrong group costs time and is not an error.
@@ -83,10 +98,14 @@ def response_logprobs(
     remaining = iter(sequences)
     groups = [list(islice(remaining, size)) for size in (sizes or [1] * len(sequences))]
     batches = [groups] if sharing else [[[sequence]] for sequence in sequences]
-    rows = [lay_out(batch, device) for batch in batches]
+    return LaidOut([lay_out(batch, device) for batch in batches], sharing)
+
+
+def logprobs_of(model: PreTrainedModel, laid_out: LaidOut, collisions: bool = False) -> LogProbs:
+    """The log-probs of sequences that were laid out for `model`."""
     run = getattr(model, _HOOKED, partial(_tokens, model))
-    tokens_N, collisions_N = run(rows, sharing, collisions)
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in rows]), collisions_N)
+    tokens_N, collisions_N = run(laid_out.rows, laid_out.sharing, collisions)
+    return LogProbs(tokens_N, torch.cat([row.counts_S for row in laid_out.rows]), collisions_N)
 
 
 def hook_passes(model: PreTrainedModel) -> None:

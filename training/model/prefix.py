@@ -147,7 +147,10 @@ def common_prefix(runs: Sequence[Tensor]) -> int:
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`. To a GPU from pinned memory, so that the processor does not wait for the copy."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type != "cuda":
+        return tensor.to(device)
+    with torch.cuda.device(device):  # pinned by a thread that knows no device, it would belong to the first GPU
+        return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _needed(sequence: TokenSequence) -> int:

@@ -91,7 +91,7 @@ def test_two_ranks_publish_one_artifact(make_job: MakeJob) -> None:
     artifact = Store(job.store).find("policy", job.derivation.key)
     assert artifact is not None
     assert [artifact.file(f"rank-{rank}.txt").read_text() for rank in range(2)] == ["0 of 2", "1 of 2"]
-    assert artifact.details == {"ranks": 2}
+    assert artifact.details["ranks"] == 2
     assert not job.staging.exists()
 
 

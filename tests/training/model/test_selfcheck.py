@@ -23,7 +23,7 @@ def told(tmp_path: Path):
     """Run the self-check, and what it told."""
 
     def check(model: PreTrainedModel, training: bool = False) -> list[str]:
-        demand_exact(model, EventWriter(tmp_path / "events.jsonl"), training)
+        demand_exact(model, EventWriter(tmp_path / "events.jsonl"), training=training)
         return [event["text"] for event in read_events(tmp_path / "events.jsonl")]
 
     return check

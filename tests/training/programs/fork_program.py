@@ -51,11 +51,13 @@ def ended_early(end: dict[str, Any]) -> Any:
     if "touch" in end:
         sys.addaudithook(killing_after(end["touch"]))
 
+    train = loop.run
+
     def run(job: Job, group: Group, events: EventWriter) -> Made:
         for key, number in (("step", signal.SIGKILL), ("stop", signal.SIGTERM)):
             if key in end:
                 events = EndingEvents(job, number, end[key])
-        return loop.run(job, group, events)
+        return train(job, group, events)
 
     return run
 
@@ -82,7 +84,7 @@ def rank(request: dict[str, Any], number: int, rendezvous: Path) -> None:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world), RENDEZVOUS: str(rendezvous)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world // request["nodes"]), "GLOO_SOCKET_IFNAME": "lo"}
     if request["end"] and number == 0:
-        main.WORK["policy"] = ended_early(request["end"])
+        loop.run = ended_early(request["end"])
     os._exit(main.main(Path(request["job"])))
 
 

@@ -1,4 +1,4 @@
-"""training.main with other work in its table: what `settings["act"]` says, on every rank, by the real group and launcher."""
+"""training.main with other work in place of the policy's: what `settings["act"]` says, on every rank of a real launcher."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from training import main
+from training import loop, main
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
@@ -58,5 +58,5 @@ def exchange(job: Job, group: Group) -> Made:
 
 
 if __name__ == "__main__":
-    main.WORK["policy"] = act
+    loop.run = act
     sys.exit(main.main(Path(sys.argv[1])))
