@@ -26,8 +26,9 @@ demo: install
 ui: install
 	$(BIN)/pedigree ui
 
+# A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once.
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
