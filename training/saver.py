@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from training.checkpoint import Checkpoints, State
 from training.contract.durable import free_bytes, sync_folder, write_durably
 from training.contract.errors import StoreError
@@ -86,7 +84,7 @@ class Saver:
                 write_pieces(pieces, self._file(step))
             if not self.failed:
                 _seal(self._file(step))
-        self._sealed.set()
+        self._sealed.set()  # or failed, which is noted
         if self._group.is_main and not self.failed:
             with self._noted(step):
                 self._checkpoints.commit(step, self._sealed_files(step), facts)
@@ -108,14 +106,14 @@ class Saver:
 
     @contextlib.contextmanager
     def _noted(self, step: int) -> Iterator[None]:
-        """Keep the account of a failure until the ranks agree on what to do."""
+        """Keep the account of a failure, whatever it is, until the ranks agree on what to do: a thread tells nobody else."""
         try:
             yield
-        except (OSError, SafetensorError) as error:
+        except Exception as error:
             folder = self._checkpoints.folder
             self._failure = (
                 f"rank {self._group.rank} cannot save the checkpoint of step {step} in {folder} "
-                f"({free_bytes(folder):,} bytes free): {error}; make room and run again: the work goes on from the "
+                f"({free_bytes(folder):,} bytes free): {error!r}; make room and run again: the work goes on from the "
                 f"checkpoint before"
             )
 

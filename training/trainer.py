@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -76,12 +77,13 @@ class Trainer:
             for step in range(done + 1, self._stepper.steps + 1):
                 agreed = self._step(step)
                 if agreed.stopping:
-                    self._stop(step)
+                    self._stop(step, observed=step - 1)
                 observe(step)
                 self._keep(step, agreed)
                 progress.advance()
             with self.timed("checkpoints"):
                 self._saver.finish()
+            self._notice_late()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -149,10 +151,16 @@ class Trainer:
             self._save(step, observed=step)
             self._due = False
 
-    def _stop(self, step: int) -> None:
+    def _notice_late(self) -> None:
+        """Stop if a rank was asked to after it told the others in the last step: what is still to be written takes long."""
+        asked = torch.tensor([float(self._interruption.noticed is not None)], device=self._group.device)
+        if bool(self._group.sum_(asked)):
+            self._stop(self._stepper.steps, observed=self._stepper.steps)
+
+    def _stop(self, step: int, observed: int) -> None:
         """Save and end the run. Raises TrainingError, or StoreError if that cannot be saved."""
         self._saver.finish()
-        self._save(step, observed=step - 1)
+        self._save(step, observed)
         self._saver.finish()
         raise TrainingError(
             f"stopped by {self._interruption.noticed or 'a signal to another rank'} after step {step} of "

@@ -98,6 +98,16 @@ def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any):
     assert_same(disturb(forker, job, ({"step": 5}, {"touch": 25}, {"step": 17}), world=2), published(calm))
 
 
+def test_asked_to_stop_when_the_last_step_is_told_it_saves(world: Any, forker: Any, calm: Artifact):
+    """No step is left that could notice it; what is left is to write the policy, which may take long."""
+    job = world.job("policy", SETTINGS, "stopped-late", **(COMPUTE | {"checkpoint_every": 100}))
+    assert forker.run(job, stop=20) == [1]
+    assert "stopped by SIGTERM after step 20 of 20; checkpoint saved" in job.error.read_text()
+    job.error.unlink()
+    assert forker.run(job) == [0]
+    assert_same(published(job), calm)
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_asked_to_stop_it_saves_and_says_so(world: Any, forker: Any, calm: Artifact, ranks: int):
     """SIGTERM after step 7 is told, where held-out pairs are due: it is noticed in step 8, saved, and nothing is lost."""

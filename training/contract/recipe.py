@@ -122,6 +122,11 @@ class Training(Section):
     def _float8_of_bfloat16(self) -> Self:
         if self.head_precision == "float8" and self.precision != "bfloat16":
             raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
+        if self.head_precision == "float8" and self.loss.couples_pairs:
+            raise ValueError(
+                f"`head_precision: float8` with `loss.type: {self.loss.type}`: what the pairs of a batch say to each other is "
+                f"scored exactly, and they would meet it with the errors of 8 bits; use `head_precision: exact`"
+            )
         return self
 
     @model_validator(mode="after")

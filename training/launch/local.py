@@ -24,6 +24,8 @@ _PYTHON = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONSAFEPATH": "1",  # a folder named `training` where the command was started is not ours
 }
+# Of another launcher (a scheduler sets them in containers): whoever is not started by our torchrun is alone.
+_FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
 _LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -88,7 +90,8 @@ def _environment(processes: int, rendezvous: Path) -> dict[str, str]:
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
     ours = {**_QUIET, **_PYTHON, **_LOOPBACK, RENDEZVOUS: str(rendezvous / "ranks")}
-    return {**parallel, **os.environ, **ours}
+    given = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
+    return {**parallel, **given, **ours}
 
 
 def _empty_folder(folder: Path) -> Path:

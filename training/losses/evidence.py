@@ -19,14 +19,13 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from training.contract.loss import Divergence, Loss
 
-# exp(80) is beyond every loss that still says something, and far from overflow.
-_LARGEST_EXPONENT = 80.0
+# Beyond it exp goes on as its tangent. A gradient of 1e13 is clipped as one of 1e30 is, and its square is a float32 number.
+_LARGEST_EXPONENT = 30.0
 
 
 @dataclass(frozen=True)
@@ -130,10 +129,15 @@ def _scores(ratios: Tensor, divergence: Divergence) -> Tensor:
         case "reverse_kl":
             return ratios
         case "forward_kl":
-            return 1 - torch.exp(-ratios)
+            return 1 - _exp(-ratios)
         case "js":
             return math.log(2) + logsigmoid(ratios)
         case "alpha":
             assert divergence.alpha is not None
             power = divergence.alpha - 1
-            return (torch.exp((power * ratios).clamp(max=_LARGEST_EXPONENT)) - 1) / power
+            return (_exp(power * ratios) - 1) / power
+
+
+def _exp(exponents: Tensor) -> Tensor:
+    capped = exponents.clamp(max=_LARGEST_EXPONENT)
+    return capped.exp() * (1 + exponents - capped)

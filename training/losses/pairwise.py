@@ -101,7 +101,10 @@ def discopop(of: Evidence, peers: Peers, term: Term) -> Tensor:
     Lu et al. 2024, "Discovering Preference Optimization Algorithms with and for LLMs", arXiv 2406.08414, equation 5.
     """
     modulation_B = torch.sigmoid(of.margins_B / term.tau)
-    return (1 - modulation_B) * -logsigmoid(of.margins_B) + modulation_B * torch.exp(-of.margins_B)
+    exponential_B = torch.exp(
+        logsigmoid(of.margins_B / term.tau) - of.margins_B
+    )  # m exp(-h), where exp(-h) overflows too
+    return (1 - modulation_B) * -logsigmoid(of.margins_B) + exponential_B
 
 
 def simpo(of: Evidence, peers: Peers, term: Term) -> Tensor:

@@ -84,7 +84,7 @@ def _warm_up(model: PreTrainedModel, training: bool) -> None:
         model.train(training)
         (0.0 * response_logprobs(model, sequences, sizes).sums_S.sum()).backward()
         model.eval()
-        with torch.inference_mode():
+        with torch.no_grad():
             response_logprobs(model, sequences, sizes)
     compile_tiles(model.device, model.dtype)
 

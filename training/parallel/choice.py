@@ -46,7 +46,8 @@ def choose(untrained: Untrained, parallel: Parallel, group: Group) -> tuple[Para
     if parallel != "auto":
         return parallel, "as the recipe says"
     of_each = (_BYTES if untrained.adapter is None else _FROZEN_BYTES)[untrained.precision]
-    needed, there = _count(untrained.folder) * of_each, device_bytes(group)
+    needed, own = _count(untrained.folder) * of_each, torch.tensor([device_bytes(group)], device=group.device)
+    there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must choose alike
     chosen: Parallel = "ddp" if needed <= _PART * there else "fsdp"
     return chosen, f"training takes {needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
 

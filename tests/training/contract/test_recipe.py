@@ -110,6 +110,11 @@ MISTAKES = [
         "",
         "`training.optimizer.type: muon` needs whole matrices, and `compute.parallel: fsdp`",
     ),
+    (
+        "training: {head_precision: float8, precision: bfloat16, loss: {type: aot}}",
+        "training",
+        "float8` with `loss.type: aot`",
+    ),
     ("training: {head_precision: float8}", "training", "float8` needs `precision: bfloat16`, not float32"),
     ("training: {adapter: {rank: 0}}", "training.adapter.rank", "greater than or equal to 1"),
     ("training: {adapter: {dropout: 1}}", "training.adapter.dropout", "less than 1"),

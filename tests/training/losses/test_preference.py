@@ -170,6 +170,25 @@ def test_gradients_are_those_of_finite_differences(kind: LossType, ragged: Any):
     assert torch.autograd.gradcheck(value, logprobs.policy_B2.detach().requires_grad_())
 
 
+DIVERGENCES = [{"type": "reverse_kl"}, {"type": "forward_kl"}, {"type": "js"}, {"type": "alpha", "alpha": 0.3}]
+FAR = [SETTINGS[kind] for kind in PREFERENCES]
+FAR += [
+    SETTINGS[kind] | {"divergence": of} for kind in PREFERENCES if kind.traits.compares_scores for of in DIVERGENCES
+]
+
+
+@pytest.mark.parametrize("settings", FAR, ids=lambda s: "-".join([s["type"], s.get("divergence", {}).get("type", "")]))
+def test_far_from_the_reference_every_loss_and_gradient_is_a_number(settings: dict[str, Any]):
+    """Log-ratios of -4,000 and 4,000 nats, on either side; gradients are float32 later."""
+    near, far = [-10, -10], [-4010, -10]
+    policy_B2 = tensor(near, far, far[::-1], near).requires_grad_()
+    reference_B2 = tensor(far, near, near, far[::-1])
+    found = loss_of(PairLogProbs(policy_B2, reference_B2, torch.full((4, 2), 10)), **settings)
+    assert found.losses_B.isfinite().all()
+    (gradient_B2,) = torch.autograd.grad(found.losses_B.sum(), policy_B2)
+    assert gradient_B2.float().isfinite().all()
+
+
 @pytest.mark.parametrize("kind", PREFERENCES)
 def test_a_batch_in_parts_is_the_batch(kind: LossType, ragged: Any):
     """With what the batch says to them, parts in any order have the values and the gradients of the whole."""

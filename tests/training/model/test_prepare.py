@@ -163,7 +163,7 @@ def test_compiled_it_is_the_same_but_for_rounding_and_compiled_once(tmp_path: Pa
         torch.testing.assert_close(found_N, tokens_N, atol=1e-5, rtol=0)
         for name, gradient in gradients.items():
             assert (found[name] - gradient).norm() < 1e-5 * gradient.norm().clamp(min=1e-3), name
-    with torch.inference_mode():
+    with torch.no_grad():
         scored = [response_logprobs(model.eval(), pair(33), [2]).tokens_N for model in (compiled, plain)]
     torch.testing.assert_close(*scored, atol=1e-5, rtol=0)
     assert counters["stats"]["unique_graphs"] == graphs, "another length of row is no other graph"
