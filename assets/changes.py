@@ -10,8 +10,10 @@ tokenizer's files. Neither torch nor transformers is needed to compare them. The
     every asset          code version 1 -> 2
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import dagster as dg
@@ -27,6 +29,7 @@ from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
 _INPUT_TAG, _CODE_TAG = "dagster/input_data_version/", "dagster/code_version"
+_LONGEST_SECTION = 160
 _FINGERPRINT_DIGITS = 64
 
 
@@ -56,11 +59,9 @@ def own_changes(before: Derivation, code_version: str, settings: Mapping[str, An
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """`field old -> new` for every field, by its dotted name, that is not what it was."""
-    old, new = dict(_leaves(before)), dict(_leaves(now))
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name) or (name in old) != (name in new):
-            yield f"{name} {_shown(old, name)} -> {_shown(new, name)}"
+    """`field old -> new` for every field, by its dotted name, that is not what it was; a new section is one change."""
+    for name, old, new in _differences(before, now):
+        yield f"{name} {_shown(old)} -> {_shown(new)}"
 
 
 def input_changes(instance: dg.DagsterInstance, pipeline: Pipeline, asset: str) -> list[str] | None:
@@ -150,22 +151,36 @@ def _tokenization_changes(store: Store, record: Record, found: Found) -> Iterato
     yield from setting_changes(before, now)
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{prefix}.{name}" if prefix else str(name))
-    elif isinstance(value, list) and any(isinstance(inner, (dict, list)) for inner in value):
-        for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{prefix}[{index}]")
-    elif prefix:
-        yield prefix, value
+class _Absent:
+    """What a field is that is not there: equal to no value."""
 
-
-def _shown(leaves: dict[str, Any], name: str) -> str:
-    if name not in leaves:
+    def __str__(self) -> str:
         return "absent"
-    value = leaves[name]
+
+
+_ABSENT = _Absent()
+
+
+def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in sorted(old.keys() | new.keys()):
+            path = f"{name}.{key}" if name else str(key)
+            yield from _differences(old.get(key, _ABSENT), new.get(key, _ABSENT), path)
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and _has_sections(new):
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{name}[{index}]")
+    elif old != new:
+        yield name, old, new
+
+
+def _has_sections(values: list[Any]) -> bool:
+    return any(isinstance(value, (dict, list)) for value in values)
+
+
+def _shown(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, dict) or (isinstance(value, list) and _has_sections(value)):
+        return shorten(json.dumps(value, ensure_ascii=False).replace('"', ""), _LONGEST_SECTION, placeholder=" ...")
     text = str(value)
     return short(text) if len(text) == _FINGERPRINT_DIGITS else text

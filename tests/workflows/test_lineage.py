@@ -7,6 +7,7 @@ from collections.abc import Callable
 import dagster as dg
 import pytest
 
+from assets.changes import setting_changes
 from assets.graph import GRAPH
 from tests.workflows.conftest import ATTRIBUTES
 from tests.workflows.lookers import Looker, edit, looker
@@ -187,3 +188,26 @@ def test_what_the_store_lost_and_what_it_has_corrupt(materialized, small_recipe,
     assert causes["reference_logprobs"] == ["its files are no longer in the store"]
     assert causes["released_model"] == ["reference_logprobs: its files are no longer in the store"]
     assert "raw_preferences" not in causes
+
+
+def test_a_section_that_is_new_is_one_change():
+    before = {
+        "adapter": None,
+        "loss": {"type": "sigmoid", "smoothing": 0.0},
+        "sources": [{"split": "train"}],
+        "kept": {},
+    }
+    now = {
+        "adapter": {"type": "lora", "rank": 16},
+        "loss": {"type": "mixture", "of": [{"type": "ipo"}]},
+        "sources": [{"split": "all"}],
+        "kept": {"word": "absent"},
+    }
+    assert list(setting_changes(before, now)) == [
+        "adapter null -> {type: lora, rank: 16}",
+        "kept.word absent -> absent",
+        "loss.of absent -> [{type: ipo}]",
+        "loss.smoothing 0.0 -> absent",
+        "loss.type sigmoid -> mixture",
+        "sources[0].split train -> all",
+    ]
