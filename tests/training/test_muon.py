@@ -214,7 +214,7 @@ parts = trained(True)
 torch.manual_seed(0)
 before = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 33)).parameters()
 for was, one, other in zip(before, whole, parts, strict=True):
-    line = f"off {float((one - other).norm() / (one - was).norm())}\n"
+    line = f"off {float((one - other).norm() / (one - was).norm())}\\n"
     os.write(1, line.encode())  # at once: the other rank writes to the same pipe
 dist.destroy_process_group()
 """
