@@ -21,9 +21,10 @@ from transformers import PreTrainedModel
 
 from tests.benchmarks.workload import batches, training_settings
 from training.data.batches import SIDES, Pairs
-from training.model.head import Budget, head_of, token_logprobs
+from training.model.head import head_of
 from training.model.logprobs import response_logprobs
 from training.model.prefix import Row, TokenSequence, lay_out
+from training.model.tiles import Budget, token_logprobs
 
 CPU = torch.device("cpu")
 

@@ -17,19 +17,13 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
+from tests.training.test_loop import SIDES, losses, told, tune
 from training.contract.errors import TrainingError
-from training.contract.events import EventWriter, read_events
-from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import LossType
 from training.contract.recipe import Training
-from training.contract.store import Made
 from training.data.packing import epoch_order
-from training.distributed import Group
-from training.loop import run
 
-ALONE = Group(0, 1, torch.device("cpu"))
-SIDES = ("chosen", "rejected")
 BETA, RATE = 0.5, 3e-3
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps
 MPO = [{"type": "sigmoid", "weight": 0.8}, {"type": "bco_pair", "weight": 0.2}, {"type": "sft", "weight": 0.5}]
@@ -46,18 +40,6 @@ def settings(loss: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "max_steps": 6,
     }
     return Training.model_validate(fields | changes).model_dump(mode="json")
-
-
-def tune(job: Job) -> Made:
-    return run(job, ALONE, EventWriter(job.events, keep=True))
-
-
-def told(job: Job, event: str = "step") -> list[dict[str, Any]]:
-    return [e for e in read_events(job.events) if e["event"] == event]
-
-
-def losses(job: Job) -> list[float]:
-    return [e["loss"] for e in told(job)]
 
 
 class Naive:

@@ -1,49 +1,20 @@
-"""The head: log-probs of given tokens from hidden states, without ever holding all the logits unless they are few.
+"""The head of a causal language model: what turns a hidden state into logits, found in a model and described.
 
-Legend: N rows (one a response token), H hidden size, V vocabulary, W vocabulary entries of one tile, R rank of an adapter.
+What is computed from it is in tiles.py. With an adapter beside the head (training.model.adapter) its weight is frozen, and
+a second product of as many columns as the adapter's rank is added.
 
-A response token's log-prob is `logit[target] - log(sum(exp(logits)))`. The logits of N rows are N x V numbers, by far the
-largest thing of a training step. So the vocabulary is walked in tiles of a fixed number of bytes:
-
-1. Forward: the tile's logits in float32, from operands in the model's dtype; its log-sum-exp is folded into the rows'
-   by logaddexp. Kept for later are hidden states, targets, log-sum-exps, and as many tiles as a budget of bytes holds.
-2. Backward: each tile (kept, or computed again) becomes the gradient of its logits, `-(softmax - one-hot) * upstream`.
-   The one-hot is subtracted before the gradient is rounded to the model's dtype, since their difference is what is
-   small. Each tile adds to the gradient of the hidden states and writes its rows of the weight's gradient, once.
-
-On demand the same walk adds up the squared probabilities of the vocabulary, without gradient: `sum(p**2)`, the chance that
-two draws collide, is what WPO measures a token's log-prob against.
-
-An adapter beside the head (training.model.adapter) adds a second product to each tile, of as many columns as its rank; then the
-head's own weight is frozen, and no gradient of it is computed.
-
-The products of 1 and of the hidden states' gradient in 2 may be those of 8-bit floats (float8.py), and what is done to each
-element of a tile may be compiled; both are off unless a model was prepared for it (prepare.py).
-
-Logits rounded to bfloat16 put the summed log-prob of 400 tokens half a nat off; float32 tiles of the same operands do not.
-Blockwise log-sum-exp is that of online softmax (Milakov and Gimelshein 2018); never storing the logits is the idea of
-Cut Cross-Entropy (Wijmans et al. 2024).
+Legend: N rows, H hidden size, V vocabulary, R rank of an adapter.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
-from training.model.float8 import float8_product
 
-# A processor's tile should stay near its caches and off the allocator's slow path for large blocks; a GPU's should be
-# large enough to fill it. What is kept saves a quarter of the head's work, for memory.
-TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-KEPT_BYTES = {"cpu": 96 << 20, "cuda": 2 << 30}
 HEAD_OPTIONS = "head_options"  # the attribute by which a prepared model carries them
 
 
@@ -83,19 +54,6 @@ class Head:
     options: HeadOptions = HeadOptions()
 
 
-@dataclass(frozen=True)
-class Budget:
-    """Bytes of one tile, and of all tiles that are kept from the forward to the backward pass."""
-
-    tile: int
-    kept: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> "Budget":
-        kind = device.type if device.type in TILE_BYTES else "cpu"
-        return cls(TILE_BYTES[kind], KEPT_BYTES[kind])
-
-
 def head_of(model: PreTrainedModel) -> Head:
     """The head of a causal language model. Raises ModelError if it is not one linear map."""
     found, config = model.get_output_embeddings(), model.config
@@ -112,232 +70,9 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(head.weight, head.bias, scale, softcap, _low_rank(found), options)
 
 
-def token_logprobs(hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None) -> Tensor:
-    """The log-prob in nats of `targets_N[n]` after `hidden_NH[n]`, float32 (float64 for operands of that dtype)."""
-    return _walk(hidden_NH, targets_N, head, budget, with_collisions=False)[0]
-
-
-def token_logprobs_and_collisions(
-    hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None
-) -> tuple[Tensor, Tensor]:
-    """The log-probs, and the logarithm of the sum of squared probabilities of the vocabulary, which has no gradient."""
-    logprobs_N, collisions_N = _walk(hidden_NH, targets_N, head, budget, with_collisions=True)
-    assert collisions_N is not None
-    return logprobs_N, collisions_N
-
-
-def _walk(
-    hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None, with_collisions: bool
-) -> tuple[Tensor, Tensor | None]:
-    budget = budget or Budget.of(hidden_NH.device)
-    kept = budget.kept if torch.is_grad_enabled() else 0
-    if not torch.is_grad_enabled():  # what is only scored is compared with the reference, and scored exactly
-        head = replace(head, options=replace(head.options, float8=False))
-    low_NR = head.low_rank.project(hidden_NH) if head.low_rank else None
-    up_VR = head.low_rank.up_VR if head.low_rank else None
-    walked: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(
-        hidden_NH,
-        head.weight_VH,
-        head.bias_V,
-        low_NR,
-        up_VR,
-        targets_N,
-        head,
-        Budget(budget.tile, kept),
-        with_collisions,
-    )
-    return walked
-
-
 def _low_rank(head: torch.nn.Module) -> LowRank | None:
     """The adapter of the head, if there is one and it is switched on."""
     if not isinstance(head, LoraLinear) or head.disable_adapters:
         return None
     [name] = head.active_adapters
     return LowRank(head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name], head.lora_dropout[name])
-
-
-class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """`ctx` keeps the bounds of the tiles, the first of them with the peaks they are relative to, and the row-sized tensors."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        low_NR: Tensor | None,
-        up_VR: Tensor | None,
-        targets_N: Tensor,
-        head: Head,
-        budget: Budget,
-        with_collisions: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        operands = (hidden_NH, weight_VH, bias_V, low_NR, up_VR)
-        wide = _wide(hidden_NH)
-        ctx.tiles, ctx.kept = _cut(len(weight_VH), len(hidden_NH) * wide.itemsize, budget.tile), []
-        lse_N = torch.full_like(targets_N, -torch.inf, dtype=wide)
-        squares_N = lse_N.clone() if with_collisions else None
-        target_logits_N = torch.zeros_like(lse_N)
-        room = budget.kept if head.softcap is None else 0
-        for start, end in ctx.tiles:
-            tile_NW = _logits(operands, start, end, head)
-            rows, columns = _inside(targets_N, start, end)
-            target_logits_N[rows] = tile_NW[rows, columns]
-            exps_NW, peak_N, sums_N = _run(_exponentials, head)(tile_NW)
-            lse_N = torch.logaddexp(lse_N, peak_N + sums_N.log())
-            if squares_N is not None:
-                squares_N = torch.logaddexp(squares_N, 2 * (peak_N + exps_NW.norm(dim=1).log()))
-            if exps_NW.nbytes <= room:
-                room -= exps_NW.nbytes
-                ctx.kept.append((exps_NW, peak_N))
-            del tile_NW, exps_NW  # else it would still be there while the next one is made
-        ctx.head = head
-        ctx.save_for_backward(*operands, targets_N, lse_N)
-        collisions_N = None if squares_N is None else squares_N - 2 * lse_N
-        if collisions_N is not None:
-            ctx.mark_non_differentiable(collisions_N)
-        return target_logits_N - lse_N, collisions_N
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream_N: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, low_NR, up_VR = ctx.saved_tensors[:5]
-        wants_hidden, wants_weight, wants_bias, wants_low, wants_up = ctx.needs_input_grad[:5]
-        hidden_grad = torch.zeros_like(hidden_NH, dtype=_wide(hidden_NH)) if wants_hidden else None
-        weight_grad = torch.empty_like(weight_VH) if wants_weight else None
-        bias_grad = torch.empty_like(bias_V) if wants_bias and bias_V is not None else None
-        low_grad = torch.zeros_like(low_NR, dtype=_wide(hidden_NH)) if wants_low else None
-        up_grad = torch.empty_like(up_VR) if wants_up else None
-        for number, (start, end) in enumerate(ctx.tiles):
-            exact_NW = _logit_gradient(ctx, number, upstream_N)
-            if bias_grad is not None:
-                bias_grad[start:end] = exact_NW.sum(dim=0)
-            grad_NW = exact_NW.to(hidden_NH.dtype)
-            if hidden_grad is not None:
-                _add_product(hidden_grad, grad_NW, weight_VH[start:end], ctx.head.options.float8)
-            if weight_grad is not None:
-                _write_product(weight_grad[start:end], grad_NW.T, hidden_NH)
-            if low_grad is not None:
-                _add_product(low_grad, grad_NW, up_VR[start:end])
-            if up_grad is not None:
-                _write_product(up_grad[start:end], grad_NW.T, low_NR)
-            del exact_NW, grad_NW  # else it would still be there while the next one is made
-        return (
-            None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype),
-            weight_grad,
-            bias_grad,
-            None if low_grad is None else low_grad.to(hidden_NH.dtype),
-            up_grad,
-            *[None] * 4,
-        )
-
-
-def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
-    """The gradient of what the linear map of tile `number` gives: `(one-hot - softmax) * upstream`, scaled, uncapped."""
-    *operands, targets_N, lse_N = ctx.saved_tensors
-    (start, end), head = ctx.tiles[number], ctx.head
-    slope_NW = None
-    if number < len(ctx.kept):
-        exps_NW, peak_N = ctx.kept[number]
-        grad_NW = exps_NW * (-upstream_N * (peak_N - lse_N).exp())[:, None]
-    else:
-        grad_NW = _logits(operands, start, end, head)
-        if head.softcap is not None:
-            slope_NW = 1 - (grad_NW / head.softcap).square()
-        grad_NW = _run(_pulled_down, head)(grad_NW, lse_N, upstream_N)
-    rows, columns = _inside(targets_N, start, end)
-    grad_NW[rows, columns] += upstream_N[rows]
-    if slope_NW is not None:
-        grad_NW.mul_(slope_NW)
-    return grad_NW if head.scale == 1 else grad_NW.mul_(head.scale)
-
-
-def _logits(operands: Sequence[Tensor], start: int, end: int, head: Head) -> Tensor:
-    """One tile of logits, in the wide dtype; the caller may write into it."""
-    hidden_NH, weight_VH, bias_V, low_NR, up_VR = operands
-    weight_WH = weight_VH[start:end]
-    tile_NW = float8_product(hidden_NH, weight_WH.T) if head.options.float8 else _product(hidden_NH, weight_WH.T)
-    if up_VR is not None:
-        _add_product(tile_NW, low_NR, up_VR[start:end].T)
-    if bias_V is not None:
-        tile_NW.add_(bias_V[start:end])
-    if head.scale != 1:
-        tile_NW.mul_(head.scale)
-    return tile_NW if head.softcap is None else tile_NW.div_(head.softcap).tanh_().mul_(head.softcap)
-
-
-def _exponentials(tile_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`exp(logit - peak)`, in place of the logits, with the peak and the sum of each row."""
-    peak_N = tile_NW.amax(dim=1)
-    exps_NW = tile_NW.sub_(peak_N[:, None]).exp_()
-    return exps_NW, peak_N, exps_NW.sum(dim=1)
-
-
-def _pulled_down(tile_NW: Tensor, lse_N: Tensor, upstream_N: Tensor) -> Tensor:
-    """`-softmax * upstream`, in place of the logits."""
-    return tile_NW.sub_(lse_N[:, None]).exp_().mul_(-upstream_N[:, None])
-
-
-def _run(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
-    return _compiled(function) if head.options.compiled else function
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One kernel that passes over a tile as seldom as it can; tiles of all sizes share it."""
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
-    return compiled
-
-
-def compile_tiles(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what compiled heads run on tiles of operands of `dtype`, whether they keep them or compute them again."""
-    tile_NW = torch.zeros(3, 5, device=device, dtype=torch.promote_types(dtype, torch.float32))
-    with torch.no_grad():
-        exps_NW, peak_N, sums_N = _compiled(_exponentials)(tile_NW)
-        _compiled(_pulled_down)(exps_NW, sums_N, peak_N)
-
-
-def _wide(operand: Tensor) -> torch.dtype:
-    """The dtype of sums over `operand`: float32, and float64 for itself."""
-    return torch.promote_types(operand.dtype, torch.float32)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` in the wide dtype: narrow operands, but nothing is rounded to their dtype."""
-    wide = _wide(left)
-    if left.dtype == wide:
-        return left @ right
-    if left.is_cuda:
-        return torch.mm(left, right, out_dtype=wide)
-    return left.to(wide) @ right.to(wide)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor, float8: bool = False) -> None:
-    if float8:
-        total.add_(float8_product(left, right))
-    elif left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(_product(left, right))
-
-
-def _write_product(target: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == _wide(left):
-        torch.mm(left, right, out=target)
-    else:
-        target.copy_(_product(left, right))
-
-
-def _inside(targets_N: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """The rows whose target lies in the tile, and in which of its columns."""
-    rows = ((targets_N >= start) & (targets_N < end)).nonzero()[:, 0]
-    return rows, targets_N[rows] - start
-
-
-def _cut(vocabulary: int, column_bytes: int, tile_bytes: int) -> list[tuple[int, int]]:
-    """The bounds of tiles of about equal width, of at most `tile_bytes` if a column has `column_bytes`."""
-    width = max(1, tile_bytes // max(1, column_bytes))
-    tiles = -(-vocabulary // width)
-    bounds = [vocabulary * n // tiles for n in range(tiles + 1)]
-    return list(pairwise(bounds))

@@ -5,7 +5,7 @@ Legend: S sequences, N response tokens of all sequences together, T tokens of a 
     lay out     sequences that share a prompt become one row without padding, the prompt in it once     (prefix.py)
     run         the model's body over the row, each response attending to its prompt and itself         (attention.py)
     pick        the hidden states that predict a response token: no other row goes through the head
-    score       head and log-softmax, the vocabulary in tiles                                           (head.py)
+    score       head and log-softmax, the vocabulary in tiles                                           (tiles.py)
 
 Policy and reference, training and evaluation all come through here, so what cancels in a reward does cancel. A model that
 cannot share prefixes runs each sequence in a row of its own, in the attention it came with: slower, and the same result.
@@ -22,8 +22,9 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from training.model.attention import refusal, shared_prefixes
-from training.model.head import head_of, token_logprobs, token_logprobs_and_collisions
+from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, lay_out
+from training.model.tiles import token_logprobs, token_logprobs_and_collisions
 
 _HOOKED = "_pedigree_tokens"
 

@@ -6,7 +6,7 @@ drawn again from the state the generator had.
 
 Compiling makes fused kernels of each layer, all layers sharing the code of one: attention is called as it is (its plan
 is plain Python), lengths of rows are symbols, and dropout is drawn as it would be without. The tiles of the head
-(head.py) are compiled with it. Kernels are made when a function is first called, so a tiny batch is run before the first step,
+(tiles.py) are compiled with it. Kernels are made when a function is first called, so a tiny batch is run before the first step,
 forward and backward, and without gradients, as held-out pairs are. It leaves no trace: gradients (its loss is multiplied by
 zero), the random generators, the model's mode and its buffers are afterwards what they were.
 
@@ -28,9 +28,10 @@ from training.contract.events import EventWriter
 from training.contract.recipe import Compute
 from training.model.attention import attending
 from training.model.float8 import demand_float8
-from training.model.head import HEAD_OPTIONS, HeadOptions, compile_tiles
+from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
 from training.model.selfcheck import tiny_groups
+from training.model.tiles import compile_tiles
 
 # Dropout as torch draws it outside of compiled code; a compiler's own random numbers would make other runs of it.
 _COMPILING = {"fallback_random": True}

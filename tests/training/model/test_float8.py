@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from training.model.float8 import float8_product
-from training.model.head import Budget, Head, HeadOptions, token_logprobs
+from training.model.head import Head, HeadOptions
+from training.model.tiles import Budget, token_logprobs
 
 FLOAT8 = HeadOptions(float8=True)
 TILE = Budget(1 << 22, 0)

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 from training.contract.errors import ModelError
-from training.model.head import Budget, Head, LowRank, head_of, token_logprobs, token_logprobs_and_collisions
+from training.model.head import Head, LowRank, head_of
+from training.model.tiles import Budget, token_logprobs, token_logprobs_and_collisions
 
 ROWS, HIDDEN, VOCABULARY = 23, 16, 101
 TINY_TILE = Budget(tile=ROWS * 4 * 7, kept=0)  # 7 entries of the vocabulary, 3 in the last one

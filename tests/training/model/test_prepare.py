@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter, read_events
 from training.contract.recipe import Compute
-from training.model.head import KEPT_BYTES
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 from training.model.prepare import prepare_for_training
+from training.model.tiles import KEPT_BYTES
 
 VOCABULARY = 61
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32, "max_position_embeddings": 256}
