@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from training.distributed import Group
+from training.model.transfer import send
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ def agree(
     group: Group, sums_M: Tensor, memory_mb: float, suspect: Tensor, flags: Flags, norm: Callable[[], Tensor]
 ) -> Agreed:
     """Tell the others this rank's part, all but `norm` being its own; `suspect` is a tensor of one truth value."""
-    world, device = group.world, group.device
-    said_F = torch.tensor([flags.stopping, flags.saving, flags.failed], dtype=torch.float64, device=device)
-    by_rank = torch.zeros(2, world, dtype=torch.float64, device=device)
-    by_rank[0, group.rank] = suspect
+    world, said_F = group.world, [flags.stopping, flags.saving, flags.failed]
+    by_rank = torch.zeros(2, world, dtype=torch.float64)
     by_rank[1, group.rank] = memory_mb
-    message = group.sum_(torch.cat([sums_M, said_F, by_rank.view(-1)]))
+    own = send(torch.cat([torch.tensor(said_F, dtype=torch.float64), by_rank.view(-1)]), group.device)
+    own[len(said_F) + group.rank] = suspect
+    message = group.sum_(torch.cat([sums_M, own]))
     told = torch.cat([message, norm().double().view(1)]).tolist()
     sums, said, rest = told[: len(sums_M)], told[len(sums_M) : len(sums_M) + 3], told[len(sums_M) + 3 :]
     suspects = [rank for rank, value in enumerate(rest[:world]) if value]

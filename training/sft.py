@@ -56,8 +56,8 @@ class ResponseObjective:
     def lay_out(self, model: PreTrainedModel, items: Positions) -> LaidOut:
         return lay_out_for(model, [self._pairs.sequence(int(item), "chosen") for item in items])
 
-    def values_IM(self, model: PreTrainedModel, items: Positions, laid_out: LaidOut) -> Tensor:
-        return -logprobs_of(model, laid_out).sums_S[:, None]
+    def values_IM(self, model: PreTrainedModel, ready: LaidOut) -> Tensor:
+        return -logprobs_of(model, ready).sums_S[:, None]
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:

@@ -10,6 +10,9 @@ Legend: I items of a batch, M quantities that the objective tells of each item; 
    gradients were summed. So every rank knows what the others know, and all stop together, before the step.
 4. Clip, set the learning rate, step.
 
+On a GPU the processor waits in 3 and nowhere else: what goes there is laid out ahead, and nothing asks it for a number or
+for a size.
+
 A rank without an item skips 1, unless the weights are spread over the ranks, and takes part in the rest.
 """
 
@@ -18,7 +21,7 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,14 +34,14 @@ from training.contract.recipe import SupervisedTuning, Training
 from training.data.ahead import ahead
 from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
 from training.distributed import Group
-from training.model.logprobs import LaidOut
 from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
 from training.parallel.masters import Masters
 
 _SHOWN = 8
+Ready = TypeVar("Ready")
 
 
-class Objective(Protocol):
+class Objective(Protocol[Ready]):
     """What a run minimizes: the sum of the first quantity over a batch's items, divided by the batch's `count`."""
 
     names: tuple[str, ...]
@@ -49,14 +52,14 @@ class Objective(Protocol):
     def rows(self, items: Positions) -> Positions:
         """The data rows of the items, for people."""
 
-    def lay_out(self, model: PreTrainedModel, items: Positions) -> LaidOut:
-        """Make the items ready for a pass of `model`; called in a thread, ahead of the pass."""
-
-    def values_IM(self, model: PreTrainedModel, items: Positions, laid_out: LaidOut) -> Tensor:
-        """The quantities of each item, float64; the first column is differentiable."""
-
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
         """Before the micro-batches `parts` of this rank are run, on every rank; the model may be run, and is seeded again."""
+
+    def lay_out(self, model: PreTrainedModel, items: Positions) -> Ready:
+        """Make items of the batch ready for a pass of `model`; called in a thread, ahead of the pass."""
+
+    def values_IM(self, model: PreTrainedModel, ready: Ready) -> Tensor:
+        """The quantities of each item, float64; the first column is differentiable."""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to hold of it, as plain JSON; empty if nothing."""
@@ -79,7 +82,7 @@ class Stepper:
     def __init__(
         self,
         masters: Masters,
-        objective: Objective,
+        objective: Objective[Any],
         batches: Batches,
         settings: Training | SupervisedTuning,
         steps: int,
@@ -144,8 +147,8 @@ class Stepper:
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
         rows = ahead(lambda part: self.objective.lay_out(masters.model, part.items), parts)
-        for number, (part, laid_out) in enumerate(rows, 1):
-            values_IM = self.objective.values_IM(masters.model, part.items, laid_out)
+        for number, (part, ready) in enumerate(rows, 1):
+            values_IM = self.objective.values_IM(masters.model, ready)
             loss = values_IM[:, 0].sum() / count
             masters.backward(loss if part.counts else loss * 0, last=number == len(parts))
             if part.counts:

@@ -26,17 +26,18 @@ from training.losses.pairwise import smoothed
 
 @dataclass
 class RunningMean:
-    """The mean of all values there have been; plain numbers, so that a checkpoint can hold them."""
+    """The mean of all values there have been; once there are any, numbers on their device."""
 
-    mean: float = 0.0
-    count: int = 0
+    mean: float | Tensor = 0.0
+    count: int | Tensor = 0
 
-    def update(self, values: Tensor) -> float:
+    def update(self, values: Tensor) -> Tensor:
         """The mean after these values as well. What is not finite is left out: whoever made it is refused by name."""
-        finite = values[values.isfinite()]
-        if len(finite):
-            self.count += len(finite)
-            self.mean += (float(finite.mean()) - self.mean) * len(finite) / self.count
+        finite = values.isfinite()
+        more = finite.sum()
+        self.count = self.count + more
+        mean_of_more = values.masked_fill(~finite, 0).sum() / more.clamp(min=1)
+        self.mean = self.mean + (mean_of_more - self.mean) * more / self.count.clamp(min=1)
         return self.mean
 
 
@@ -46,7 +47,7 @@ def among(of: Evidence, rewards: RunningMean) -> Peers:
     ratios_B2 = of.ratios_B2.detach()
     chosen_B, rejected_B = ratios_B2.unbind(1)
     return Peers(
-        mean_chosen_tokens=float(of.tokens_B2[:, 0].double().mean()),
+        mean_chosen_tokens=of.tokens_B2[:, 0].double().mean(),
         mean_reward=rewards.update(of.rewards_B2.detach().flatten()),
         matched_margins_B=_of_equal_rank(of_margins_B, of_reference_B),
         matched_ratios_B2=torch.stack(

@@ -56,8 +56,8 @@ class Peers:
     the pairs that a pair is compared with (batchwise.py).
     """
 
-    mean_chosen_tokens: float
-    mean_reward: float = 0.0
+    mean_chosen_tokens: float | Tensor
+    mean_reward: float | Tensor = 0.0
     matched_margins_B: Tensor | None = None
     matched_ratios_B2: Tensor | None = None
 

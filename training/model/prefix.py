@@ -12,10 +12,12 @@ Legend: T tokens of the row, N response tokens of all sequences, S sequences, K 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from training.model.transfer import send
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Plan:
     def __init__(self, segments: tuple[Segment, ...], device: torch.device) -> None:
         self.segments, self.device = segments, device
         self.lengths = [segment.length for segment in segments]
+        self.gathered = self._gather()
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def before(self, number: int) -> int:
@@ -74,8 +77,7 @@ class Plan:
             self._masks[number, window] = mask if window is None else mask.triu_(before - window + 1)
         return self._masks[number, window]
 
-    @cached_property
-    def gathered(self) -> Gathered:
+    def _gather(self) -> Gathered:
         """Keys of the row, gathered for each segment."""
         rows, keys = [], []
         for number, segment in enumerate(self.segments):
@@ -85,9 +87,9 @@ class Plan:
             rows.append(torch.arange(segment.start, segment.start + segment.length))
             keys.append(self.before(number) + segment.length)
         return Gathered(
-            torch.cat(rows).to(self.device),
-            _bounds(self.lengths, self.device),
-            _bounds(keys, self.device),
+            send(torch.cat(rows), self.device),
+            send(_bounds(self.lengths), self.device),
+            send(_bounds(keys), self.device),
             max(self.lengths),
             max(keys),
         )
@@ -118,14 +120,15 @@ def lay_out(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> 
         shared = common_prefix(runs)
         ids.append(runs[0][:shared])
         positions.append(torch.arange(shared))
-        prefix = len(segments)
-        segments.append(Segment(start, shared, None))
-        start += shared
+        prefix, begin = (len(segments) if shared else None), start
+        if shared:
+            segments.append(Segment(start, shared, None))
+            start += shared
         for sequence, run in zip(group, runs, strict=True):
             predicted = sequence.mask_T.bool().nonzero()[:, 0]
             predicted = predicted[predicted > 0]
             at = predicted - 1
-            rows.append(torch.where(at < shared, segments[prefix].start + at, start - shared + at))
+            rows.append(torch.where(at < shared, begin + at, start - shared + at))
             targets.append(sequence.ids_T[predicted])
             counts.append(len(predicted))
             if len(run) > shared:
@@ -134,7 +137,7 @@ def lay_out(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> 
                 segments.append(Segment(start, len(run) - shared, prefix))
                 start += len(run) - shared
     tensors = [*(torch.cat(parts) for parts in (ids, positions, rows, targets)), torch.tensor(counts)]
-    ids_T, positions_T, rows_N, targets_N, counts_S = (_send(tensor, device) for tensor in tensors)
+    ids_T, positions_T, rows_N, targets_N, counts_S = (send(tensor, device) for tensor in tensors)
     return Row(ids_T, positions_T, Plan(tuple(segments), device), rows_N, targets_N, counts_S)
 
 
@@ -145,19 +148,11 @@ def common_prefix(runs: Sequence[Tensor]) -> int:
     return int(same.long().cumprod(0).sum())
 
 
-def _send(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. To a GPU from pinned memory, so that the processor does not wait for the copy."""
-    if device.type != "cuda":
-        return tensor.to(device)
-    with torch.cuda.device(device):  # pinned by a thread that knows no device, it would belong to the first GPU
-        return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def _needed(sequence: TokenSequence) -> int:
     """Tokens up to the one that predicts the last response token; at least one."""
     predicted = sequence.mask_T.bool().nonzero()[:, 0]
     return max(1, int(predicted[-1])) if len(predicted) else 1
 
 
-def _bounds(lengths: list[int], device: torch.device) -> Tensor:
-    return torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+def _bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)

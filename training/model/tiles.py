@@ -119,8 +119,9 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         room = budget.kept if head.softcap is None else 0
         for start, end in ctx.tiles:
             tile_NW = _logits(operands, start, end, head)
-            rows, columns = _inside(targets_N, start, end)
-            target_logits_N[rows] = tile_NW[rows, columns]
+            inside_N, columns_N = _places(targets_N, start, end)
+            found_N = tile_NW.gather(1, columns_N[:, None])[:, 0]
+            target_logits_N = torch.where(inside_N, found_N, target_logits_N)
             exps_NW, peak_N, sums_N = _run(_exponentials, head)(tile_NW)
             lse_N = torch.logaddexp(lse_N, peak_N + sums_N.log())
             if squares_N is not None:
@@ -183,8 +184,9 @@ def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
         if head.softcap is not None:
             slope_NW = 1 - (grad_NW / head.softcap).square()
         grad_NW = _run(_pulled_down, head)(grad_NW, lse_N, upstream_N)
-    rows, columns = _inside(targets_N, start, end)
-    grad_NW[rows, columns] += upstream_N[rows]
+    inside_N, columns_N = _places(targets_N, start, end)
+    rows_N = torch.arange(len(targets_N), device=targets_N.device)
+    grad_NW[rows_N, columns_N] += upstream_N.masked_fill(~inside_N, 0)
     if slope_NW is not None:
         grad_NW.mul_(slope_NW)
     return grad_NW if head.scale == 1 else grad_NW.mul_(head.scale)
@@ -266,10 +268,12 @@ def _write_product(target: Tensor, left: Tensor, right: Tensor) -> None:
         target.copy_(_product(left, right))
 
 
-def _inside(targets_N: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """The rows whose target lies in the tile, and in which of its columns."""
-    rows = ((targets_N >= start) & (targets_N < end)).nonzero()[:, 0]
-    return rows, targets_N[rows] - start
+def _places(targets_N: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """Whether each row's target lies in the tile, and in which of its columns; of the others, one that exists.
+
+    A list of the rows whose target does would be shorter, and the processor would have to wait to know how long.
+    """
+    return (targets_N >= start) & (targets_N < end), (targets_N - start).clamp(0, end - start - 1)
 
 
 def _cut(vocabulary: int, column_bytes: int, tile_bytes: int) -> list[tuple[int, int]]:
