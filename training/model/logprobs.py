@@ -133,10 +133,10 @@ def _tokens(
 
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
     """The hidden states that predict response tokens, N x H, from the model without its head."""
-    inputs = {"input_ids": row.ids_T[None], "use_cache": False}
+    inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
     if sharing:
         with shared_prefixes(model):
-            states_1TH = model.base_model(**inputs, position_ids=row.positions_T[None], plan=row.plan).last_hidden_state
+            states_1TH = model.base_model(**inputs, plan=row.plan).last_hidden_state
     else:
         states_1TH = model.base_model(**inputs).last_hidden_state
     picked_NH: Tensor = states_1TH[0].index_select(0, row.rows_N)
