@@ -8,7 +8,8 @@ Queries are never duplicated: each stands in the row once. Keys and values of a 
 then attends causally with its last query on the last key (bottom-right).
 
     CPU, or float32 on a GPU    one call of torch's scaled_dot_product_attention a segment
-    GPU in half precision       one call of torch's varlen_attn, which is FlashAttention (Dao 2023), for the whole row
+    GPU in half precision       one call of torch's varlen_attn, which is FlashAttention (Dao 2023), for the whole row, if
+                                a head's size is a multiple of 8 up to 256
 
 Which models this gives the right result for is a matter of record, not of hope: `VERIFIED` is what the tests run against plain
 transformers. `refusal` says of every other one why not.
@@ -59,6 +60,7 @@ VERIFIED = frozenset(
 _LAYERS = {"full_attention", "sliding_attention"}
 _FORBIDDEN = ("softcap", "s_aux", "position_bias")
 _HALF = (torch.float16, torch.bfloat16)
+_LARGEST_HEAD = 256
 
 
 def refusal(model: PreTrainedModel, training: bool) -> str | None:
@@ -115,9 +117,14 @@ def attend(
     asked += ["attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if asked:
         raise ModelError(f"{type(module).__name__} asks for {', '.join(asked)}, which shared prefixes do not have")
-    on_gpu = query_1QTD.is_cuda and query_1QTD.dtype in _HALF
-    attention = _in_one_call if on_gpu else _by_segment
+    attention = _in_one_call if _suits_kernel(query_1QTD) else _by_segment
     return attention(query_1QTD, key_1KTD, value_1KTD, plan, scaling, sliding_window), None
+
+
+def _suits_kernel(query_1QTD: Tensor) -> bool:
+    """Whether varlen_attn takes queries of this device, dtype and head size."""
+    size = query_1QTD.shape[-1]
+    return query_1QTD.is_cuda and query_1QTD.dtype in _HALF and size % 8 == 0 and size <= _LARGEST_HEAD
 
 
 def _by_segment(

@@ -1,0 +1,214 @@
+"""Attention over a row in one call, against plain attention a sequence at a time.
+
+The kernel itself runs on GPUs alone. Here its place is taken, at torch's own operator, by a float64 reference of what torch
+and FlashAttention document of it, so that what calls it runs as it is: with queries number i of L and keys number j of K in
+each stretch that two neighbouring bounds give, i sees j if `i + K - L - left <= j <= i + K - L + right`, where a negative
+`left` is none (https://github.com/Dao-AILab/flash-attention, "bottom right"), and each head of keys serves equally many
+consecutive heads of queries. It demands what the kernel's source does (flash_api.cpp, mha_varlen_fwd and _bwd).
+
+Legend: T tokens, Q and K query and key heads, D head size, R rows gathered.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+from training.model import attention
+from training.model.prefix import Plan, TokenSequence, lay_out
+
+CPU = torch.device("cpu")
+HEAD = 8
+
+
+def weigh(queries: Tensor, keys: Tensor, scale: float, left: int, right: int) -> Tensor:
+    """How much each query makes of each key, Q x L x K: a softmax over what it sees, by the definition."""
+    at = torch.arange(len(queries))[:, None] + len(keys) - len(queries)
+    of = torch.arange(len(keys))[None]
+    seen = (of <= at + right) & ((of >= at - left) if left >= 0 else True)
+    scores = scale * torch.einsum("lhd,khd->hlk", queries, of_each_head(keys, queries))
+    return scores.masked_fill(~seen, -math.inf).softmax(-1)
+
+
+def of_each_head(keys: Tensor, queries: Tensor) -> Tensor:
+    return keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+
+
+def plainly(queries: Tensor, keys: Tensor, values: Tensor, scale: float, left: int, right: int) -> Tensor:
+    """L x Q x D from K keys and values of fewer heads."""
+    weights = weigh(queries, keys, scale, left, right)
+    return torch.einsum("hlk,khd->lhd", weights, of_each_head(values, queries))
+
+
+def plainly_backward(
+    upstream: Tensor, queries: Tensor, keys: Tensor, values: Tensor, scale: float, left: int, right: int
+) -> list[Tensor]:
+    """The gradients of `plainly`, by hand: below torch's operators there is no automatic differentiation."""
+    weights = weigh(queries, keys, scale, left, right)
+    of_weights = torch.einsum("lhd,khd->hlk", upstream, of_each_head(values, queries))
+    of_scores = scale * weights * (of_weights - (weights * of_weights).sum(-1, keepdim=True))
+    of_queries = torch.einsum("hlk,khd->lhd", of_scores, of_each_head(keys, queries))
+    of_keys, of_values = (
+        torch.einsum("hlk,lhd->khd", of_scores, queries),
+        torch.einsum("hlk,lhd->khd", weights, upstream),
+    )
+    return [of_queries, *(of.unflatten(1, (keys.shape[1], -1)).sum(2) for of in (of_keys, of_values))]
+
+
+def kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    *others: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert window_size is not None and (is_causal == (window_size == [-1, 0])) and not any(others)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    demand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    stretches = zip(cut(query, cu_seq_q), cut(key, cu_seq_k), cut(value, cu_seq_k), strict=True)
+    scale = HEAD**-0.5 if scale is None else scale
+    output = torch.cat([plainly(q, k, v, scale, *window_size) for q, k, v in stretches])
+    return output, query.new_empty(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def kernel_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+) -> tuple[Tensor, ...]:
+    assert grad_out.stride(-1) == out.stride(-1) == 1 and grad_out.dtype == query.dtype and window_size is not None
+    demand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+    parts = [cut(query, cu_seq_q), cut(key, cu_seq_k), cut(value, cu_seq_k)]
+    scale = HEAD**-0.5 if scale is None else scale
+    found = [
+        plainly_backward(*of_one, scale, *window_size) for of_one in zip(cut(grad_out, cu_seq_q), *parts, strict=True)
+    ]
+    return tuple(torch.cat(gradients) for gradients in zip(*found, strict=True))
+
+
+def demand(
+    query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, max_q: int, max_k: int
+) -> None:
+    for tensor in (query, key, value):
+        assert tensor.stride(-1) == 1 and tensor.shape[-1] % 8 == 0 and tensor.shape[-1] <= 256
+    for bounds, tensor, longest in ((bounds_q, query, max_q), (bounds_k, key, max_k)):
+        assert bounds.dtype == torch.int32 and bounds.is_contiguous() and bounds.device == query.device
+        assert bounds[0] == 0 and bounds[-1] == len(tensor) and bounds.diff().max() == longest
+    assert len(bounds_q) == len(bounds_k) > 1
+
+
+def cut(tensor: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+    return tensor.split(bounds.diff().tolist())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """On the processor torch has none, so nothing is replaced."""
+    varlen._varlen_attn.register_kernel("cpu")(kernel)
+    varlen._varlen_attn_backward.register_kernel("cpu")(kernel_backward)
+
+
+def group(prompt: int, *responses: int) -> list[TokenSequence]:
+    """Responses of these lengths to one prompt; the first token of each tells it from the others."""
+    start = torch.arange(100, 100 + prompt)
+    runs = [torch.cat([start, torch.full((length,), number)]) for number, length in enumerate(responses)]
+    return [TokenSequence(ids, torch.arange(len(ids)) >= prompt) for ids in runs]
+
+
+GROUPS = {
+    "pairs": [group(9, 4, 7), group(3, 2, 2)],
+    "unlike lengths": [group(2, 60, 3), group(30, 2, 41, 5, 17)],
+    "nothing shared": [group(0, 6, 4), group(5, 3, 8)],
+    "alone": [group(11, 9)],
+    "one of each": [group(1, 2, 3), group(0, 2), group(40, 2, 3, 2)],
+}
+
+
+def sequence_at_a_time(
+    query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float, window: int | None
+) -> Tensor:
+    """Each segment of the row as the end of its own sequence, prefix and all, from whole sequences of queries."""
+    rows = torch.arange(query.shape[2]).split(plan.lengths)
+    outputs = []
+    for number, segment in enumerate(plan.segments):
+        whole = rows[number] if segment.prefix is None else torch.cat([rows[segment.prefix], rows[number]])
+        q, k, v = (tensor[0, :, whole].transpose(0, 1) for tensor in (query, key, value))
+        left = -1 if window is None else window - 1  # transformers: a window counts the query's own place
+        outputs.append(plainly(q, k, v, scale, left, 0)[-segment.length :])
+    return torch.cat(outputs)[None]
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("window", [None, 1, 4, 33, 500])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["heads alike", "in groups", "one for all"])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_one_call_is_plain_attention_of_each_sequence(
+    groups, heads: tuple[int, int], window: int | None, scale: float | None
+):
+    """Values and gradients, where each place of the row counts differently."""
+    row = lay_out(groups, CPU)
+    tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
+    shapes = [(1, count, tokens, HEAD) for count in (heads[0], heads[1], heads[1])]
+    given = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
+    found = attention._in_one_call(*given, row.plan, scale, window)
+    expected = sequence_at_a_time(*given, row.plan, scale or HEAD**-0.5, window)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    upstream = torch.randn(found.shape, generator=random, dtype=torch.float64)
+    ours, plain = (torch.autograd.grad(output, given, upstream) for output in (found, expected))
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+def test_both_ways_agree_on_views_as_layers_give_them():
+    """Queries, keys and values are transposed views of T x Q x D."""
+    row = lay_out(GROUPS["unlike lengths"], CPU)
+    tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
+    given = [torch.randn(1, tokens, n, HEAD, generator=random, dtype=torch.float64).transpose(1, 2) for n in (4, 2, 2)]
+    for window in (None, 5):
+        found, expected = (
+            way(*given, row.plan, None, window) for way in (attention._in_one_call, attention._by_segment)
+        )
+        torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 4, 33])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_on_a_gpu_the_kernel_is_plain_attention_of_bfloat16(groups, heads: tuple[int, int], window: int | None):
+    """torch's own kernel, and the way a segment at a time, each within 1% of float64 on the same operands."""
+    here, there = (lay_out(groups, device).plan for device in (CPU, torch.device("cuda")))
+    tokens, random = sum(here.lengths), torch.Generator().manual_seed(0)
+    given = [torch.randn(1, n, tokens, HEAD, generator=random).bfloat16() for n in (heads[0], heads[1], heads[1])]
+    exact = [tensor.double().requires_grad_() for tensor in given]
+    expected = sequence_at_a_time(*exact, here, HEAD**-0.5, window)
+    upstream = torch.randn(expected.shape, generator=random).bfloat16()
+    wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
+    for way in (attention._in_one_call, attention._by_segment):
+        ours = [tensor.cuda().requires_grad_() for tensor in given]
+        output = way(*ours, there, None, window)
+        found = [output, *torch.autograd.grad(output, ours, upstream.cuda())]
+        for one, other in zip(found, wanted, strict=True):
+            assert (one.cpu().double() - other).norm() < 1e-2 * other.norm(), way.__name__
