@@ -19,17 +19,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.setting import machine, run, table
-from tests.benchmarks.workload import Workload, policy_job, reference_job
-from training.contract.fingerprint import fingerprint, sequence_key
-from training.contract.manifest import Derivation
+from tests.benchmarks.workload import Workload, policy_job, publish_pairs, reference_job
 from training.contract.recipe import Training
-from training.contract.store import Artifact, Made, Store
-from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES
+from training.contract.store import Store
 
 PROMPT = 64
 MOST_RISE = 1.5
@@ -63,7 +59,7 @@ def cost(point: Point, threads: int) -> Cost:
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(Path(folder))
         _write_model(point, workload.base)
-        pairs = _publish_pairs(point, Store(workload.folder / "store"))
+        pairs = publish_pairs(_made_up(point), Store(workload.folder / "store"), vars(point))
         scoring = reference_job(workload, pairs)
         scored = run("measured", str(scoring.path), threads=threads)
         found = Store(scoring.store).find(scoring.artifact, scoring.derivation.key)
@@ -122,23 +118,10 @@ def _write_model(point: Point, folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def _publish_pairs(point: Point, store: Store) -> Artifact:
-    random, rows = np.random.default_rng(0), []
-    for row in range(point.pairs):
-        prompt = random.integers(point.vocabulary, size=PROMPT).tolist()
-        pair = {"row": row, "split": "train", "prompt_length": PROMPT}
-        mask = [False] * PROMPT + [True] * point.response
-        for side in SIDES:
-            ids = prompt + random.integers(point.vocabulary, size=point.response).tolist()
-            pair |= {f"{side}_ids": ids, f"{side}_mask": mask, f"{side}_key": sequence_key(ids, mask)}
-        rows.append(pair)
-    with store.staging() as staging:
-        (staging / "tokenizer").mkdir()
-        (staging / "tokenizer" / "tokenizer_config.json").write_text("{}")
-        with pa.OSFile(str(staging / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
-            stream.write_table(pa.Table.from_pylist(rows, schema=PAIRS_SCHEMA))
-        way = Derivation(kind="tokenized_pairs", code_version="1", inputs={}, settings=vars(point))
-        return store.publish(staging, way, Made(fingerprint("tokenized_pairs", vars(point))))
+def _made_up(point: Point) -> list[tuple[list[int], ...]]:
+    random = np.random.default_rng(0)
+    lengths = (PROMPT, point.response, point.response)
+    return [tuple(random.integers(point.vocabulary, size=n).tolist() for n in lengths) for _ in range(point.pairs)]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def measure(path: Path) -> dict[str, float]:
     job = Job.read(path)
     importlib.import_module(main.WORK[job.kind])
     imports, imports_peak, started = cpu_seconds(), peak_mb(), time.perf_counter()
-    with group("cpu") as alone:
+    with group(job.compute.device) as alone:
         main.make(job, alone)
     return {
         "cpu_seconds": cpu_seconds() - imports,

@@ -53,7 +53,7 @@ def count(model: PreTrainedModel, pairs: Pairs, micro_tokens: int) -> Operations
         both = _attention(model, row)
         kept += both + _products(model, groups)
         recomputed += both + _products(model, groups) + _again(model, row)
-    return Operations(_least(model, pairs), kept, recomputed)
+    return Operations(least(model, pairs), kept, recomputed)
 
 
 def _micro_batches(pairs: Pairs, micro_tokens: int) -> Iterator[list[list[TokenSequence]]]:
@@ -92,16 +92,17 @@ def _attention(model: PreTrainedModel, row: Row) -> float:
     return (1 + 2.5) * 4 * _width(model) * model.config.num_hidden_layers * pairs
 
 
-def _least(model: PreTrainedModel, pairs: Pairs) -> float:
+def least(model: PreTrainedModel, pairs: Pairs, prompts: int = 1) -> float:
+    """Of one epoch, with each prompt run as often as `prompts` says."""
     head, embeddings = head_of(model).weight_VH.numel(), model.get_input_embeddings().weight.numel()
     body = sum(p.numel() for p in model.parameters() if p.ndim > 1) - head - embeddings
-    prompts = pairs.prompt_lengths.astype(int)
-    tokens, seen = int(prompts.sum()), int((prompts * (prompts + 1) // 2).sum())
+    starts = pairs.prompt_lengths.astype(int)
+    tokens, seen = prompts * int(starts.sum()), prompts * int((starts * (starts + 1) // 2).sum())
     responses = 0
     for side in SIDES:
         lengths = pairs.lengths(side)
-        tokens += int((lengths - prompts).sum())
-        seen += int((lengths * (lengths + 1) // 2 - prompts * (prompts + 1) // 2).sum())
+        tokens += int((lengths - starts).sum())
+        seen += int((lengths * (lengths + 1) // 2 - starts * (starts + 1) // 2).sum())
         responses += sum(int(pairs.sequence(i, side).mask_T[1:].sum()) for i in range(len(pairs)))
     return 6.0 * (body * tokens + head * responses) + 3 * 4 * _width(model) * model.config.num_hidden_layers * seen
 

@@ -9,23 +9,25 @@ What is not measured (reading, tokenizing) happens here; what is measured, in a 
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
 from training import main
-from training.contract.fingerprint import fingerprint
+from training.contract.fingerprint import fingerprint, sequence_key
 from training.contract.job import Input, Job, JobKind
-from training.contract.recipe import Compute, Reference, Tokenization, Training
-from training.contract.store import Artifact, Store
+from training.contract.manifest import Derivation
+from training.contract.recipe import Compute, Dtype, Reference, Tokenization, Training
+from training.contract.store import Artifact, Made, Store
 from training.contract.weights import weights_fingerprint, weights_identity
-from training.data.batches import Pairs
+from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.packing import Batches, train_items
 from training.distributed import group
 from training.objective import pair_tokens
@@ -39,11 +41,16 @@ CHATML = (
 )
 
 
+ON_CPU = Compute(device="cpu", checkpoint_every=1000, evaluate_every=1000)
+DTYPE = Reference(model="").dtype
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Where everything is."""
+    """Where everything is, and how jobs are run."""
 
     folder: Path
+    compute: Compute = ON_CPU
 
     @property
     def base(self) -> Path:
@@ -76,7 +83,7 @@ class Workload:
             inputs={name: _as_input(name, given) for name, given in inputs.items()},
             settings=settings,
             locations=locations or {},
-            compute=Compute(device="cpu", checkpoint_every=1000, evaluate_every=1000),
+            compute=self.compute,
             recipe={},
             store=self.folder / "store",
             folder=self.folder / "jobs" / artifact,
@@ -118,7 +125,7 @@ def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Wor
     return workload, pairs
 
 
-def training_settings(micro_tokens: int = 16384) -> Training:
+def training_settings(micro_tokens: int = 16384, **changes: Any) -> Training:
     fields = {
         "loss": {"beta": BETA},
         "batch_size": BATCH,
@@ -127,27 +134,47 @@ def training_settings(micro_tokens: int = 16384) -> Training:
         "schedule": {"type": "constant", "warmup_ratio": 0.0},
         "max_grad_norm": CLIP,
     }
-    return Training.model_validate(fields)
+    return Training.model_validate(fields | changes)
 
 
 def batches(pairs: Pairs, settings: Training) -> Batches:
     return Batches(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, settings.seed)
 
 
-def reference_job(workload: Workload, pairs: Artifact) -> Job:
-    settings = {"dtype": Reference(model="").dtype}
+def reference_job(workload: Workload, pairs: Artifact, dtype: Dtype = DTYPE) -> Job:
+    settings = {"dtype": dtype}
     inputs: dict[str, Artifact | Path] = {"tokenized_pairs": pairs, "reference_model": workload.base}
     return workload.job("reference", "reference_logprobs", inputs, settings)
 
 
-def policy_job(workload: Workload, pairs: Artifact, reference: Artifact, micro_tokens: int) -> Job:
+def policy_job(workload: Workload, pairs: Artifact, reference: Artifact, micro_tokens: int, **changes: Any) -> Job:
     inputs: dict[str, Artifact | Path] = {
         "tokenized_pairs": pairs,
         "reference_model": workload.base,
         "reference_logprobs": reference,
         "training_spec": workload.base,
     }
-    return workload.job("policy", "policy", inputs, training_settings(micro_tokens).model_dump(mode="json"))
+    return workload.job("policy", "policy", inputs, training_settings(micro_tokens, **changes).model_dump(mode="json"))
+
+
+def publish_pairs(
+    made: Sequence[tuple[list[int], list[int], list[int]]], store: Store, name: dict[str, Any]
+) -> Artifact:
+    """Pairs that are made up, as prompt, chosen and rejected tokens; `name` is what tells them from others."""
+    rows = []
+    for row, (prompt, *responses) in enumerate(made):
+        pair = {"row": row, "split": "train", "prompt_length": len(prompt)}
+        for side, response in zip(SIDES, responses, strict=True):
+            ids, mask = prompt + response, [False] * len(prompt) + [True] * len(response)
+            pair |= {f"{side}_ids": ids, f"{side}_mask": mask, f"{side}_key": sequence_key(ids, mask)}
+        rows.append(pair)
+    with store.staging() as staging:
+        (staging / "tokenizer").mkdir()
+        (staging / "tokenizer" / "tokenizer_config.json").write_text("{}")
+        with pa.OSFile(str(staging / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
+            stream.write_table(pa.Table.from_pylist(rows, schema=PAIRS_SCHEMA))
+        way = Derivation(kind="tokenized_pairs", code_version="1", inputs={}, settings=name)
+        return store.publish(staging, way, Made(fingerprint("tokenized_pairs", name)))
 
 
 def _write_base(tokenizer_folder: Path, folder: Path) -> None:

@@ -117,7 +117,7 @@ def attend(
     asked += ["attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if asked:
         raise ModelError(f"{type(module).__name__} asks for {', '.join(asked)}, which shared prefixes do not have")
-    attention = _in_one_call if _suits_kernel(query_1QTD) else _by_segment
+    attention = in_one_call if _suits_kernel(query_1QTD) else by_segment
     return attention(query_1QTD, key_1KTD, value_1KTD, plan, scaling, sliding_window), None
 
 
@@ -127,10 +127,10 @@ def _suits_kernel(query_1QTD: Tensor) -> bool:
     return query_1QTD.is_cuda and query_1QTD.dtype in _HALF and size % 8 == 0 and size <= _LARGEST_HEAD
 
 
-def _by_segment(
+def by_segment(
     query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
 ) -> Tensor:
-    """The row is split once, not sliced: a slice's gradient is as long as the row, a piece's as long as the piece."""
+    """One call a segment. The row is split, not sliced: a slice's gradient is as long as the row, a piece's as the piece."""
     queries, keys, values = (tensor.split(plan.lengths, dim=2) for tensor in (query_1QTD, key_1KTD, value_1KTD))
     outputs = []
     for number, segment in enumerate(plan.segments):
@@ -149,9 +149,10 @@ def _by_segment(
     return torch.cat(outputs, dim=1)
 
 
-def _in_one_call(
+def in_one_call(
     query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
 ) -> Tensor:
+    """One call for the row, whose queries stay where they are."""
     gathered = plan.gathered
     keys, values = (t[0].transpose(0, 1).index_select(0, gathered.key_rows_K) for t in (key_1KTD, value_1KTD))
     output_TQD = varlen_attn(

@@ -171,7 +171,7 @@ def test_one_call_is_plain_attention_of_each_sequence(
     tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
     shapes = [(1, count, tokens, HEAD) for count in (heads[0], heads[1], heads[1])]
     given = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
-    found = attention._in_one_call(*given, row.plan, scale, window)
+    found = attention.in_one_call(*given, row.plan, scale, window)
     expected = sequence_at_a_time(*given, row.plan, scale or HEAD**-0.5, window)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     upstream = torch.randn(found.shape, generator=random, dtype=torch.float64)
@@ -186,9 +186,7 @@ def test_both_ways_agree_on_views_as_layers_give_them():
     tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
     given = [torch.randn(1, tokens, n, HEAD, generator=random, dtype=torch.float64).transpose(1, 2) for n in (4, 2, 2)]
     for window in (None, 5):
-        found, expected = (
-            way(*given, row.plan, None, window) for way in (attention._in_one_call, attention._by_segment)
-        )
+        found, expected = (way(*given, row.plan, None, window) for way in (attention.in_one_call, attention.by_segment))
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
@@ -206,7 +204,7 @@ def test_on_a_gpu_the_kernel_is_plain_attention_of_bfloat16(groups, heads: tuple
     expected = sequence_at_a_time(*exact, here, HEAD**-0.5, window)
     upstream = torch.randn(expected.shape, generator=random).bfloat16()
     wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
-    for way in (attention._in_one_call, attention._by_segment):
+    for way in (attention.in_one_call, attention.by_segment):
         ours = [tensor.cuda().requires_grad_() for tensor in given]
         output = way(*ours, there, None, window)
         found = [output, *torch.autograd.grad(output, ours, upstream.cuda())]

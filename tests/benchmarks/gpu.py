@@ -1,0 +1,195 @@
+"""Training on a GPU, ours and TRL's: `python -m tests.benchmarks.gpu`.
+
+A Llama of 1.1 billion random parameters, made-up pairs in batches of 16, in micro-batches of 4,096 tokens, bfloat16 with
+float32 masters, AdamW; no activation is computed twice. Every side is a process of its own: our training job eager and
+compiled, TRL with its chunked head, and TRL with Liger's kernels (the extra `bench-gpu`). Ours is the real job, with
+deterministic algorithms, and refuses to train if the policy's log-probs are not the reference's.
+
+    tokens/s      of both sequences of each pair, prompts twice, without padding: the same count for every side
+    utilisation   model FLOPs / (seconds x the chip's dense bfloat16 peak), model FLOPs = 6 W T + 6 V H R + 12 L D S:
+                  W weights of the layers, T tokens, V H of the head, R response tokens, L layers, D width of all query
+                  heads, S pairs of a token and one that it sees (causal). "least" with each prompt once, which is
+                  what ours runs; "as usual" with each prompt twice, which is what a trainer without shared prefixes does
+    peak          most memory that torch held on the device, in GB
+
+Steps before the fourth are not counted: they warm up. Then the numbers: how far compiled is from eager and TRL from ours,
+step by step, and how far both ways of attention are from float64 on the same bfloat16 operands.
+
+`--size tiny --device cpu` runs all of it, but the kernels, on a processor in float32.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tests.benchmarks.gpu_attention import errors
+from tests.benchmarks.gpu_setting import END, SIZES, WARM_UP, Size, made_up, peak_of, word, write_texts
+from tests.benchmarks.operations import least
+from tests.benchmarks.setting import machine, run, table
+from tests.benchmarks.workload import (
+    ON_CPU,
+    Workload,
+    batches,
+    policy_job,
+    publish_pairs,
+    reference_job,
+    training_settings,
+)
+from training.contract.events import read_events
+from training.contract.store import Artifact, Store
+from training.data.batches import Pairs
+
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side told: its steps, with the time at the end of each, and its peak of memory."""
+
+    name: str
+    steps: list[Told]
+    peak_mb: float
+
+    @property
+    def seconds(self) -> float:
+        """Of all steps that count."""
+        return float(self.steps[-1]["time"] - self.steps[WARM_UP - 1]["time"])
+
+
+def prepare(size: Size, workload: Workload) -> Artifact:
+    """The model, the pairs, and the same as texts in the order in which our job takes them."""
+    torch.manual_seed(0)
+    config = configuration(size)
+    LlamaForCausalLM(config).save_pretrained(workload.base)
+    words = Tokenizer(WordLevel({word(token): token for token in range(size.vocabulary)}, unk_token=word(END)))
+    words.pre_tokenizer = WhitespaceSplit()
+    end = word(END)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=end, pad_token=end).save_pretrained(workload.base)
+    made = made_up(size)
+    artifact = publish_pairs(made, Store(workload.folder / "store"), {"size": str(size)})
+    pairs, steps = Pairs.open(artifact.folder), batches_of(size, artifact)
+    write_texts(
+        [made[pairs.rows[item]] for step in range(1, size.steps + 1) for item in steps.batch(step)], workload.folder
+    )
+    return artifact
+
+
+def configuration(size: Size) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=END,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
+
+
+def batches_of(size: Size, pairs: Artifact) -> Any:
+    return batches(Pairs.open(pairs.folder), training_settings(size.micro_tokens, batch_size=size.batch))
+
+
+def sides(size: Size, workload: Workload, pairs: Artifact, arguments: argparse.Namespace) -> Iterator[Side]:
+    """Each in turn; what cannot run here is left out, with a word."""
+    compute, precision = workload.compute, arguments.precision
+    scoring = reference_job(workload, pairs, precision)
+    run("measured", str(scoring.path), threads=arguments.threads)
+    scored = Store(scoring.store).find(scoring.artifact, scoring.derivation.key)
+    assert scored is not None
+    for name in ("eager", "compiled"):
+        workload = replace(workload, compute=compute.model_copy(update={"compile": name == "compiled"}))
+        yield ours(f"ours, {name}", size, workload, pairs, scored, arguments)
+    peer = [str(workload.folder), "--size", arguments.size, "--device", arguments.device, "--precision", precision]
+    yield Side("TRL", **run("gpu_peer", *peer, threads=arguments.threads))
+    if arguments.device == "cuda" and find_spec("liger_kernel"):
+        yield Side("TRL with Liger", **run("gpu_peer", *peer, "--liger", threads=arguments.threads))
+    else:
+        sys.stdout.write("TRL with Liger is left out: it needs a GPU and the extra `bench-gpu`\n")
+
+
+def ours(
+    name: str, size: Size, workload: Workload, pairs: Artifact, scored: Artifact, arguments: argparse.Namespace
+) -> Side:
+    """The training job, from an empty store of results: what differs in `compute` alone is else done already."""
+    changes = {"batch_size": size.batch, "precision": arguments.precision, "seed": 0}
+    job = policy_job(workload, pairs, scored, size.micro_tokens, **changes)
+    job = job.model_copy(update={"folder": workload.folder / name, "store": workload.folder / name / "store"})
+    run("measured", str(job.write()), threads=arguments.threads)
+    steps = [event for event in read_events(job.events) if event["event"] == "step"]
+    return Side(name, steps, steps[-1]["peak_memory_mb"])
+
+
+def shown(found: list[Side], size: Size, pairs: Artifact, peak: float | None) -> str:
+    """The costs of each side, and what ours, eager, is of it."""
+    counted = batches_of(size, pairs)
+    tokens = sum(counted.tokens(step) for step in range(WARM_UP + 1, size.steps + 1))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(configuration(size))
+    part = (size.steps - WARM_UP) / size.steps  # batches are alike
+    work = [part * least(model, Pairs.open(pairs.folder), prompts) for prompts in (1, 2)]
+    head = ["", "tokens/s (ours, eager, is)", "utilisation, least", "as usual", "peak, GB (ours, eager, is)"]
+    rows, first = [head], found[0]
+    for side in found:
+        used = [f"{flops / side.seconds / peak:.1%}" if peak else "" for flops in work]
+        speed = f"{tokens / side.seconds:,.0f} ({side.seconds / first.seconds:.2f})"
+        rows.append([side.name, speed, *used, f"{side.peak_mb / 1024:.2f} ({first.peak_mb / side.peak_mb:.2f})"])
+    return table(rows)
+
+
+def differences(found: list[Side]) -> str:
+    """The largest difference of a step from that of ours, eager: of the loss, and of the norm relative to it."""
+    rows = [["against ours, eager", "loss", "norm of the gradient"]]
+    for side in found[1:]:
+        steps = list(zip(found[0].steps, side.steps, strict=True))
+        loss = max(abs(one["loss"] - other["loss"]) for one, other in steps)
+        norm = max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in steps)
+        rows.append([side.name, f"{loss:.1e}", f"{norm:.1e}"])
+    return table(rows)
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--precision", choices=("bfloat16", "float32"), help="bfloat16 on a GPU, float32 else")
+    parser.add_argument("--peak-tflops", type=float, help="dense, in bfloat16; known of some chips by their name")
+    parser.add_argument("--threads", type=int, default=4)
+    arguments = parser.parse_args()
+    arguments.precision = arguments.precision or ("bfloat16" if arguments.device == "cuda" else "float32")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here; `--size tiny --device cpu` shows that the benchmark itself works")
+    return arguments
+
+
+def main() -> int:
+    arguments = arguments_of()
+    size, chip = SIZES[arguments.size], torch.cuda.get_device_name() if arguments.device == "cuda" else ""
+    peak = arguments.peak_tflops * 1e12 if arguments.peak_tflops else peak_of(chip)
+    sys.stdout.write(f"{chip or 'no GPU'}; {machine(arguments.threads)}\n")
+    with tempfile.TemporaryDirectory() as folder:
+        workload = Workload(Path(folder), ON_CPU.model_copy(update={"device": arguments.device}))
+        pairs = prepare(size, workload)
+        found = list(sides(size, workload, pairs, arguments))
+        sys.stdout.write(f"\n{shown(found, size, pairs, peak)}\n{differences(found)}\n")
+    sys.stdout.write(table([["attention against float64", "values", "gradients"], *errors(arguments.device)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
