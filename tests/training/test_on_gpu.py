@@ -10,27 +10,27 @@ from tests.training.test_waits import stepper_of
 from training.agreement import Flags
 from training.contract.events import EventWriter
 from training.contract.job import Job
-from training.distributed import Group
+from training.distributed import group
 from training.loop import run
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-GPU = torch.device("cuda", 0)
 SERIES = ("loss", "rewards/margins", "logps/chosen", "grad_norm")
 
 
-def tune(job: Job, device: torch.device) -> list[dict[str, Any]]:
+def tune(job: Job) -> list[dict[str, Any]]:
     """Do the job, step 0's proof and held-out pairs included; what it told of each step."""
-    run(job, Group(0, 1, device), EventWriter(job.events, keep=True))
+    with group(job.compute.device) as alone:
+        run(job, alone, EventWriter(job.events, keep=True))
     return told(job)
 
 
 def test_a_run_in_float32_is_that_of_the_processor(tiny_world):
     """Twelve steps; a loss in float32 depends on the order of sums by 1e-6, and AdamW makes more of it step by step."""
     there, here = (
-        tune(tiny_world.job("policy", settings(), name, device=device), torch.device(device))
+        tune(tiny_world.job("policy", settings(), name, device=device))
         for name, device in (("there", "cuda"), ("here", "cpu"))
     )
     for one, other in zip(there, here, strict=True):
@@ -40,7 +40,7 @@ def test_a_run_in_float32_is_that_of_the_processor(tiny_world):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_seed_gives_the_same_bits_twice(tiny_world, precision: str):
     """In bfloat16 attention is one call of a kernel for the row; the proof of step 0 holds it against the table."""
-    runs = [tune(tiny_world.job("policy", settings(precision=precision), name, device="cuda"), GPU) for name in "ab"]
+    runs = [tune(tiny_world.job("policy", settings(precision=precision), name, device="cuda")) for name in "ab"]
     assert [[step[name] for name in SERIES] for step in runs[0]] == [
         [step[name] for name in SERIES] for step in runs[1]
     ]
@@ -52,7 +52,8 @@ def test_a_seed_gives_the_same_bits_twice(tiny_world, precision: str):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_nothing_waits_for_the_gpu_but_the_ranks_agreement(tiny_world, loss: dict[str, Any], precision: str):
     """torch refuses what waits, on all threads: a second step comes as far as its middle, and from there to its end."""
-    stepper = stepper_of(tiny_world, GPU, loss=loss, precision=precision)
+    with group("cuda") as alone:
+        stepper = stepper_of(tiny_world, alone.device, loss=loss, precision=precision)
     stepper.step(1, Flags())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -7,7 +7,7 @@ devices, and the first that asks for content fails.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -138,6 +138,15 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> Stepper:
     objective = PreferenceObjective(pairs, table, settings.loss, group)
     batches = Batches(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, 0)
     return Stepper(masters, objective, batches, settings, 10, group)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """As in a job: other operators are used then."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 @pytest.fixture(scope="module")
