@@ -20,6 +20,7 @@ from typing import Any, NoReturn, ParamSpec
 import click
 import dagster as dg
 from rich.console import Console
+from rich.text import Text
 
 from assets.graph import GRAPH
 from assets.page import write_page
@@ -51,7 +52,8 @@ def main() -> None:
     RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml.
     """
     warnings.filterwarnings("ignore", module=r"dagster.*")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     settle(pedigree_home())
 
 
@@ -231,6 +233,6 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    _people.print("[bold red]error:[/] ", end="")
-    _people.print(message, markup=False)
+    # Not wrapped: paths stay whole, and what is piped has the lines it was given.
+    _people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
     sys.exit(code)

@@ -12,7 +12,7 @@ from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
 from assets.realize import data_version, latest_metadata
-from training.contract.errors import UsageError
+from training.contract.errors import PedigreeError, UsageError
 from workflows.recipes import LoadedRecipe
 
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -141,4 +141,8 @@ def _reason(failure: dg.DagsterEvent) -> str:
     error = failure.step_failure_data.error
     while error is not None and error.cause is not None:
         error = error.cause
-    return error.message.strip() if error is not None else "the step failed without an error"
+    if error is None:
+        return "the step failed without an error"
+    # Of an error that a person can act on the message says it all; any other needs the name of its class.
+    message: str = error.message.strip()
+    return message.removeprefix(f"{PedigreeError.__module__}.{error.cls_name}: ")

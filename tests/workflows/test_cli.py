@@ -39,4 +39,5 @@ def test_missing_data_fails_with_the_path(home, tmp_path):
     folder = write_recipe(tmp_path / "no-data", ATTRIBUTES)
     done = home.pedigree("run", str(folder), "--select", "raw_preferences")
     assert done.returncode == 1
-    assert str(folder / "preferences.jsonl").replace("\n", "") in done.stdout.replace("\n", "")
+    said = done.stdout.replace("\n", "")
+    assert str(folder / "preferences.jsonl") in said and "training.contract" not in said
