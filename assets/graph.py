@@ -136,7 +136,8 @@ GRAPH: dict[str, Node] = {
     "policy": Node(
         "training",
         frozenset({"pytorch", "mlflow"}),
-        "The model trained with Direct Preference Optimization.",
+        "The model trained with Direct Preference Optimization. A reward is beta times the log-prob over the reference's; "
+        "`loss` and `rewards/...` are of the last step, `eval/...` of the held-out pairs after it; memory in MB.",
         needs=("tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"),
         pool="gpu",
     ),
@@ -146,6 +147,7 @@ GRAPH: dict[str, Node] = {
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
         needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
         pool="gpu",
+        version="2",
     ),
     "released_model": Node(
         "release",
