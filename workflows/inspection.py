@@ -20,6 +20,7 @@ from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
 from training.contract.errors import UsageError
 from training.contract.fingerprint import short
 from training.contract.store import Artifact
+from workflows.execution import in_gpu_pool
 
 _TO_SCORE = ("tokenized_pairs", "reference_logprobs", "policy")
 
@@ -111,7 +112,9 @@ class _Inspector:
             )
         if (base := base_of(inputs["policy"], self._services.store)) is not None:
             inputs["reference_model"] = base
-        [scored] = rescore(self._pipeline, self._services, inputs, [row]).rows
+        [scored] = in_gpu_pool(
+            "inspect", self._instance, lambda: rescore(self._pipeline, self._services, inputs, [row]).rows
+        )
         return scored["chosen"]["live"], scored["rejected"]["live"]
 
     def _demanded(self, asset: str) -> Artifact:

@@ -108,7 +108,7 @@ def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
 def _metrics(console: Console, report: RunReport) -> None:
     table = Table("held-out metric", "value", title=f"Evaluation (MLflow run {report.mlflow_run_id or 'none'})")
     for name, value in report.metrics.items():
-        table.add_row(name, f"{value:.4f}")
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
     if report.model_version:
         table.add_row("model version", report.model_version)
     console.print(table)

@@ -86,6 +86,19 @@ def test_the_rewards_are_in_mlflow(materialized):
     assert fingerprints["tokenized_pairs"].startswith(used.dataset.digest)
 
 
+def test_the_page_of_the_version_tells_its_lineage(materialized):
+    home, report = materialized
+    version = MlflowClient(f"sqlite:///{home.path}/mlflow/mlflow.db").get_model_version(
+        "small", report["model_version"]
+    )
+    short = {
+        asset["asset"]: asset["fingerprint"][:12] for asset in report["assets"] if asset["asset"] != "released_model"
+    }
+    assert "recipe small" in version.description
+    rows = [line for line in version.description.splitlines() if "`" in line]
+    assert rows == [f"| {asset} | `{fingerprint}` |" for asset, fingerprint in short.items()]
+
+
 def test_the_champion_loads_and_answers(materialized, monkeypatch):
     home, _ = materialized
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home.path}/mlflow/mlflow.db")
