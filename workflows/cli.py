@@ -21,6 +21,7 @@ import click
 import dagster as dg
 from rich.console import Console
 from rich.text import Text
+from sqlalchemy.exc import OperationalError
 
 from assets.graph import GRAPH
 from assets.page import write_page
@@ -42,10 +43,32 @@ P = ParamSpec("P")
 _people = Console(stderr=True, highlight=False)
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 _recipe = click.argument("recipe")
+_port = click.IntRange(1, 65535)
+
+
+def _reporting(command: Callable[P, None]) -> Callable[P, None]:
+    """An error that a person can act on ends the command with its message and its exit code, without a traceback.
+
+    So does what the operating system refuses: a disk that is full, a folder nobody may write to, a database on either.
+    """
+
+    @wraps(command)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except PedigreeError as error:
+            _fail(str(error), error.exit_code)
+        except OSError as error:
+            _fail(f"{error}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
+        except OperationalError as error:
+            _fail(f"a database refuses: {error.orig}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
+
+    return reported
 
 
 @click.group()
 @click.version_option(package_name="pedigree")
+@_reporting
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.
 
@@ -55,19 +78,6 @@ def main() -> None:
     for name in ("alembic", "mlflow.store.db.utils"):
         logging.getLogger(name).setLevel(logging.WARNING)
     settle(pedigree_home())
-
-
-def _reporting(command: Callable[P, None]) -> Callable[P, None]:
-    """An error that a person can act on ends the command with its message and its exit code, without a traceback."""
-
-    @wraps(command)
-    def reported(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except PedigreeError as error:
-            _fail(str(error), error.exit_code)
-
-    return reported
 
 
 @main.command()
@@ -193,8 +203,8 @@ def gc(delete: bool, as_json: bool) -> None:
 
 @main.command()
 @click.argument("recipes", nargs=-1)
-@click.option("--port", default=3000, show_default=True, help="Port of Dagster's web server.")
-@click.option("--mlflow-port", default=5000, show_default=True, help="Port of MLflow's web server.")
+@click.option("--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server.")
+@click.option("--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server.")
 @_reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """Start Dagster's and MLflow's web servers on loopback, until Ctrl-C.

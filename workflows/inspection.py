@@ -64,9 +64,13 @@ class _Inspector:
 
     def read(self, row: int, score: bool) -> InspectedRow:
         raw = self._demanded("raw_preferences")
-        messages = _row(pq.read_table(raw.file("preferences.parquet")), row)
+        table = pq.read_table(raw.file("preferences.parquet"))
+        messages = _row(table, row)
         if messages is None:
-            raise UsageError(f"there is no row {row} in raw_preferences {short(raw.fingerprint)}")
+            raise UsageError(
+                f"there is no row {row} in raw_preferences {short(raw.fingerprint)}; "
+                f"its {len(table):,} rows are numbered from 0"
+            )
         pairs = self._demanded("tokenized_pairs")
         reader = PairReader(self._services.store, pairs, self._table_of(pairs))
         tokens = reader.read(row)

@@ -131,6 +131,12 @@ def test_status_names_the_field_that_changed(materialized, small_recipe, tmp_pat
     assert found["evaluation"] == ("stale", both)
 
 
+def test_a_page_that_cannot_be_written_is_told_with_its_path(materialized, small_recipe):
+    done = materialized[0].pedigree("inspect", str(small_recipe), "--row", "0", "--html", "/dev/null/page.html")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "Not a directory: '/dev/null'" in done.stderr or "File exists: '/dev/null'" in done.stderr
+
+
 def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):
     """The whole of a row: the masked tokens are the response, and both log-probs are there for a held-out pair."""
     home, _ = materialized
