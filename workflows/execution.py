@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Progress bars and reports tell what happens; Dagster's own log of a run is in its event log.
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+_OURS = f"{PedigreeError.__module__}."
 Outcome = Literal["computed", "reused", "failed"]
 
 
@@ -159,11 +160,11 @@ def _asset_runs(
 
 
 def _reason(failure: dg.DagsterEvent) -> str:
+    """Of an error that a person can act on its message, which says it all; else the root cause with the name of its class."""
     error = failure.step_failure_data.error
-    while error is not None and error.cause is not None:
-        error = error.cause
     if error is None:
         return "the step failed without an error"
-    # Of an error that a person can act on the message says it all; any other needs the name of its class.
+    while not error.message.startswith(_OURS) and error.cause is not None:
+        error = error.cause
     message: str = error.message.strip()
-    return message.removeprefix(f"{PedigreeError.__module__}.{error.cls_name}: ")
+    return message.removeprefix(f"{_OURS}{error.cls_name}: ")
