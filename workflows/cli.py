@@ -58,6 +58,8 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except PedigreeError as error:
             _fail(str(error), error.exit_code)
+        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
+            _fail("interrupted; what was finished is kept, and the same command goes on from there", 1)
         except OSError as error:
             _fail(f"{error}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
         except OperationalError as error:
