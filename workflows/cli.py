@@ -28,7 +28,7 @@ from assets.page import write_page
 from model_registry.connection import is_server
 from training.contract.errors import PedigreeError
 from workflows import show
-from workflows.execution import RunReport, materialize
+from workflows.execution import INTERRUPTED, RunReport, materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
@@ -59,7 +59,7 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
         except PedigreeError as error:
             _fail(str(error), error.exit_code)
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
-            _fail("interrupted; what was finished is kept, and the same command goes on from there", 1)
+            _fail(INTERRUPTED, PedigreeError.exit_code)
         except OSError as error:
             _fail(f"{error}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
         except OperationalError as error:

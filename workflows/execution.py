@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Progress bars and reports tell what happens; Dagster's own log of a run is in its event log.
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _OURS = f"{PedigreeError.__module__}."
 Outcome = Literal["computed", "reused", "failed"]
 
@@ -166,5 +167,7 @@ def _reason(failure: dg.DagsterEvent) -> str:
         return "the step failed without an error"
     while not error.message.startswith(_OURS) and error.cause is not None:
         error = error.cause
+    if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
+        return INTERRUPTED
     message: str = error.message.strip()
     return message.removeprefix(f"{_OURS}{error.cls_name}: ")

@@ -61,12 +61,12 @@ def until_steps(home: Path, count: int) -> Path:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
 def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, number):
-    home, said = without_policy, tmp_path / "stderr"
-    with open(said, "wb") as stderr:
+    home, told, said = without_policy, tmp_path / "stdout", tmp_path / "stderr"
+    with open(told, "wb") as stdout, open(said, "wb") as stderr:
         process = subprocess.Popen(
             [PEDIGREE, "run", str(long_recipe), "--json"],
             env=home.environment,
-            stdout=subprocess.DEVNULL,
+            stdout=stdout,
             stderr=stderr,
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
@@ -82,8 +82,9 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
     assert left == []
     process.wait(60)
     if number == signal.SIGINT:
-        assert process.returncode == 1
-        assert "error: interrupted" in said.read_text() and "Traceback" not in said.read_text()
+        last = json.loads(told.read_text())["assets"][-1]
+        assert (last["asset"], last["outcome"], last["error"][:12]) == ("policy", "failed", "interrupted;")
+        assert process.returncode == 1 and "Traceback" not in said.read_text()
 
 
 def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_policy, materialized):
