@@ -83,6 +83,11 @@ def test_order_is_the_same_in_every_version():
 GOLDEN = [3, 2, 1, 6, 0, 7, 4, 5]
 
 
+def test_nobody_writes_into_the_order_that_others_share():
+    with pytest.raises(ValueError, match="read-only"):
+        epoch_order(8, 0, 0)[0] = 5
+
+
 def test_a_rank_may_have_nothing_to_do():
     found = batches(10)
     assert [len(found.micro_batches(3, rank, 4)) for rank in range(4)].count(0) == 2
