@@ -142,7 +142,9 @@ class PairEncoder:
 
     def _assemble(self, prompt: _Tokens, chosen: _Tokens, rejected: _Tokens) -> EncodedPair:
         if not prompt.ids:
-            raise Dropped(DropReason.EMPTY_PROMPT, "the template writes nothing of it, and nothing predicts a first token")
+            raise Dropped(
+                DropReason.EMPTY_PROMPT, "the template writes nothing of it, and nothing predicts a first token"
+            )
         pair = EncodedPair(
             prompt.ids, self._response(prompt.ids, chosen, "chosen"), self._response(prompt.ids, rejected, "rejected")
         )

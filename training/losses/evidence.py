@@ -88,7 +88,7 @@ class Evidence:
             beta=settings.beta,
             policy_B2=_lessened(logprobs.policy_B2, logprobs.policy_tails_B2, settings.ld_alpha),
             reference_B2=_lessened(logprobs.reference_B2, logprobs.reference_tails_B2, settings.ld_alpha),
-            tokens_B2=logprobs.tokens_B2.clamp(min=1),
+            tokens_B2=logprobs.tokens_B2,
             whole_chosen_B=logprobs.policy_B2[:, 0],
             divergence=settings.divergence,
         )
