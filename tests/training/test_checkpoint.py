@@ -14,16 +14,15 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
+from tests.training.runs import ALONE
 from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
 from training.contract.optimizer import AdamW
-from training.distributed import Group
 from training.optim import Optimizers, build_optimizer
 from training.pieces import Held, PieceReader, piece_of, write_pieces
 from training.saver import Saver
 
-ALONE = Group(0, 1, torch.device("cpu"))
 JOB = Derivation(kind="policy", code_version="1", inputs={}, settings={"beta": 0.1})
 SHAPES = {"a.weight": (5, 3), "b": (4,), "c": (1, 2)}
 
