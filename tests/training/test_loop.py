@@ -147,6 +147,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(tiny_world):
     assert len(told(job)) == 1
 
 
+def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_world):
+    """Numbers around 1e30 are float32; the sum of their squares is none."""
+    loss = {"type": "mixture", "beta": BETA, "of": [{"type": "sigmoid", "weight": 1e30}]}
+    job = tiny_world.job("policy", settings(loss=loss))
+    with pytest.raises(TrainingError, match="step 1: the norm of the gradient is inf on all 1 ranks together"):
+        tune(job)
+    assert told(job) == []
+
+
 def test_bfloat16_learns_like_float32(tiny_world):
     """Masters keep what bfloat16 would round away: with a rate of 1e-5 a bfloat16 weight near 1 would never move."""
     exact = tiny_world.job("policy", settings(), "exact")
