@@ -22,9 +22,14 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def untouched_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
 @pytest.fixture
-def tiny_world(tmp_path: Path) -> TinyWorld:
-    return build_world(tmp_path)
+def tiny_world(untouched_world: TinyWorld, tmp_path: Path) -> TinyWorld:
+    return untouched_world.copied_to(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """A tiny world to train in: a random Llama, random pairs, and the reference's log-probs by plain transformers."""
 
+import copy
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,24 +26,38 @@ class TinyWorld:
     """Folders of artifacts as a job gets them, the pairs they hold, and a way to make jobs on them."""
 
     root: Path
-    model: Path
-    pairs: Path
-    reference: Path
-    examples: list[dict[str, Any]]
+    examples: Examples
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def pairs(self) -> Path:
+        return self.root / "pairs"
+
+    @property
+    def reference(self) -> Path:
+        return self.root / "reference"
+
+    def copied_to(self, root: Path) -> "TinyWorld":
+        """The same world for somebody who may change it."""
+        shutil.copytree(self.root, root, dirs_exist_ok=True)
+        return TinyWorld(root, copy.deepcopy(self.examples))
 
     def job(self, kind: JobKind, settings: dict[str, Any], name: str = "job", **compute: Any) -> Job:
         folders = {
-            "tokenized_pairs": ("tokenized_pairs", self.pairs),
-            "reference_logprobs": ("reference_logprobs", self.reference),
-            "reference_model": ("reference_model", self.model),
-            "base_model": ("base_model", self.model),
+            "tokenized_pairs": self.pairs,
+            "reference_logprobs": self.reference,
+            "reference_model": self.model,
+            "base_model": self.model,
         }
         wanted = ("tokenized_pairs", "base_model") if kind == "sft" else tuple(n for n in folders if n != "base_model")
         job = Job(
             kind=kind,
             artifact="reference_model" if kind == "sft" else "policy",
             code_version="1",
-            inputs={n: Input(kind=folders[n][0], fingerprint="0" * 64, folder=folders[n][1]) for n in wanted},
+            inputs={n: Input(kind=n, fingerprint="0" * 64, folder=folders[n]) for n in wanted},
             settings=settings,
             locations={},
             compute=Compute.model_validate({"device": "cpu", **compute}),
@@ -88,7 +104,7 @@ def build_world(
     )
     model = LlamaForCausalLM(config).eval()
     examples = arrange(_random_examples(train, validation))
-    world = TinyWorld(root, root / "model", root / "pairs", root / "reference", examples)
+    world = TinyWorld(root, examples)
     model.save_pretrained(world.model)
     _write_pairs(world)
     _write_reference(world, model)
