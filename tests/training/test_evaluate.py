@@ -330,6 +330,11 @@ def test_wilsons_interval(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
 
 
+def test_no_share_lies_outside_of_0_and_1():
+    """In floats the formula ends 1e-17 below 0 for 0 of 21, and above 1 for 11 of 11."""
+    assert wilson_interval(0, 21)[0] == 0 and wilson_interval(11, 11)[1] == 1
+
+
 class Page(HTMLParser):
     """Tags, attributes and text of a page, as a browser would take them apart."""
 
