@@ -92,9 +92,8 @@ def _histogram(margins: Sequence[float]) -> _Histogram:
     """Bins of one width with an edge at zero, so that no bar mixes pairs won with pairs lost."""
     values = np.asarray(margins, dtype=np.float64)
     width = max(float(np.ptp(np.append(values, 0.0))) / _BINS, 1e-9)
-    numbers = np.floor(values / width).astype(
-        int
-    )  # of each value's bin; from edges, rounding could put one outside of all
+    # Numbers of bins, not their edges: rounding could put a value outside of all.
+    numbers = np.floor(values / width).astype(int)
     first, last = min(int(numbers.min()), 0), max(int(numbers.max()), 0) + 1
     counts = np.bincount(numbers - first, minlength=last - first)
     most, step = int(counts.max()), _PLOT_WIDTH / (last - first)
