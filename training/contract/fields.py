@@ -20,10 +20,10 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(NUM
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Share = Annotated[float, Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
-# More is a slip of the hand, and would not fit where counts and seeds are kept.
+# More is a slip of the hand, and would not fit where counts are kept.
 MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
