@@ -1,0 +1,208 @@
+"""Jobs on several machines: one process here, the conductor, leads one on each machine, started through its prefix.
+
+    launcher ──pipe──> conductor ──> ssh -T gpu-1 ──> node.py ──> torchrun ──> ranks
+                            └──────> ssh -T gpu-2 ──> node.py ──> torchrun ──> ranks
+
+It stands where a supervisor stands on one machine, and keeps its promise: when the launcher dies or cancels, everything is
+ended, here and there, and the lock of the key is free only then. One node that ends badly ends the job: the conductor
+ends the others and says why. The log has the lines of all nodes, each with the number of its node.
+
+ssh closes the files that it inherits, the lock's among them, so a shell before it holds that open as long as ssh lives.
+"""
+
+import contextlib
+import hashlib
+import os
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from training.contract.errors import NodesError
+from training.contract.job import Failure, Job
+from training.launch.local import LocalHandle, LocalLauncher, environment, start_process
+from training.launch.node import MARK, Order, Word, software
+from training.launch.nodes_file import Node, Nodes, take_nodes
+from training.launch.supervisor import CANCELLED, SIGNALS, restore_signals
+
+_HOLD_OPEN = ("sh", "-c", '"$@"; exit "$?"', "sh")
+_LOOK_SECONDS = 0.1
+_ANSWER_SECONDS = 120.0  # for a connection, and for a Python that lies on a network file system
+_FAREWELL_SECONDS = 10.0  # beyond the grace of the job, for the connection
+_LAST_LINES = 20
+# What a user has set for the libraries; everything else, such as PATH, is the machine's own.
+_HANDED_ON = ("HF_", "TRANSFORMERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUBLAS_")
+
+
+class NodesLauncher:
+    """Jobs on the machines of `nodes.yaml` where they ask for several, else on this one."""
+
+    def __init__(self, nodes_file: Path, module: str = "training.main"):
+        self._nodes_file, self._module = nodes_file, module
+
+    def start(self, job: Job, lock: BinaryIO | None = None) -> LocalHandle:
+        """Raises NodesError if the file does not give the machines the job asks for."""
+        if job.nodes == 1:
+            return LocalLauncher(self._module).start(job, lock)
+        nodes = take_nodes(self._nodes_file, job.nodes).model_dump_json()
+        command = [sys.executable, "-m", "training.launch.conductor", nodes, self._module, str(job.path)]
+        return start_process(job, command, environment(os.environ, job.processes), lock)
+
+
+class Station:
+    """A node as it is seen from here: the process that reaches it, and what it has said."""
+
+    def __init__(self, node: Node, order: Order):
+        self.name = f"node {order.node} ({node})"
+        self.word: Word | None = None
+        self.detail = ""
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._command = [*node.run, node.python, "-P", "-m", "training.launch.node"]
+        self._process = subprocess.Popen(
+            [*_HOLD_OPEN, *self._command],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            close_fds=False,  # of the open files only the lock can be inherited, and it shall be
+            start_new_session=True,
+        )
+        self._copier = threading.Thread(target=self._copy, args=(f"[node {order.node}] ",), daemon=True)
+        self._copier.start()
+        self.tell(order.model_dump_json())
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its status tells
+            self._process.stdin.write(f"{line}\n".encode())
+
+    def status(self) -> int | None:
+        """The exit status of the process here, after all that it has said was heard; None while it runs."""
+        status = self._process.poll()
+        if status is not None:
+            self._copier.join(
+                1.0
+            )  # no longer: what a prefix leaves running, as ssh's ControlPersist, has the pipe as well
+        return status
+
+    def has_done_well(self) -> bool:
+        """By both accounts: not every prefix hands on a status."""
+        return (self.status(), self.word, self.detail) == (0, Word.ENDED, "0")
+
+    def hang_up(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, which is forced after `seconds`."""
+        try:
+            self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            _write(f"{self.name} has not ended in time; its connection is cut")
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._copier.join(1.0)
+
+    def account(self) -> str | None:
+        """Why it ended badly; None if it is for its ranks, or for torchrun, to say."""
+        status, said = self.status(), " / ".join(self.last_lines)
+        command = shlex.join(self._command)
+        if self.word == Word.REFUSED:
+            return f"{self.name}: {self.detail}"
+        if self.word == Word.ENDED:
+            return None
+        if self.word is not None:
+            return f"{self.name}: the connection broke, or its supervisor was killed ({status=}); it said: {said}"
+        ended = "has not answered" if status is None else f"ended with status {status} before it answered"
+        return (
+            f"{self.name}: `{command}` {ended}; it said: {said or 'nothing'}. The prefix must reach the machine without a "
+            "question, and the environment's Python must be there (`python` in nodes.yaml, if elsewhere): try it by hand"
+        )
+
+    def _copy(self, prefix: str) -> None:
+        assert self._process.stdout is not None
+        with open(self._process.stdout.fileno(), encoding="utf-8", errors="replace", closefd=False) as said:
+            for line in said:
+                text = line.rstrip("\r\n")
+                if text.startswith(MARK):
+                    word, _, self.detail = text.removeprefix(MARK).partition(" ")
+                    self.word = Word(word)
+                else:
+                    self.last_lines.append(text)
+                _write(prefix + text)
+
+
+def conduct(nodes: Nodes, module: str, job: Job) -> int:
+    """Lead the job to its end on all nodes; the status is that of the first that ended badly, or CANCELLED."""
+    launcher = os.getppid()
+    stations = [Station(node, order) for node, order in zip(nodes.nodes, _orders(nodes, module, job), strict=True)]
+    try:
+        failed = _follow(stations, launcher)
+        status = 0 if all(station.has_done_well() for station in stations) else CANCELLED
+        if failed is not None and (account := failed.account()) is not None:
+            Failure(type=NodesError.__name__, message=account, rank=None, traceback="").write_first(job.error)
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        _end(stations, job.grace_seconds + _FAREWELL_SECONDS)
+    if failed is None:
+        return status
+    # Again, since what the others said when they were ended has come after it.
+    _write("\n".join([f"the first to end badly was {failed.name}; before, it said", *failed.last_lines]))
+    return max(failed.status() or 0, 1)
+
+
+def _orders(nodes: Nodes, module: str, job: Job) -> list[Order]:
+    common = Order(
+        node=0,
+        addresses=tuple(node.address for node in nodes.nodes),
+        port=nodes.port,
+        module=module,
+        job=job.path,
+        sha256=hashlib.sha256(job.path.read_bytes()).hexdigest(),
+        software=software(),
+        environment={name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)},
+    )
+    return [common.model_copy(update={"node": number}) for number in range(len(nodes.nodes))]
+
+
+def _follow(stations: Sequence[Station], launcher: int) -> Station | None:
+    """Until all have ended or the launcher wants it to end; or the first that ended badly, or has not answered in time."""
+    deadline, told = time.monotonic() + _ANSWER_SECONDS, False
+    while os.getppid() == launcher and not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
+        late = time.monotonic() > deadline
+        for station in stations:
+            ended = station.status() is not None and not station.has_done_well()
+            if ended or (late and station.word is None):
+                return station
+        if all(station.has_done_well() for station in stations):
+            break
+        if not told and all(station.word == Word.READY for station in stations):
+            for station in stations:
+                station.tell("go")
+            told = True
+    return None
+
+
+def _end(stations: Sequence[Station], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for station in stations:
+        station.hang_up()
+    for station in stations:
+        station.wait(deadline - time.monotonic())
+
+
+def _write(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+if __name__ == "__main__":
+    restore_signals()
+    sys.exit(conduct(Nodes.model_validate_json(sys.argv[1]), sys.argv[2], Job.read(Path(sys.argv[3]))))
