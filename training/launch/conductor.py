@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 from training.contract.errors import NodesError
 from training.contract.job import Failure, Job
-from training.launch.local import LocalHandle, LocalLauncher, environment, start_process
+from training.launch.local import LocalHandle, LocalLauncher, start_process
 from training.launch.node import MARK, Order, Word, software
 from training.launch.nodes_file import Node, Nodes, take_nodes
 from training.launch.supervisor import CANCELLED, SIGNALS, restore_signals
@@ -37,8 +37,8 @@ _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 120.0  # for a connection, and for a Python that lies on a network file system
 _FAREWELL_SECONDS = 10.0  # beyond the grace of the job, for the connection
 _LAST_LINES = 20
-# What a user has set for the libraries; everything else, such as PATH, is the machine's own.
-_HANDED_ON = ("HF_", "TRANSFORMERS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUBLAS_")
+# What a user has set for computing and communicating. Everything else is the machine's own, and no token is among these.
+_HANDED_ON = ("TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUBLAS_")
 
 
 class NodesLauncher:
@@ -52,14 +52,15 @@ class NodesLauncher:
         if job.nodes == 1:
             return LocalLauncher(self._module).start(job, lock)
         nodes = take_nodes(self._nodes_file, job.nodes).model_dump_json()
-        command = [sys.executable, "-m", "training.launch.conductor", nodes, self._module, str(job.path)]
-        return start_process(job, command, environment(os.environ, job.processes), lock)
+        command = [sys.executable, "-P", "-m", "training.launch.conductor", nodes, self._module, str(job.path)]
+        return start_process(job, command, dict(os.environ), lock)
 
 
 class Station:
     """A node as it is seen from here: the process that reaches it, and what it has said."""
 
     def __init__(self, node: Node, order: Order):
+        self.number = order.node
         self.name = f"node {order.node} ({node})"
         self.word: Word | None = None
         self.detail = ""
@@ -74,7 +75,7 @@ class Station:
             close_fds=False,  # of the open files only the lock can be inherited, and it shall be
             start_new_session=True,
         )
-        self._copier = threading.Thread(target=self._copy, args=(f"[node {order.node}] ",), daemon=True)
+        self._copier = threading.Thread(target=self._copy, args=(f"[node {self.number}] ",), daemon=True)
         self._copier.start()
         self.tell(order.model_dump_json())
 
@@ -122,7 +123,7 @@ class Station:
             return f"{self.name}: the connection broke, or its supervisor was killed ({status=}); it said: {said}"
         ended = "has not answered" if status is None else f"ended with status {status} before it answered"
         return (
-            f"{self.name}: `{command}` {ended}; it said: {said or 'nothing'}. The prefix must reach the machine without a "
+            f"node {self.number}: `{command}` {ended}; it said: {said or 'nothing'}. The prefix must reach the machine without a "
             "question, and the environment's Python must be there (`python` in nodes.yaml, if elsewhere): try it by hand"
         )
 
@@ -145,17 +146,16 @@ def conduct(nodes: Nodes, module: str, job: Job) -> int:
     stations = [Station(node, order) for node, order in zip(nodes.nodes, _orders(nodes, module, job), strict=True)]
     try:
         failed = _follow(stations, launcher)
-        status = 0 if all(station.has_done_well() for station in stations) else CANCELLED
-        if failed is not None and (account := failed.account()) is not None:
+        if failed is None:
+            return 0 if all(station.has_done_well() for station in stations) else CANCELLED
+        if (account := failed.account()) is not None:
             Failure(type=NodesError.__name__, message=account, rank=None, traceback="").write_first(job.error)
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         _end(stations, job.grace_seconds + _FAREWELL_SECONDS)
-    if failed is None:
-        return status
     # Again, since what the others said when they were ended has come after it.
-    _write("\n".join([f"the first to end badly was {failed.name}; before, it said", *failed.last_lines]))
+    _write("\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))
     return max(failed.status() or 0, 1)
 
 

@@ -6,14 +6,15 @@ of C++. Here the machine that could not come, or the one that waited for it, say
 
 import socket
 import time
+from collections.abc import Sequence
 
 import psutil
 
 from training.contract.errors import NodesError
 
-_SECONDS = 20.0
 _BETWEEN_ATTEMPTS = 0.1
 _FOR_A_WORD = 2.0
+_ALL_HERE = b"."
 
 
 def interface_of(address: str) -> str:
@@ -33,21 +34,21 @@ def interface_of(address: str) -> str:
     raise NodesError(f"`address: {named}` belongs to no interface of that machine, which has {there}")
 
 
-def meet(node: int, addresses: tuple[str, ...], port: int) -> None:
-    """Return when every machine has reached the first one. Raises NodesError where they cannot."""
+def meet(node: int, addresses: Sequence[str], port: int, seconds: float = 20.0) -> None:
+    """Return when every machine has reached the first one. Raises NodesError where one cannot in so many seconds."""
     if node == 0:
-        _receive_others(addresses[0], port, set(range(1, len(addresses))))
+        _receive_others(addresses[0], port, set(range(1, len(addresses))), seconds)
     else:
-        _go_to_first(node, addresses[0], port)
+        _go_to_first(node, addresses[0], port, seconds)
 
 
-def _receive_others(address: str, port: int, missing: set[int]) -> None:
-    deadline, guests = time.monotonic() + _SECONDS, []
+def _receive_others(address: str, port: int, missing: set[int], seconds: float) -> None:
+    deadline, guests = time.monotonic() + seconds, []
     try:
         server = _listen(address, port)
     except OSError as error:
         raise NodesError(
-            f"cannot listen at {address}, port {port}: {error}; wait for the job that does, or set another `port`"
+            f"cannot listen at {address}, port {port}: {error.strerror}; wait for the job that does, or set another `port`"
         ) from error
     with server:
         while missing:
@@ -56,10 +57,11 @@ def _receive_others(address: str, port: int, missing: set[int]) -> None:
                 guests.append(server.accept()[0])
             except TimeoutError:
                 who = ", ".join(f"node {number}" for number in sorted(missing))
-                raise NodesError(f"waited {_SECONDS:.0f} s at {address}, port {port}, for {who}") from None
+                raise NodesError(f"waited {seconds:.0f} s at {address}, port {port}, for {who}") from None
             missing.discard(_number(guests[-1]))
     for guest in guests:
-        guest.close()
+        with guest:
+            guest.sendall(_ALL_HERE)
 
 
 def _number(guest: socket.socket) -> int | None:
@@ -71,26 +73,24 @@ def _number(guest: socket.socket) -> int | None:
         return None
 
 
-def _go_to_first(node: int, address: str, port: int) -> None:
-    deadline = time.monotonic() + _SECONDS
-    with _reach(address, port, deadline) as first:
-        first.settimeout(2 * _SECONDS)  # node 0 is to be the first to say whom it misses
-        try:
-            first.sendall(f"{node}".encode())
-            first.recv(1)  # returns when node 0 closes, since everybody has come
-        except OSError as error:
-            raise NodesError(f"lost node 0 at {address}, port {port}, while it waited for others: {error}") from error
+def _go_to_first(node: int, address: str, port: int, seconds: float) -> None:
+    with _reach(address, port, seconds) as first:
+        first.settimeout(2 * seconds)  # node 0 is to be the first to say whom it misses
+        first.sendall(f"{node}".encode())
+        if first.recv(len(_ALL_HERE)) != _ALL_HERE:
+            raise NodesError(f"node 0 at `address: {address}`, port {port}, gave up while it waited for others")
 
 
-def _reach(address: str, port: int, deadline: float) -> socket.socket:
+def _reach(address: str, port: int, seconds: float) -> socket.socket:
     """Attempts go on, since node 0 may listen a little later."""
+    deadline = time.monotonic() + seconds
     while True:
         try:
             return socket.create_connection((address, port), timeout=max(0.01, deadline - time.monotonic()))
         except OSError as error:
             if time.monotonic() > deadline:
                 raise NodesError(
-                    f"could not reach node 0 at `address: {address}`, port {port}, in {_SECONDS:.0f} s: {error}; the "
+                    f"could not reach node 0 at `address: {address}`, port {port}, in {seconds:.0f} s: {error}; the "
                     "machines need a network without a firewall between them"
                 ) from error
             time.sleep(_BETWEEN_ATTEMPTS)

@@ -42,7 +42,10 @@ class Word(enum.StrEnum):
 
 
 class Order(Section):
-    """What a node is told. `software`: of the machine where the job was launched; `environment`: what its user has set."""
+    """What a node is told. `software`: of the machine where the job was launched; `environment`: what its user has set.
+
+    Where this machine has set the same, or the prefix by `env NAME=value`, that stays.
+    """
 
     node: int
     addresses: tuple[str, ...]
@@ -73,7 +76,7 @@ def work() -> int:
         _say(Word.REFUSED, str(error))
         return 1
     sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
-    given = {**sockets, **environment({**os.environ, **order.environment}, job.processes)}
+    given = {**sockets, **environment({**order.environment, **os.environ}, job.processes)}
     _say(Word.STARTED, f"{job.processes} processes of {given['OMP_NUM_THREADS']} threads")
     status = supervise(job.grace_seconds, [*_torchrun(order, job), "-m", order.module, str(order.job)], given)
     _say(Word.ENDED, str(status))

@@ -88,4 +88,5 @@ def _read(path: Path, count: int) -> Nodes:
 
 def _fault(place: tuple[int | str, ...], value: Any, message: str) -> str:
     field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-    return f"`{field}`: {message}" if message == "Field required" else f"`{field}`: {value!r}: {message}"
+    told = message if message == "Field required" else f"{value!r}: {message}"
+    return f"`{field}`: {told}" if field else told
