@@ -6,21 +6,14 @@
 It stands where a supervisor stands on one machine, and keeps its promise: when the launcher dies or cancels, everything is
 ended, here and there, and the lock of the key is free only then. One node that ends badly ends the job: the conductor
 ends the others and says why. The log has the lines of all nodes, each with the number of its node.
-
-ssh closes the files that it inherits, the lock's among them, so a shell before it holds that open as long as ssh lives.
 """
 
-import contextlib
 import hashlib
 import os
 import select
-import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -28,15 +21,14 @@ from typing import BinaryIO
 from training.contract.errors import NodesError
 from training.contract.job import Failure, Job
 from training.launch.local import LocalHandle, LocalLauncher, start_process
-from training.launch.node import MARK, Order, Word, software
-from training.launch.nodes_file import Node, Nodes, take_nodes
+from training.launch.node import Order, Word, software
+from training.launch.nodes_file import Nodes, take_nodes
+from training.launch.station import Station, write
 from training.launch.supervisor import CANCELLED, SIGNALS, restore_signals
 
-_HOLD_OPEN = ("sh", "-c", '"$@"; exit "$?"', "sh")
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 120.0  # for a connection, and for a Python that lies on a network file system
 _FAREWELL_SECONDS = 10.0  # beyond the grace of the job, for the connection
-_LAST_LINES = 20
 # What a user has set for computing and communicating. Everything else is the machine's own, and no token is among these.
 _HANDED_ON = ("TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUBLAS_")
 
@@ -56,90 +48,6 @@ class NodesLauncher:
         return start_process(job, command, dict(os.environ), lock)
 
 
-class Station:
-    """A node as it is seen from here: the process that reaches it, and what it has said."""
-
-    def __init__(self, node: Node, order: Order):
-        self.number = order.node
-        self.name = f"node {order.node} ({node})"
-        self.word: Word | None = None
-        self.detail = ""
-        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self._command = [*node.run, node.python, "-P", "-m", "training.launch.node"]
-        self._process = subprocess.Popen(
-            [*_HOLD_OPEN, *self._command],
-            bufsize=0,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            close_fds=False,  # of the open files only the lock can be inherited, and it shall be
-            start_new_session=True,
-        )
-        self._copier = threading.Thread(target=self._copy, args=(f"[node {self.number}] ",), daemon=True)
-        self._copier.start()
-        self.tell(order.model_dump_json())
-
-    def tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its status tells
-            self._process.stdin.write(f"{line}\n".encode())
-
-    def status(self) -> int | None:
-        """The exit status of the process here, after all that it has said was heard; None while it runs."""
-        status = self._process.poll()
-        if status is not None:
-            self._copier.join(
-                1.0
-            )  # no longer: what a prefix leaves running, as ssh's ControlPersist, has the pipe as well
-        return status
-
-    def has_done_well(self) -> bool:
-        """By both accounts: not every prefix hands on a status."""
-        return (self.status(), self.word, self.detail) == (0, Word.ENDED, "0")
-
-    def hang_up(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    def wait(self, seconds: float) -> None:
-        """Until it has ended, which is forced after `seconds`."""
-        try:
-            self._process.wait(max(0.0, seconds))
-        except subprocess.TimeoutExpired:
-            _write(f"{self.name} has not ended in time; its connection is cut")
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._copier.join(1.0)
-
-    def account(self) -> str | None:
-        """Why it ended badly; None if it is for its ranks, or for torchrun, to say."""
-        status, said = self.status(), " / ".join(self.last_lines)
-        command = shlex.join(self._command)
-        if self.word == Word.REFUSED:
-            return f"{self.name}: {self.detail}"
-        if self.word == Word.ENDED:
-            return None
-        if self.word is not None:
-            return f"{self.name}: the connection broke, or its supervisor was killed ({status=}); it said: {said}"
-        ended = "has not answered" if status is None else f"ended with status {status} before it answered"
-        return (
-            f"node {self.number}: `{command}` {ended}; it said: {said or 'nothing'}. The prefix must reach the machine without a "
-            "question, and the environment's Python must be there (`python` in nodes.yaml, if elsewhere): try it by hand"
-        )
-
-    def _copy(self, prefix: str) -> None:
-        assert self._process.stdout is not None
-        with open(self._process.stdout.fileno(), encoding="utf-8", errors="replace", closefd=False) as said:
-            for line in said:
-                text = line.rstrip("\r\n")
-                if text.startswith(MARK):
-                    word, _, self.detail = text.removeprefix(MARK).partition(" ")
-                    self.word = Word(word)
-                else:
-                    self.last_lines.append(text)
-                _write(prefix + text)
-
-
 def conduct(nodes: Nodes, module: str, job: Job) -> int:
     """Lead the job to its end on all nodes; the status is that of the first that ended badly, or CANCELLED."""
     launcher = os.getppid()
@@ -155,7 +63,7 @@ def conduct(nodes: Nodes, module: str, job: Job) -> int:
             signal.signal(number, signal.SIG_IGN)
         _end(stations, job.grace_seconds + _FAREWELL_SECONDS)
     # Again, since what the others said when they were ended has come after it.
-    _write("\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))
+    write("\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))
     return max(failed.status() or 0, 1)
 
 
@@ -197,10 +105,6 @@ def _end(stations: Sequence[Station], seconds: float) -> None:
         station.hang_up()
     for station in stations:
         station.wait(deadline - time.monotonic())
-
-
-def _write(text: str) -> None:
-    os.write(1, f"{text}\n".encode())
 
 
 if __name__ == "__main__":

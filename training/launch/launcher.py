@@ -80,16 +80,14 @@ def _explain(job: Job, log: Path, status: int) -> str:
     failure = _read_failure(job.error)
     if failure is None:
         text = _tail(log)
-        return f"the {job.kind} job failed: {_ending(text, status)}; its log {log} ends with\n{_last_lines(text)}"
-    place = _place(job, failure.rank)
+        return f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log} ends with\n{_last_lines(text)}"
+    place = "" if failure.rank is None else f" on {_rank(job, failure.rank)}"
     account = f"the {job.kind} job failed{place}: {failure.type}: {failure.message}; its log is {log}"
     return f"{account}\n{failure.traceback.rstrip()}" if failure.traceback else account
 
 
-def _place(job: Job, rank: int | None) -> str:
-    if rank is None:
-        return ""
-    return f" on rank {rank}" + (f" (node {rank // job.processes})" if job.nodes > 1 else "")
+def _rank(job: Job, rank: int) -> str:
+    return f"rank {rank} (node {rank // job.processes})" if job.nodes > 1 else f"rank {rank}"
 
 
 def _read_failure(path: Path) -> Failure | None:
@@ -99,12 +97,12 @@ def _read_failure(path: Path) -> Failure | None:
     return None
 
 
-def _ending(log: str, status: int) -> str:
+def _ending(job: Job, log: str, status: int) -> str:
     """How the processes ended, the first cause first. torchrun ends its other ranks by SIGTERM, so that comes last."""
     ranks = [(int(rank), int(number)) for _, rank, number in _ENDED_BY_SIGNAL.findall(log)]
     if ranks:
         rank, number = min(ranks, key=lambda entry: entry[1] == signal.SIGTERM)
-        return f"rank {rank} was ended by {_signal_name(number)}"
+        return f"{_rank(job, rank)} was ended by {_signal_name(number)}"
     if status < 0:
         return f"its supervisor was ended by {_signal_name(-status)}"
     if status > 128:

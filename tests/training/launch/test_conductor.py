@@ -111,7 +111,7 @@ def test_a_rank_that_is_killed_ends_the_other_node_and_is_named(
         os.kill(note["pids"][1][0], signal.SIGKILL)
 
     message = failure(nodes_file([], ssh), job, kill)
-    assert message.startswith("the policy job failed: rank 1 was ended by SIGKILL")
+    assert message.startswith("the policy job failed: rank 1 (node 1) was ended by SIGKILL")
     assert "the first to end badly was node 1 (`ssh " in message
     assert alive(pids) == []
 
@@ -127,7 +127,7 @@ def test_a_connection_that_breaks_ends_both_sides(make_job: MakeJob, ssh: list[s
 
     message = failure(nodes_file([], ssh), job, cut)
     assert message.startswith("the policy job failed: NodesError: node 1 (`ssh ")
-    assert "the connection broke, or its supervisor was killed" in message
+    assert "the connection broke, or what ran there was killed" in message
     deadline = time.monotonic() + 10  # the other end of what was cut ends by itself
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
