@@ -24,7 +24,7 @@ _LOG_BYTES = 64 * 1024
 # An entry of the report with which torchrun ends: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
 # With several nodes each line begins with the number of its node, and lines of others may stand between the two.
 _ENDED_BY_SIGNAL = re.compile(
-    r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) ", re.MULTILINE
+    r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) )", re.MULTILINE
 )
 
 

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -49,7 +50,10 @@ def test_who_is_missing_is_named_and_nobody_goes_on(together: Callable[..., list
 
 def test_a_stranger_is_not_taken_for_a_node(together: Callable[..., list[str]]):
     def knock(port: int) -> None:
-        with socket.create_connection((HERE, port)) as stranger:
+        stranger = socket.socket()
+        while stranger.connect_ex((HERE, port)):
+            time.sleep(0.01)
+        with stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
 
     (said,) = together(0, before=knock)
