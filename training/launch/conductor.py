@@ -62,8 +62,8 @@ def conduct(nodes: Nodes, module: str, job: Job) -> int:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         _end(stations, job.grace_seconds + _FAREWELL_SECONDS)
-    # Again, since what the others said when they were ended has come after it.
-    write("\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))
+    # At the end, since what the others said when they were ended has come after it.
+    write(account or "\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))
     return max(failed.status() or 0, 1)
 
 

@@ -36,8 +36,8 @@ def interface_of(address: str) -> str:
 
 def meet(node: int, addresses: Sequence[str], port: int, seconds: float = 20.0) -> None:
     """Return when every machine has reached the first one. Raises NodesError where one cannot in so many seconds."""
-    if node == 0:
-        _receive_others(addresses[0], port, set(range(1, len(addresses))), seconds)
+    if node == 0:  # waits a little longer: who cannot reach it knows more of why
+        _receive_others(addresses[0], port, set(range(1, len(addresses))), 1.25 * seconds)
     else:
         _go_to_first(node, addresses[0], port, seconds)
 
@@ -75,7 +75,7 @@ def _number(guest: socket.socket) -> int | None:
 
 def _go_to_first(node: int, address: str, port: int, seconds: float) -> None:
     with _reach(address, port, seconds) as first:
-        first.settimeout(2 * seconds)  # node 0 is to be the first to say whom it misses
+        first.settimeout(2 * seconds)  # but node 0 is to be the first to say whom it misses
         first.sendall(f"{node}".encode())
         if first.recv(len(_ALL_HERE)) != _ALL_HERE:
             raise NodesError(f"node 0 at `address: {address}`, port {port}, gave up while it waited for others")

@@ -22,7 +22,7 @@ def together(free_port: Callable[[], int]) -> Callable[..., list[str]]:
 
         def come(node: int) -> None:
             try:
-                meet(node, [HERE] * 3, port, seconds=1.0)
+                meet(node, [HERE] * 3, port, seconds=0.8)
                 ends[node] = "met"
             except NodesError as error:
                 ends[node] = str(error).replace(str(port), "PORT")
