@@ -1,8 +1,8 @@
 """Samples: what a model answers to a few held-out prompts, greedily, so that people can see what training changed.
 
 The prompts are spread evenly over the distinct held-out ones, and dealt out to the ranks. An answer ends at a token
-that the tokenizer or the model's own generation settings call the end; none of those other settings (temperature,
-penalties) is used, since they would blur what the weights say.
+that the tokenizer or the model's config call the end, or that the answers in the data end with. Nothing is taken from
+the model's generation settings: temperature and penalties would blur what the weights say, and no fingerprint has them.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from training.data.batches import Pairs
+from training.data.tokenizer import control_ids
 from training.distributed import Group
 
 _NO_TOKEN = -1
@@ -28,11 +35,25 @@ def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> li
     return [distinct[i] for i in chosen]
 
 
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends an answer."""
-    configured = model.generation_config.eos_token_id
+def stop_tokens(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: Pairs, among: Sequence[int]
+) -> list[int]:
+    """Every token that ends an answer. Of the pairs at `among` the chosen responses show how the template ends one."""
+    configured = config.get_text_config().eos_token_id
     stops = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    stops |= {_last_control_token(pairs.response_ids(index), tokenizer) for index in among}
     return sorted(token for token in stops if token is not None)
+
+
+def _last_control_token(response: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The control token that `response` ends with; templates put blank text behind it. None where it ends with a word."""
+    controls = control_ids(tokenizer)
+    for token in reversed(response):
+        if token in controls:
+            return token
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_new_tokens: int) -> list[int]:
@@ -52,12 +73,12 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_
 def answers(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
+    stops: list[int],
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
     group: Group,
 ) -> list[str]:
     """What `model` answers to each prompt, as text; every rank does its share and gets all."""
-    stops = stop_tokens(model, tokenizer)
     rows = torch.full((len(prompts[group.rank :: group.world]), 1 + max_new_tokens), _NO_TOKEN, dtype=torch.int64)
     for row, at in zip(rows, range(group.rank, len(prompts), group.world), strict=True):
         tokens = greedy(model, prompts[at], stops, max_new_tokens)

@@ -43,9 +43,8 @@ from training.stepper import Stepper
 from training.tails import with_tails
 from training.trainer import Trainer, write_model
 
-_SERIES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
-_PROVEN_PAIRS = 16
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+_PROVEN_PAIRS = 16
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -73,7 +72,7 @@ class _Tuning:
         self.batches = self._batches()
         self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch
         stepper = Stepper(self.masters, objective, self.batches, self.settings, steps, group)
-        self.trainer = Trainer(job, group, events, stepper, _SERIES)
+        self.trainer = Trainer(job, group, events, stepper, ("loss", *_REWARDS))
         self.held_out = self.pairs.indices("validation")
 
     def observe(self, step: int) -> None:

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from training import evaluate, reference
 from training.contract.errors import CorruptArtifact, DataError, TrainingError
@@ -206,17 +209,41 @@ def test_generation_stops_at_the_end_of_a_turn(world):
     """tiny-chat answers a greeting within a few dozen tokens; what it says ends where it says so."""
     model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
     prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    tokens = greedy(model, prompt, stop_tokens(model, tokenizer), 300)
+    tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, Pairs.open(world.pairs.folder), [0]), 300)
     assert tokens == greedy_by_hand(model, prompt, tokenizer.eos_token_id, 300)
     assert 1 < len(tokens) < 300 and tokens[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.shared
-def test_either_end_token_counts_and_there_may_be_several(world):
+def test_what_the_config_calls_the_end_counts_and_there_may_be_several(world):
     model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
     for configured, stops in ((None, [2]), (2, [2]), (5, [2, 5]), ([7, 5], [2, 5, 7])):
-        model.generation_config.eos_token_id = configured
-        assert stop_tokens(model, tokenizer) == stops
+        model.config.eos_token_id = configured
+        model.generation_config.eos_token_id = 11
+        assert stop_tokens(model.config, tokenizer, Pairs.open(world.pairs.folder), [0]) == stops
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("response", "ends"),
+    [
+        ("Yes.<|im_end|>\n", [0, 2]),
+        ("Yes.<|im_end|>", [0, 2]),
+        ("Yes.<|im_start|> \n\n", [0, 1]),
+        ("Yes, cut at its greatest len", [0]),
+        ("A<|im_end|>B", [0]),
+        ("", [0]),
+    ],
+)
+def test_an_answer_ends_where_answers_of_the_data_do(world, response, ends):
+    """By tiny-chat's vocabulary, of which 0 to 2 are the control tokens; the tokenizer's own end is made token 0."""
+    tokenizer = load_tokenizer(str(world.model))
+    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2]
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    ids = [100, 101, *tokenizer(response)["input_ids"]]
+    lists = pa.array([ids], pa.list_(pa.int32()))
+    pairs = Pairs(pa.table({"row": [0], "prompt_length": pa.array([2], pa.int32()), "chosen_ids": lists}))
+    assert stop_tokens(LlamaConfig(eos_token_id=None), tokenizer, pairs, [0]) == ends
 
 
 @pytest.mark.shared
@@ -233,7 +260,7 @@ def test_generation_settings_of_the_model_blur_nothing(world):
 def test_a_prompt_that_fills_the_model_gets_what_is_left(world, length, left):
     model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
     assert len(greedy(model, [300] * length, [], 50)) == left
-    assert len(answers(model, [[300] * length], tokenizer, 50, ALONE)) == 1
+    assert len(answers(model, [[300] * length], [], tokenizer, 50, ALONE)) == 1
 
 
 @pytest.mark.shared
@@ -328,6 +355,11 @@ def test_wilsons_interval(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
 
 
+def test_no_share_lies_outside_of_0_and_1():
+    """In floats the formula ends 1e-17 below 0 for 0 of 21, and above 1 for 11 of 11."""
+    assert wilson_interval(0, 21)[0] == 0 and wilson_interval(11, 11)[1] == 1
+
+
 class Page(HTMLParser):
     """Tags, attributes and text of a page, as a browser would take them apart."""
 
@@ -392,7 +424,9 @@ def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
     assert f"{worst['loss']:,.4f}" in text
 
 
-@pytest.mark.parametrize("margins", [[0.0], [-3.0], [2.0, 2.0], [1e-300], [-1e6, 1e6], list(np.linspace(-1, 1, 500))])
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=5))
+@example([-0.9])  # 40 times a 40th of it is 1e-16 less in floats
+@example(list(np.linspace(-1, 1, 500)))
 def test_the_histogram_shows_every_pair_on_its_side_of_zero(margins):
     bars = re.findall(r'class="(good|bad)"><title>.*?: (\d+) pairs', page_of(margins=margins))
     assert sum(int(count) for _, count in bars) == len(margins)

@@ -5,14 +5,12 @@ import platform
 
 import torch
 
+from tests.training.runs import ALONE
 from training import loop, main
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.store import Store
-from training.distributed import Group
 from training.provenance import device_name, provenance
-
-ALONE = Group(0, 1, torch.device("cpu"))
 
 
 def test_what_is_told():

@@ -11,11 +11,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from training.contract.fields import (
+    MOST,
     Count,
     Fraction,
     Name,
     Positive,
     Section,
+    Seed,
     Share,
 )
 from training.contract.loss import Loss
@@ -61,7 +63,7 @@ class Tokenization(Section):
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = Field(default={})
     train_on: Literal["last_response", "assistant_turns"] = "last_response"
-    max_length: Annotated[int, Field(ge=2)] = 1024
+    max_length: Annotated[int, Field(ge=2, le=MOST)] = 1024
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
 
 
@@ -74,7 +76,7 @@ class SupervisedTuning(Section):
     optimizer: Optimizer = AdamW(learning_rate=2e-5)
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
-    seed: int = 0
+    seed: Seed = 0
 
 
 class Reference(Section):
@@ -116,7 +118,7 @@ class Training(Section):
     precision: Dtype = "float32"
     head_precision: Literal["exact", "float8"] = "exact"
     adapter: Adapter | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _float8_of_bfloat16(self) -> Self:
@@ -146,8 +148,8 @@ class TrainingSpec(Training):
 
 
 class Evaluation(Section):
-    samples: Annotated[int, Field(ge=0)] = 8
-    max_new_tokens: Count = 64
+    samples: Annotated[int, Field(ge=0, le=MOST)] = 8
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
 
 
 class Gate(Section):

@@ -6,12 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from training.distributed import Group
+from tests.training.runs import ALONE
 from training.parallel.masters import Untrained
 from training.parallel.replicated import Replicated
 from training.pieces import Held
-
-ALONE = Group(0, 1, torch.device("cpu"))
 
 
 def masters(folder: Path, precision: str = "float32", **sizes: int) -> Replicated:
