@@ -32,12 +32,12 @@ from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, train_items
 from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
-from training.model.load import load_model
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
-from training.parallel.masters import Masters, Untrained
+from training.parallel.masters import Masters
+from training.parallel.source import Frozen, Untrained
 from training.proof import Proof, prove_zero_margin, spread
 from training.stepper import Stepper
 from training.tails import with_tails
@@ -149,7 +149,7 @@ class _Tuning:
         """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof."""
         if not self._starts_apart:
             return self.masters.model
-        return load_model(self.job.inputs["reference_model"].folder, self.reference.dtype, self.group.device)
+        return self.masters.layout.place(Frozen(self.job.inputs["reference_model"], self.reference.dtype).load)
 
     def _prove(self, scored: HeldOut, where: str) -> Proof:
         return prove_zero_margin(scored, self.reference, self.settings, where)
