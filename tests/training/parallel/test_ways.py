@@ -131,6 +131,25 @@ def test_every_rank_refuses_what_one_met(tmp_path: Path, world_builder: Any, for
     assert [p.name for p in job.checkpoints.glob("*/*")] == ["step-00000001"]
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, world_builder: Any, forker: Any, way: str):
+    """The second of three ranks has no room for its file from step 3 on. All stop with its account, at the latest a step
+    after, and go on from step 2, with the losses of a run that nobody disturbed, once there is room."""
+    world = world_builder(tmp_path)
+    calm = made(job := world.job("policy", settings(), "calm"), forker.run(job))
+    job = world.job("policy", settings(), parallel=way, checkpoint_every=2, grace_seconds=1)
+    assert forker.run(job, 3, rank=1, full=3) == [1, 1, 1]
+    failure = json.loads(job.error.read_text())
+    assert failure["type"] == "StoreError"
+    [folder] = job.checkpoints.iterdir()
+    assert f"rank 1 cannot save the checkpoint of step 4 in {folder} (" in failure["message"]
+    assert "bytes free): " in failure["message"] and "File too large" in failure["message"]
+    assert sorted(p.name for p in folder.glob("step-*") if p.suffix != ".partial") == ["step-00000002"]
+    found = made(job, forker.run(job, 3))
+    assert "resumed from the checkpoint of step 2" in [e["text"] for e in told(found, "note")]
+    assert losses(found) == pytest.approx(losses(calm), abs=1e-5)
+
+
 def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, world_builder: Any, forker: Any):
     """Two ranks until step 5, then one, or the other way round: the data are in the same order, and losses those of a run
     that nobody disturbed."""
