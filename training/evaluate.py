@@ -9,7 +9,6 @@
 Legend: V held-out pairs.
 """
 
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
     after = answers(policy, prompts, tokenizer, length, group)
-    del policy
-    gc.collect()  # its parts refer to each other; two models never have to fit at once
+    del policy  # two models never have to fit at once
     before = answers(layout.place(before_training.load), prompts, tokenizer, length, group)
     if not group.is_main:
         return Made("")

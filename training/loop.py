@@ -12,6 +12,7 @@
 The same code runs in one process or in many; results differ by rounding only.
 """
 
+import gc
 import json
 import math
 import shutil
@@ -140,13 +141,18 @@ class _Tuning:
                 )
             if self._starts_apart and len(self.held_out):
                 self._prove(self._scored(spread(self.held_out, _PROVEN_PAIRS), frozen), "held-out pairs")
+                del frozen
+                gc.collect()  # its parts refer to each other, and training wants the memory
 
     @property
     def _starts_apart(self) -> bool:
         return self.start is not self.job.inputs["reference_model"]
 
     def _reference_model(self) -> PreTrainedModel:
-        """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof."""
+        """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof.
+
+        That one lies on the ranks as the policy does: there is room beside it, since no moments are kept yet.
+        """
         if not self._starts_apart:
             return self.masters.model
         return self.masters.layout.place(Frozen(self.job.inputs["reference_model"], self.reference.dtype).load)

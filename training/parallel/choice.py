@@ -51,11 +51,8 @@ def choose(source: Source, parallel: Parallel, group: Group, own_bytes: int) -> 
         return parallel, "as the recipe says"
     needed, own = _count(source.folder) * source.parameter_bytes, torch.tensor([own_bytes], device=group.device)
     there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must choose alike
-    chosen: Parallel = "ddp" if needed <= _PART * there else "fsdp"
-    return (
-        chosen,
-        f"{source.work} takes {needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB",
-    )
+    figures = f"{needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
+    return "ddp" if needed <= _PART * there else "fsdp", f"{source.work} takes {figures}"
 
 
 def device_bytes(group: Group) -> int:

@@ -12,6 +12,7 @@ part of `response_logprobs` that touches weights is made known to FSDP as a forw
 then an exchange, so all ranks run equally many.
 """
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,14 +56,15 @@ class Layout:
 
     def place(self, load: Load, precision: MixedPrecisionPolicy | None = None) -> PreTrainedModel:
         """The model that `load` gives, laid out on all ranks. Raises ModelError on every rank where rank 0 meets one."""
+        gc.collect()  # a model that was let go before still stands where its parts refer to each other
         arriving = _Arriving(load, self.group)
         model = arriving.model
         if not self.is_sharded:
             arriving.take(model)
             return model
+        mesh = self.mesh if self.copies > 1 else self.mesh["shard"]
         for part in [*_layers(model), model]:
             arriving.take(part)
-            mesh = self.mesh if self.copies > 1 else self.mesh["shard"]
             fully_shard(part, mesh=mesh, mp_policy=precision or MixedPrecisionPolicy())
         hook_passes(model)
         return model
@@ -96,15 +98,15 @@ class _Arriving:
         for name in [name for name in self._left if name.startswith(prefix)]:
             place = self._left.pop(name)
             if place.owner not in arrived:
-                arrived[place.owner] = self._receive(place, prefix)
+                arrived[place.owner] = self._receive(place)
             path, _, leaf = name.rpartition(".")
             setattr(self.model.get_submodule(path), leaf, arrived[place.owner])
 
-    def _receive(self, place: _Place, prefix: str) -> Tensor:
+    def _receive(self, place: _Place) -> Tensor:
         if place.name != place.owner:
             raise ModelError(
-                f"{place.name} and {place.owner} are one tensor, and {prefix} is a layer whose weights would lie on the ranks "
-                f"apart from those of others: set `compute.parallel: ddp`"
+                f"{place.name} and {place.owner} are one tensor, and layers that are gathered one at a time cannot share any: "
+                f"set `compute.parallel: ddp`"
             )
         path, _, leaf = place.name.rpartition(".")
         own: Tensor = getattr(self.model.get_submodule(path), leaf)
@@ -112,7 +114,7 @@ class _Arriving:
             whole = own.detach().to(self._group.device).contiguous()
         else:
             whole = torch.empty(place.shape, dtype=getattr(torch, place.dtype), device=self._group.device)
-        self._group.broadcast_(whole)
+        self._group.broadcast_(whole.view(-1).view(torch.uint8))  # as bytes: not every backend knows every dtype
         return Parameter(whole, own.requires_grad) if isinstance(own, Parameter) else whole
 
 
@@ -152,5 +154,11 @@ def _places(model: PreTrainedModel) -> list[_Place]:
 
 
 def _layers(model: PreTrainedModel) -> list[Module]:
-    """The layers that transformers says must stay in one piece."""
-    return [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
+    """The layers that transformers says must stay in one piece. Raises ModelError if it knows of none."""
+    layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} names no layers (`_no_split_modules` of transformers) that could be gathered one at a "
+            f"time, so every rank would need room for all of it: set `compute.parallel: ddp`, or use another base model"
+        )
+    return layers
