@@ -8,7 +8,7 @@
 So every rank knows what the others know, and decides the same. On a GPU the numbers are fetched once, together with
 the norm of the gradient: of what is done here and in the stepper, it is where the processor waits for the device.
 
-Legend: M quantities, F flags.
+Legend: M quantities, F flags, R ranks.
 """
 
 from collections.abc import Callable
@@ -46,11 +46,11 @@ def agree(
     """Tell the others this rank's part, all but `norm` being its own; `suspect` is a tensor of one truth value."""
     world, device = group.world, group.device
     said_F = torch.tensor([flags.stopping, flags.saving, flags.failed], dtype=torch.float64, device=device)
-    by_rank = torch.zeros(2, world, dtype=torch.float64, device=device)
-    by_rank[0, group.rank] = suspect
-    by_rank[1, group.rank] = memory_mb
-    message = group.sum_(torch.cat([sums_M, said_F, by_rank.view(-1)]))
-    told = torch.cat([message, norm().double().view(1)]).tolist()
-    sums, said, rest = told[: len(sums_M)], told[len(sums_M) : len(sums_M) + 3], told[len(sums_M) + 3 :]
-    suspects = [rank for rank, value in enumerate(rest[:world]) if value]
-    return Agreed(sums, max(rest[world : 2 * world]), suspects, Flags(*(count > 0 for count in said)), rest[-1])
+    by_rank_2R = torch.zeros(2, world, dtype=torch.float64, device=device)
+    by_rank_2R[0, group.rank] = suspect
+    by_rank_2R[1, group.rank] = memory_mb
+    message = group.sum_(torch.cat([sums_M, said_F, by_rank_2R.view(-1)]))
+    told = torch.cat([message, norm().double().view(1)]).cpu()
+    all_M, said_F, suspect_R, memory_R, whole = told.split([len(sums_M), len(said_F), world, world, 1])
+    suspects = suspect_R.nonzero()[:, 0].tolist()
+    return Agreed(all_M.tolist(), float(memory_R.max()), suspects, Flags(*(said_F > 0).tolist()), float(whole))

@@ -44,9 +44,8 @@ from training.stepper import Stepper
 from training.tails import with_tails
 from training.trainer import Trainer, write_model
 
-_SERIES = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
-_PROVEN_PAIRS = 16
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+_PROVEN_PAIRS = 16
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -74,7 +73,7 @@ class _Tuning:
         self.batches = self._batches()
         self.steps = steps = self.settings.max_steps or self.settings.epochs * self.batches.steps_per_epoch
         stepper = Stepper(self.masters, objective, self.batches, self.settings, steps, group)
-        self.trainer = Trainer(job, group, events, stepper, _SERIES)
+        self.trainer = Trainer(job, group, events, stepper, ("loss", *_REWARDS))
         self.held_out = self.pairs.indices("validation")
 
     def observe(self, step: int) -> None:
@@ -141,8 +140,8 @@ class _Tuning:
                 )
             if self._starts_apart and len(self.held_out):
                 self._prove(self._scored(spread(self.held_out, _PROVEN_PAIRS), frozen), "held-out pairs")
-                del frozen
-                gc.collect()  # its parts refer to each other, and training wants the memory
+            del frozen
+            gc.collect()  # where it is another model, its parts refer to each other, and training wants the memory
 
     @property
     def _starts_apart(self) -> bool:

@@ -92,23 +92,24 @@ def _histogram(margins: Sequence[float]) -> _Histogram:
     """Bins of one width with an edge at zero, so that no bar mixes pairs won with pairs lost."""
     values = np.asarray(margins, dtype=np.float64)
     width = max(float(np.ptp(np.append(values, 0.0))) / _BINS, 1e-9)
-    first, last = int(np.floor(min(values.min(), 0.0) / width)), int(np.floor(max(values.max(), 0.0) / width)) + 1
-    edges = np.arange(first, last + 1) * width
-    counts, _ = np.histogram(values, edges)
+    # Numbers of bins, not their edges: rounding could put a value outside of all.
+    numbers = np.floor(values / width).astype(int)
+    first, last = min(int(numbers.min()), 0), max(int(numbers.max()), 0) + 1
+    counts = np.bincount(numbers - first, minlength=last - first)
     most, step = int(counts.max()), _PLOT_WIDTH / (last - first)
     bars = [
         _Bar(
-            left=round(at * step, 2),
+            left=round((number - first) * step, 2),
             top=round(_PLOT_HEIGHT * (1 - count / most), 2),
             width=round(step * 0.9, 2),
             height=round(_PLOT_HEIGHT * count / most, 2),
-            positive=at + first >= 0,
-            title=f"{_number(edges[at])} to {_number(edges[at + 1])}: {count} pairs",
+            positive=number >= 0,
+            title=f"{_number(number * width)} to {_number((number + 1) * width)}: {count} pairs",
         )
-        for at, count in enumerate(counts.tolist())
+        for number, count in enumerate(counts.tolist(), first)
         if count
     ]
-    return _Histogram(bars, float(edges[0]), float(edges[-1]), round(-first * step, 2), most)
+    return _Histogram(bars, first * width, last * width, round(-first * step, 2), most)
 
 
 _PAGE = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True).from_string("""\

@@ -38,8 +38,8 @@ class ResponseObjective:
         self._pairs, self._rows = pairs, pairs.rows
 
     def count(self, items: Positions) -> int:
-        """Response tokens; the first token of a sequence is predicted by nothing and counts for none."""
-        return sum(int(self._pairs.sequence(int(item), "chosen").mask_T[1:].sum()) for item in items)
+        """Response tokens. None of them is the first of its sequence: every prompt has a token."""
+        return sum(int(self._pairs.sequence(int(item), "chosen").mask_T.sum()) for item in items)
 
     def rows(self, items: Positions) -> Positions:
         return self._rows[items]

@@ -90,6 +90,7 @@ def test_too_few_shared_pairs_keep_the_champion():
     assert not decision.promote
     assert decision.reasons == ["only 9 held-out pairs are shared with the champion; 10 are needed"]
     assert decision.figures["shared_pairs"] == 9
+    assert decide(named([0.0, 0.1] * 5), CHAMPION).promote, "ten are enough"
 
 
 def test_pairs_that_only_one_of_them_has_do_not_count():

@@ -1,4 +1,4 @@
-"""A tiny world to train in: a random Llama, random pairs, and the reference's log-probs by plain transformers."""
+"""What tests of jobs share: a tiny world, a workshop for real jobs in this process, and a forker of ranks."""
 
 import json
 import os
@@ -7,68 +7,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from training.contract.events import EventWriter
-from training.contract.job import Input, Job, JobKind
-from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Compute
-from training.contract.store import Artifact, Made, Store
-from training.data.batches import KEY_BYTES, PAIRS_FILE, PAIRS_SCHEMA
-from training.distributed import Group
-
-VOCABULARY = 64
-
-
-@dataclass(frozen=True)
-class TinyWorld:
-    """Folders of artifacts as a job gets them, the pairs they hold, and a way to make jobs on them."""
-
-    root: Path
-    model: Path
-    pairs: Path
-    reference: Path
-    examples: list[dict[str, Any]]
-
-    def job(self, kind: JobKind, settings: dict[str, Any], name: str = "job", **compute: Any) -> Job:
-        folders = {
-            "tokenized_pairs": ("tokenized_pairs", self.pairs),
-            "reference_logprobs": ("reference_logprobs", self.reference),
-            "reference_model": ("reference_model", self.model),
-            "base_model": ("base_model", self.model),
-        }
-        wanted = ("tokenized_pairs", "base_model") if kind == "sft" else tuple(n for n in folders if n != "base_model")
-        job = Job(
-            kind=kind,
-            artifact="reference_model" if kind == "sft" else "policy",
-            code_version="1",
-            inputs={n: Input(kind=folders[n][0], fingerprint="0" * 64, folder=folders[n][1]) for n in wanted},
-            settings=settings,
-            locations={},
-            compute=Compute.model_validate({"device": "cpu", **compute}),
-            recipe={"name": "tiny"},
-            store=self.root / name / "store",
-            folder=self.root / name / "folder",
-        )
-        job.staging.mkdir(parents=True, exist_ok=True)
-        job.write()
-        return job
-
-    @staticmethod
-    def plain_logprob(model: PreTrainedModel, example: dict[str, Any], side: str) -> torch.Tensor:
-        """The summed log-prob of the masked tokens: one unpadded sequence, log-softmax over all logits."""
-        ids, mask = torch.tensor(example[f"{side}_ids"]), torch.tensor(example[f"{side}_mask"])
-        logits = model(input_ids=ids[None]).logits[0, :-1].float()
-        return (logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0] * mask[1:]).sum()
-
-    def split(self, name: str) -> list[dict[str, Any]]:
-        return [e for e in self.examples if e["split"] == name]
+from tests.training.workshop import Workshop
+from tests.training.worlds import TinyWorld, build_world
+from training.contract.job import Job
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -77,129 +22,19 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session")
+def untouched_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
+    return build_world(tmp_path_factory.mktemp("world"))
+
+
 @pytest.fixture
-def tiny_world(tmp_path: Path) -> TinyWorld:
-    return build_world(tmp_path)
+def tiny_world(untouched_world: TinyWorld, tmp_path: Path) -> TinyWorld:
+    return untouched_world.copied_to(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def world_builder() -> Callable[..., TinyWorld]:
     return build_world
-
-
-Examples = list[dict[str, Any]]
-
-
-def build_world(
-    root: Path,
-    train: int = 38,
-    validation: int = 7,
-    attention_dropout: float = 0.0,
-    tied: bool = True,
-    arrange: Callable[[Examples], Examples] = list,
-) -> TinyWorld:
-    """A world in `root`; `arrange` may put its examples in another order before they are written."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        attention_dropout=attention_dropout,
-        tie_word_embeddings=tied,
-    )
-    model = LlamaForCausalLM(config).eval()
-    examples = arrange(_random_examples(train, validation))
-    world = TinyWorld(root, root / "model", root / "pairs", root / "reference", examples)
-    model.save_pretrained(world.model)
-    _write_pairs(world)
-    _write_reference(world, model)
-    return world
-
-
-def _random_examples(train: int, validation: int) -> list[dict[str, Any]]:
-    random = np.random.default_rng(0)
-    examples = []
-    for row in range(train + validation):
-        prompt = random.integers(VOCABULARY, size=random.integers(2, 12)).tolist()
-        example: dict[str, Any] = {"row": 100 + row, "split": "train" if row < train else "validation"}
-        example["prompt_length"] = len(prompt)
-        for side in ("chosen", "rejected"):
-            response = random.integers(VOCABULARY, size=random.integers(1, 14)).tolist()
-            example[f"{side}_ids"] = prompt + response
-            example[f"{side}_mask"] = [False] * len(prompt) + [True] * len(response)
-            example[f"{side}_key"] = random.bytes(KEY_BYTES)
-        examples.append(example)
-    return examples
-
-
-def _write_pairs(world: TinyWorld) -> None:
-    (world.pairs / "tokenizer").mkdir(parents=True)
-    (world.pairs / "tokenizer" / "tokenizer_config.json").write_text("{}")
-    table = pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA)
-    with pa.OSFile(str(world.pairs / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
-        stream.write_table(table)
-
-
-def _write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
-    world.reference.mkdir()
-    columns: dict[str, Any] = {}
-    with torch.no_grad():
-        for side in ("chosen", "rejected"):
-            logprobs = [float(world.plain_logprob(model, example, side)) for example in world.examples]
-            columns[f"{side}_logprobs"] = np.array(logprobs)
-            columns[f"{side}_tokens"] = np.array([sum(e[f"{side}_mask"]) for e in world.examples], dtype=np.int32)
-    LogProbTable(**columns, rule="plain", dtype="float32").write(world.reference)
-
-
-Work = Callable[[Job, Group, EventWriter], Made]
-ALONE = Group(rank=0, world=1, device=torch.device("cpu"))
-
-
-@dataclass(frozen=True)
-class Workshop:
-    """Does real jobs, one after the other and in this process, and publishes what they make in a store of its own."""
-
-    root: Path
-
-    def job(
-        self,
-        kind: JobKind,
-        artifact: str,
-        inputs: dict[str, Artifact | Path],
-        settings: dict[str, Any],
-        locations: dict[str, Any] | None = None,
-    ) -> Job:
-        """A job on artifacts, or on folders that stand for one (whose fingerprint is then their name's, repeated)."""
-        job = Job(
-            kind=kind,
-            artifact=artifact,
-            code_version="1",
-            inputs={name: _as_input(name, given) for name, given in inputs.items()},
-            settings=settings,
-            locations=locations or {},
-            compute=Compute(device="cpu"),
-            recipe={},
-            store=self.root / "store",
-            folder=self.root / "jobs" / artifact,
-        )
-        job.write()
-        return job
-
-    def do(self, work: Work, job: Job) -> Artifact:
-        job.staging.mkdir(parents=True, exist_ok=True)
-        made = work(job, ALONE, EventWriter(job.events))
-        return Store(job.store).publish(job.staging, job.derivation, made)
-
-
-def _as_input(name: str, given: Artifact | Path) -> Input:
-    if isinstance(given, Path):
-        return Input(kind=name, fingerprint=given.name.encode().hex()[:64].ljust(64, "0"), folder=given)
-    return Input(kind=given.manifest.kind, fingerprint=given.fingerprint, folder=given.folder)
 
 
 @pytest.fixture(scope="session")

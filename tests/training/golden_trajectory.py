@@ -2,7 +2,7 @@
 
     python -m tests.training.golden_trajectory      # accept the trajectory as it is now; commit the file with the reason
 
-The run is the real `policy` job on the tiny world of conftest.py: 38 pairs, batches of 8, so ten epochs and ten batches that
+The run is the real `policy` job on the tiny world of worlds.py: 38 pairs, batches of 8, so ten epochs and ten batches that
 are not full; AdamW with decay, warm-up and cosine, clipping in most steps, micro-batches of 128 tokens, one thread.
 
 Processors differ in the last bits. To see by how much, run the test under `ATEN_CPU_CAPABILITY=default` or `avx2` (torch's
@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests.training.conftest import build_world
+from tests.training.runs import ALONE
+from tests.training.worlds import build_world
 from training.contract.events import EventWriter, read_events
 from training.contract.job import Job
 from training.contract.recipe import Training
-from training.distributed import Group
 from training.loop import run
 
 FILE = Path(__file__).parent / "golden" / "trajectory.json"
@@ -43,7 +43,7 @@ SETTINGS = {
 def trajectory(folder: Path, **changes: Any) -> dict[str, Any]:
     """Train in `folder`; each series, a number a step, and the fingerprint of the trained weights."""
     job: Job = build_world(folder).job("policy", Training.model_validate(SETTINGS | changes).model_dump(mode="json"))
-    made = run(job, Group(0, 1, torch.device("cpu")), EventWriter(job.events))
+    made = run(job, ALONE, EventWriter(job.events))
     steps = [event for event in read_events(job.events) if event["event"] == "step"]
     return {name: [step[name] for step in steps] for name in SERIES} | {"policy": made.fingerprint}
 

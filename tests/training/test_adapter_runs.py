@@ -10,19 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.training.test_loop import (
-    ALONE,
-    SIDES,
-    finish,
-    kill_after,
-    losses,
-    naive_losses,
-    settings,
-    start,
-    told,
-    tune,
-    without_time,
-)
+from tests.training.runs import ALONE, SIDES, losses, naive_losses, published, settings, timeless, told, tune
 from training import merge
 from training.contract.events import EventWriter
 from training.contract.job import Input, Job
@@ -159,17 +147,14 @@ def test_an_exported_adapter_is_small_and_merged_later_gives_the_merged_export(t
 
 
 @pytest.mark.slow
-def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tiny_world):
-    """SIGKILL after the second checkpoint; adapter, events and facts then equal those of a run that nobody disturbed."""
-    recipe = with_adapter(max_steps=80, adapter={"dropout": 0.2, "export": "adapter"})
-    compute = {"checkpoint_every": 20, "evaluate_every": 30}
+def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tiny_world, forker):
+    """SIGKILL after the second checkpoint; adapter and events then equal those of a run that nobody disturbed."""
+    recipe = with_adapter(max_steps=12, adapter={"dropout": 0.2, "export": "adapter"})
+    compute = {"checkpoint_every": 3, "evaluate_every": 5}
     calm, killed = (tiny_world.job("policy", recipe, name, **compute) for name in ("calm", "killed"))
-    tune(calm)
-    kill_after(killed, 1, step=45)
-    assert len(losses(killed)) < 80
-    finish(start(killed), killed)
-    assert sum(e["text"].startswith("resumed from the checkpoint of step") for e in told(killed, "note")) == 1
-    assert losses(killed) == losses(calm)
-    assert without_time(told(killed, "eval")) == without_time(told(calm, "eval"))
-    files = [(job.staging / "adapter_model.safetensors").read_bytes() for job in (calm, killed)]
+    assert forker.run(killed, step=8) == [-9] and len(losses(killed)) == 8
+    made = [published(job, forker.run(job)) for job in (calm, killed)]
+    assert "resumed from the checkpoint of step 6" in [e["text"] for e in told(killed, "note")]
+    assert timeless(told(killed, "step", "eval")) == timeless(told(calm, "step", "eval"))
+    files = [(policy.folder / "adapter_model.safetensors").read_bytes() for policy in made]
     assert files[0] == files[1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.training.test_loop import losses, naive_losses, settings, shift_reference, told, tune
+from tests.training.runs import losses, naive_losses, settings, shift_reference, told, tune
 from training.contract.errors import TrainingError
 from training.contract.job import Job
 

@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +16,15 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
+from tests.training.runs import ALONE
 from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
 from training.contract.optimizer import AdamW
-from training.distributed import Group
 from training.optim import Optimizers, build_optimizer
 from training.pieces import Held, PieceReader, piece_of, write_pieces
 from training.saver import Saver
 
-ALONE = Group(0, 1, torch.device("cpu"))
 JOB = Derivation(kind="policy", code_version="1", inputs={}, settings={"beta": 0.1})
 SHAPES = {"a.weight": (5, 3), "b": (4,), "c": (1, 2)}
 
@@ -140,6 +141,15 @@ def test_another_number_of_ranks_reads_what_some_wrote(tmp_path: Path, written: 
         assert same(found, expected)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_write_each_number_once(tmp_path: Path, way: str):
+    ranks, cut = WAYS[way]
+    for rank in range(ranks):
+        write_pieces(Toy(5.0, rank, ranks, cut).state.pieces(rank == 0), tmp_path / f"{rank}")
+    written = sum(tensor.numel() for file in tmp_path.iterdir() for tensor in load_file(file).values())
+    assert written == 3 * (5 * 3 + 4 + 2) + 3, "weights and two moments of three parameters, and a count of each"
+
+
 def test_a_missing_row_is_noticed(tmp_path: Path):
     write_pieces([piece_of("weights/b", torch.ones(2), Held(2, 2, 4, 0, 1))], tmp_path / "half")
     reader = PieceReader([tmp_path / "half"])
@@ -243,7 +253,7 @@ def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size
     saver = Saver(checkpoints, ALONE)
     room(size)
     saver.start(10, Toy(10).state, {})
-    with pytest.raises(StoreError, match="make room and run again"):
+    with pytest.raises(StoreError, match=r"File too large.*make room and run again"):
         saver.finish()
     room(resource.RLIM_INFINITY)
     assert resumed(checkpoints).step == 5
@@ -257,6 +267,53 @@ def test_a_full_disk_at_the_manifest_commits_nothing(tmp_path: Path, room: Any):
     with pytest.raises(StoreError, match="step 10"):
         saver.finish()
     room(resource.RLIM_INFINITY)
+    assert resumed(checkpoints).step == 5
+
+
+RANK = """
+import resource
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.training.test_checkpoint import JOB, Toy
+from training.checkpoint import Checkpoints
+from training.contract.errors import StoreError
+from training.distributed import Group
+from training.saver import Saver
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+saver = Saver(Checkpoints(Path(sys.argv[3]), JOB), Group(rank, 2, torch.device("cpu")))
+most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+if rank == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+saver.start(10, Toy(10, rank, 2).state, {})
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+try:
+    saver.finish()
+except StoreError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def test_where_one_rank_finds_no_room_all_say_so_and_nobody_waits_for_it(tmp_path: Path):
+    checkpoints = saved(tmp_path / "checkpoints", 5)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    places = [str(tmp_path / "store"), str(tmp_path / "checkpoints")]
+    commands = [[sys.executable, "-c", RANK, str(rank), *places] for rank in range(2)]
+    root = Path(__file__).parents[2]
+    ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, env=environment, cwd=root, text=True) for c in commands]
+    try:
+        accounts = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert accounts[0] == accounts[1]
+    assert "rank 1 cannot save the checkpoint of step 10" in accounts[0] and "rank 0" not in accounts[0]
     assert resumed(checkpoints).step == 5
 
 

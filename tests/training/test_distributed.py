@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.training.runs import ALONE
 from training.contract.errors import TrainingError
 from training.contract.job import Job
 from training.contract.recipe import Compute
-from training.distributed import Group, group
+from training.distributed import group
 from training.launch.launcher import run_job
 from training.launch.local import LocalLauncher
 
 PROGRAMS = Path(__file__).parent / "launch" / "programs"
-ALONE = Group(rank=0, world=1, device=torch.device("cpu"))
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.training.conftest import TinyWorld, build_world
-from tests.training.test_loop import finish, losses, settings, start, told, tune
+from tests.training.runs import losses, published, settings, told, tune
+from tests.training.worlds import TinyWorld, build_world
 from training.data.packing import epoch_order
 
 TRAIN, BATCH, SEED = 80, 8, 0
@@ -57,10 +57,10 @@ def test_the_order_of_pairs_within_a_batch_changes_nothing(tmp_path: Path, micro
 
 
 @pytest.mark.slow
-def test_three_processes_are_one(tiny_world: TinyWorld):
+def test_three_processes_are_one(tiny_world: TinyWorld, forker: Any):
     """Eight pairs do not divide by three, so no two ranks' shares are alike."""
     alone, three = (tiny_world.job("policy", settings(), name) for name in ("alone", "three"))
     tune(alone)
-    finish(start(three, 3), three)
+    published(three, forker.run(three, 3))
     assert losses(three) == pytest.approx(losses(alone), abs=1e-5)
     assert len(losses(three)) == 12

@@ -1,15 +1,8 @@
-"""Preference tuning against a naive loop, against itself cut and spread in other ways, and killed and taken up again."""
+"""Preference tuning against a naive loop, and against itself cut and spread in other ways."""
 
 import json
 import math
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,72 +11,23 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.training.runs import (
+    BETA,
+    RATE,
+    SIDES,
+    losses,
+    naive_losses,
+    published,
+    settings,
+    shift_reference,
+    told,
+    tune,
+)
 from training.contract.errors import ModelError, TrainingError
-from training.contract.events import EventWriter, read_events
-from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Training
-from training.contract.store import Made
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import epoch_order
-from training.distributed import Group
-from training.loop import run
 from training.model.load import load_model
-
-ALONE = Group(0, 1, torch.device("cpu"))
-SIDES = ("chosen", "rejected")
-BETA, RATE, CLIP = 0.5, 3e-3, 1.0
-
-
-def settings(**changes: Any) -> dict[str, Any]:
-    fields = {
-        "loss": {"beta": BETA},
-        "batch_size": 8,
-        "micro_tokens": 128,
-        "optimizer": {"learning_rate": RATE, "weight_decay": 0.1},
-        "schedule": {"type": "constant", "warmup_ratio": 0.0},
-        "max_grad_norm": CLIP,
-        "max_steps": 12,
-    }
-    return Training.model_validate(fields | changes).model_dump(mode="json")
-
-
-def tune(job: Job) -> Made:
-    return run(job, ALONE, EventWriter(job.events, keep=True))
-
-
-def told(job: Job, event: str = "step") -> list[dict[str, Any]]:
-    return [e for e in read_events(job.events) if e["event"] == event]
-
-
-def losses(job: Job) -> list[float]:
-    return [e["loss"] for e in told(job)]
-
-
-def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -> Iterator[float]:
-    """DPO as its paper says: one unpadded sequence at a time, torch's own AdamW and clipping, nothing of ours but the
-    order of the data. `model` is the reference model with what is trained of it, by default all."""
-    model = model or AutoModelForCausalLM.from_pretrained(world.model)
-    table = load_file(world.reference / "logprobs.safetensors")
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if p.ndim > 1]
-    spared = [p for p in trained if p.ndim == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, foreach=False)
-    train = world.split("train")
-    per_epoch = math.ceil(len(train) / 8)
-    for step in range(steps):
-        order = epoch_order(len(train), 0, step // per_epoch)[step % per_epoch * 8 :][:8]
-        total = torch.zeros(())
-        for i in order:
-            chosen, rejected = (world.plain_logprob(model, train[i], side) for side in SIDES)
-            margin = BETA * ((chosen - table["chosen_logprobs"][i]) - (rejected - table["rejected_logprobs"][i]))
-            total = total - torch.nn.functional.logsigmoid(margin)
-        optimizer.zero_grad()
-        (total / len(order)).backward()
-        torch.nn.utils.clip_grad_norm_(trained, CLIP)
-        optimizer.step()
-        yield total.item() / len(order)
 
 
 def test_losses_are_those_of_a_naive_loop(tiny_world):
@@ -165,12 +109,6 @@ def test_without_held_out_pairs_there_is_no_evaluation(tmp_path, world_builder):
     assert told(job, "eval") == []
 
 
-def shift_reference(world: Any, row: int, nats: float) -> None:
-    table = LogProbTable.read(world.reference, len(world.examples))
-    table.chosen_logprobs[row] += nats
-    table.write(world.reference)
-
-
 def test_a_wrong_reference_row_is_found_before_the_first_step(tiny_world):
     """Half a nat in one held-out pair: too little to see in the mean loss."""
     shift_reference(tiny_world, 40, 0.5)
@@ -207,6 +145,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(tiny_world):
     with pytest.raises(TrainingError, match=r"step 2: the loss or its gradient is not finite \(rank 0, rows 1\d\d, 1"):
         tune(job)
     assert len(told(job)) == 1
+
+
+def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_world):
+    """Numbers around 1e30 are float32; the sum of their squares is none."""
+    loss = {"type": "mixture", "beta": BETA, "of": [{"type": "sigmoid", "weight": 1e30}]}
+    job = tiny_world.job("policy", settings(loss=loss))
+    with pytest.raises(TrainingError, match="step 1: the norm of the gradient is inf on all 1 ranks together"):
+        tune(job)
+    assert told(job) == []
 
 
 def test_bfloat16_learns_like_float32(tiny_world):
@@ -297,46 +244,14 @@ def test_the_policy_loads_again(tiny_world):
     assert model.config.tie_word_embeddings
 
 
-RUNNER = """
-import sys
-from pathlib import Path
-from training.contract.events import EventWriter
-from training.contract.job import Job
-from training.distributed import group
-from training.loop import run
-
-job = Job.read(Path(sys.argv[1]))
-with group("cpu") as own:
-    made = run(job, own, EventWriter(job.events if own.is_main else None, keep=True))
-if own.is_main:
-    (job.folder / "made").write_text(made.fingerprint)
-"""
-
-
-def start(job: Job, processes: int = 1) -> subprocess.Popen[bytes]:
-    script = job.folder / "runner.py"
-    script.write_text(RUNNER)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    launcher = torchrun if processes > 1 else []
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    with open(job.log, "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, *launcher, str(script), str(job.path)], env=environment, stdout=log, stderr=log
-        )
-
-
-def finish(process: subprocess.Popen[bytes], job: Job) -> None:
-    assert process.wait(300) == 0, job.log.read_text()[-3000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [8, 1])
-def test_two_processes_are_one(tiny_world, batch_size: int):
+def test_two_processes_are_one(tiny_world, forker, batch_size: int):
     """A batch of one pair leaves one of the two ranks with nothing: it must join the exchanges all the same."""
     alone = tiny_world.job("policy", settings(batch_size=batch_size), "alone")
     both = tiny_world.job("policy", settings(batch_size=batch_size), "both")
     tune(alone)
-    finish(start(both, 2), both)
+    published(both, forker.run(both, 2))
     assert losses(both) == pytest.approx(losses(alone), abs=1e-5)
     for name in ("grad_norm", "rewards/chosen", "logps/rejected"):
         assert [e[name] for e in told(both)] == pytest.approx([e[name] for e in told(alone)], abs=1e-3)
@@ -344,56 +259,3 @@ def test_two_processes_are_one(tiny_world, batch_size: int):
     accuracies = [[e["rewards/accuracies"] for e in told(job)][1:] for job in (both, alone)]
     assert accuracies[0] == accuracies[1]
     assert told(both, "eval")[-1]["eval/loss"] == pytest.approx(told(alone, "eval")[-1]["eval/loss"], abs=1e-5)
-
-
-@pytest.mark.slow
-def test_every_rank_refuses_what_one_rank_met(tiny_world):
-    """The error names rank and rows whichever rank raises first: both say the same."""
-    job = tiny_world.job("policy", settings(optimizer={"learning_rate": 1e30}))
-    assert start(job, 2).wait(300) != 0
-    assert "step 2: the loss or its gradient is not finite (rank 0, rows 1" in job.log.read_text()
-    assert "; rank 1, rows 1" in job.log.read_text()
-
-
-@pytest.mark.slow
-def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tmp_path, world_builder):
-    """SIGKILL somewhere after the second checkpoint; the folder, the events and the weights then equal those of a run
-    that nobody disturbed."""
-    world, processes = world_builder(tmp_path, attention_dropout=0.2), 2
-    compute = {"checkpoint_every": 20, "evaluate_every": 30, "processes_per_node": processes}
-    calm, killed = (world.job("policy", settings(max_steps=150), n, **compute) for n in ("calm", "killed"))
-    finish(start(calm, processes), calm)
-    kill_after(killed, processes, step=50)
-    assert len(losses(killed)) < 150
-    finish(start(killed, processes), killed)
-    assert sum(e["text"].startswith("resumed from the checkpoint of step") for e in told(killed, "note")) == 1
-    assert losses(killed) == losses(calm)
-    assert without_time(told(killed, "eval")) == without_time(told(calm, "eval"))
-    weights = [(job.staging / "model.safetensors").read_bytes() for job in (calm, killed)]
-    assert weights[0] == weights[1]
-    facts = [json.loads((job.staging / "metrics.json").read_text()) for job in (calm, killed)]
-    for name in ("series", "tokens", "steps", "step0_loss", "eval"):
-        assert facts[0][name] == facts[1][name]
-
-
-def kill_after(job: Job, processes: int, step: int) -> None:
-    process = start(job, processes)
-    deadline = time.monotonic() + 120
-    while not any(e["step"] >= step for e in told(job)):
-        assert process.poll() is None and time.monotonic() < deadline, job.log.read_text()[-3000:]
-        time.sleep(0.01)
-    ranks = children(process.pid) if processes > 1 else []
-    for pid in (process.pid, *ranks):
-        os.kill(pid, signal.SIGKILL)
-    process.wait()
-    for pid in ranks:
-        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-
-
-def children(pid: int) -> list[int]:
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def without_time(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in e.items() if k != "time"} for e in events]

@@ -2,12 +2,8 @@
 
 import json
 import math
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,29 +13,21 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from tests.training.test_loop import SIDES, losses, told, tune
+from tests.training import runs
+from tests.training.runs import BETA, RATE, SIDES, TIMED, losses, published, told, tune
 from training.contract.errors import TrainingError
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import LossType
-from training.contract.recipe import Training
 from training.data.packing import epoch_order
 
-BETA, RATE = 0.5, 3e-3
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps
 MPO = [{"type": "sigmoid", "weight": 0.8}, {"type": "bco_pair", "weight": 0.2}, {"type": "sft", "weight": 0.5}]
 
 
 def settings(loss: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    fields = {
-        "loss": {"beta": BETA, **loss},
-        "batch_size": 8,
-        "micro_tokens": 60,
-        "optimizer": {"learning_rate": RATE, "eps": EPS},
-        "schedule": {"type": "constant", "warmup_ratio": 0.0},
-        "max_grad_norm": 1.0,
-        "max_steps": 6,
-    }
-    return Training.model_validate(fields | changes).model_dump(mode="json")
+    optimizer = {"learning_rate": RATE, "eps": EPS}
+    fields = {"loss": {"beta": BETA, **loss}, "micro_tokens": 60, "optimizer": optimizer, "max_steps": 6}
+    return runs.settings(**fields | changes)
 
 
 class Naive:
@@ -238,19 +226,6 @@ def test_evaluation_leaves_the_weights_of_pairs_out(tiny_world):
     assert told(job)[0]["loss"] < 0.5 * math.log(2)
 
 
-RUNNER = """
-import sys
-from pathlib import Path
-from training.contract.events import EventWriter
-from training.contract.job import Job
-from training.distributed import group
-from training.loop import run
-
-with group("cpu") as own:
-    for path in sys.argv[1:]:
-        job = Job.read(Path(path))
-        run(job, own, EventWriter(job.events if own.is_main else None, keep=True))
-"""
 COUPLED = {
     "aot": {"type": "aot", "ld_alpha": 0.3},
     "unpaired": {"type": "mixture", "of": [{"type": "aot_unpaired"}, *MPO]},
@@ -259,33 +234,19 @@ COUPLED = {
 
 
 @pytest.mark.slow
-def test_two_processes_are_one(tiny_world):
+@pytest.mark.parametrize("name", COUPLED)
+@pytest.mark.parametrize(("size", "steps"), [(8, 4), (1, 1)])
+def test_two_processes_are_one(tiny_world, forker, name: str, size: int, steps: int):
     """Pairs that meet each other are on two ranks; a batch of one leaves a rank with nothing to say."""
-    jobs = {}
-    for name, loss in COUPLED.items():
-        for size, steps in ((8, 4), (1, 1)):
-            fields = settings(loss, batch_size=size, max_steps=steps)
-            jobs[name, size] = [tiny_world.job("policy", fields, f"{name}-{size}-{n}") for n in (1, 2)]
-    script = tiny_world.root / "runner.py"
-    script.write_text(RUNNER)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [*torchrun, *(str(both.path) for _, both in jobs.values())], env=environment, capture_output=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    for alone, both in jobs.values():
-        tune(alone)
-        for name in told(alone)[0].keys() - {
-            "event",
-            "time",
-            "tokens_per_second",
-            "peak_memory_mb",
-            "rewards/accuracies",
-        }:
-            tolerance = 1e-3 if name.startswith(("logps", "grad")) else 1e-5
-            assert [e[name] for e in told(both)] == pytest.approx([e[name] for e in told(alone)], abs=tolerance), name
-        assert told(both, "eval")[-1]["eval/loss"] == pytest.approx(told(alone, "eval")[-1]["eval/loss"], abs=1e-5)
+    fields = settings(COUPLED[name], batch_size=size, max_steps=steps)
+    alone, both = (tiny_world.job("policy", fields, job) for job in ("alone", "both"))
+    tune(alone)
+    published(both, forker.run(both, 2))
+    for metric in told(alone)[0].keys() - {"event", "rewards/accuracies", *TIMED}:
+        tolerance = 1e-3 if metric.startswith(("logps", "grad")) else 1e-5
+        found, expected = ([event[metric] for event in told(job)] for job in (both, alone))
+        assert found == pytest.approx(expected, abs=tolerance), metric
+    assert told(both, "eval")[-1]["eval/loss"] == pytest.approx(told(alone, "eval")[-1]["eval/loss"], abs=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["aot_unpaired", "bco_pair"])

@@ -61,6 +61,15 @@ def test_muon_takes_no_stack_of_experts():
     assert_split(model, mlp | shared | attention)
 
 
+def test_muon_takes_no_biases_of_experts():
+    """A row of such a matrix is the bias of one expert."""
+    model = build("gpt_oss", num_local_experts=3, num_experts_per_tok=1, head_dim=4, layer_types=["full_attention"])
+    biases = {n for n, p in model.named_parameters() if n.endswith("bias") and p.ndim == 2}
+    assert biases == {f"model.layers.0.mlp.experts.{part}_proj_bias" for part in ("gate_up", "down")}
+    attention = {name for name in LLAMA_MATRICES if "self_attn" in name}
+    assert_split(model, attention | {"model.layers.0.mlp.router.weight"})
+
+
 def test_muon_takes_the_factors_of_an_adapter():
     """Factors of low rank are matrices; one that an adapter puts into the head belongs to the head."""
     model = build("llama")

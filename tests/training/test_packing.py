@@ -83,10 +83,31 @@ def test_order_is_the_same_in_every_version():
 GOLDEN = [3, 2, 1, 6, 0, 7, 4, 5]
 
 
+def test_nobody_writes_into_the_order_that_others_share():
+    with pytest.raises(ValueError, match="read-only"):
+        epoch_order(8, 0, 0)[0] = 5
+
+
 def test_a_rank_may_have_nothing_to_do():
     found = batches(10)
     assert [len(found.micro_batches(3, rank, 4)) for rank in range(4)].count(0) == 2
     assert found.tokens(3) == found.lengths.sequences_I[found.batch(3)].sum()
+
+
+def test_in_lockstep_ranks_with_fewer_micro_batches_run_the_shortest_item_for_company():
+    """Of 20, 20, 20, 11 and 12 tokens in rows of 23 three ranks have 20 + nothing, 20 and 12, 20 and 11: one runs 11 again."""
+    tokens = np.array([20, 20, 20, 11, 12])
+    found = Batches(np.arange(5), Tokens(tokens, tokens), batch_size=5, micro_tokens=23, seed=0)
+    counted, company = (
+        [
+            [m.items.tolist() for m in found.micro_batches(1, rank, 3, in_lockstep=True) if m.counts is counts]
+            for rank in range(3)
+        ]
+        for counts in (True, False)
+    )
+    assert sorted(map(len, counted)) == [1, 2, 2]
+    assert sorted(company) == [[], [], [[3]]]
+    assert sorted(item for rank in counted for items in rank for item in items) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

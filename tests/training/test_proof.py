@@ -31,15 +31,15 @@ def settings(kind: str, precision: str, **options: Any) -> Training:
     return Training.model_validate({"loss": loss, "precision": precision})
 
 
-def prove(world: Any, moved_I2: np.ndarray, training: Training) -> Proof:
-    """The proof of the tiny world's pairs, had the policy the table's log-probs moved by so much."""
+def prove(world: Any, moved_I2: np.ndarray, training: Training, moved_tails: float = 0.0) -> Proof:
+    """The proof of the tiny world's pairs, had the policy the table's log-probs moved by so much, and their tails."""
     table = LogProbTable.read(world.reference, len(world.examples))
     tails_I2 = torch.from_numpy(table.logprobs_P2 / 3) if training.loss.needs_token_logprobs else None
     logprobs = PairLogProbs(
         torch.from_numpy(table.logprobs_P2 + moved_I2),
         torch.from_numpy(table.logprobs_P2),
         torch.from_numpy(table.tokens_P2),
-        tails_I2,
+        None if tails_I2 is None else tails_I2 + moved_tails * torch.tensor([1, -1]),
         tails_I2,
     )
     scored = HeldOut(Pairs.open(world.pairs), np.arange(len(table)), logprobs, preference_loss(training.loss, logprobs))
@@ -69,7 +69,7 @@ def test_whatever_rounding_does_passes(tiny_world, kind: str):
 @pytest.mark.parametrize("kind", ["sigmoid", "simpo", "aot", "sppo_hard"])
 def test_more_than_rounding_does_not(tiny_world, kind: str):
     moved_I2 = np.zeros((len(tiny_world.examples), 2))
-    moved_I2[3, 1] = 1.5 * leeway(tiny_world, "float32")[3, 1]
+    moved_I2[3, 1] = 1.001 * leeway(tiny_world, "float32")[3, 1]
     with pytest.raises(TrainingError, match=r"1 of 45 pairs differ .*(.|\n)*row 103:"):
         prove(tiny_world, moved_I2, settings(kind, "float32"))
 
@@ -85,6 +85,13 @@ def test_the_bound_of_the_sigmoid_by_hand(tiny_world):
 def test_with_ld_alpha_the_loss_at_the_reference_is_the_same(tiny_world):
     still = np.zeros((len(tiny_world.examples), 2))
     assert prove(tiny_world, still, settings("sigmoid", "float32", ld_alpha=0.3)).expected == pytest.approx(np.log(2))
+
+
+def test_tails_of_another_place_show_in_the_loss_alone(tiny_world):
+    """All sums agree, so that only what the loss makes of them tells."""
+    still, training = np.zeros((len(tiny_world.examples), 2)), settings("sigmoid", "float32", ld_alpha=0.3)
+    with pytest.raises(TrainingError, match=r"expected 0.693147 .* and 0 of 45 pairs differ"):
+        prove(tiny_world, still, training, moved_tails=1.0)
 
 
 def test_a_loss_without_a_reference_expects_what_the_table_says(tiny_world):

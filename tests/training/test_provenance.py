@@ -9,14 +9,12 @@ from pathlib import Path
 import torch
 
 import training
+from tests.training.runs import ALONE
 from training import loop, main
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.store import Store
-from training.distributed import Group
 from training.provenance import device_name, provenance, source_digest
-
-ALONE = Group(0, 1, torch.device("cpu"))
 
 
 def test_another_byte_in_a_source_file_is_another_digest_and_nothing_else_is(tmp_path: Path):

@@ -6,18 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
+from tests.training.runs import ALONE, SIDES
 from training import rescore
 from training.contract.errors import UsageError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
-from training.distributed import Group
 from training.proof import spread
-
-ALONE = Group(rank=0, world=1, device=torch.device("cpu"))
-SIDES = ("chosen", "rejected")
 
 
 def rescored(world: Any, rows: int | list[int]) -> list[dict[str, Any]]:

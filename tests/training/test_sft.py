@@ -8,17 +8,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.training.runs import ALONE, losses, published, told
 from training.contract.errors import DataError
-from training.contract.events import EventWriter, read_events
+from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
-from training.contract.store import Made, Store
+from training.contract.store import Made
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import epoch_order
-from training.distributed import Group
 from training.sft import run
 
-ALONE = Group(0, 1, torch.device("cpu"))
 RATE = 3e-3
 # Adam's first updates are gradient / (|gradient| + eps): with eps 1e-8 the rounding of a gradient near zero decides the
 # sign of a full update, and float32 trajectories part by 6e-5. With 1e-6 what is compared is the computation.
@@ -38,10 +37,6 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def tune(job: Job) -> Made:
     return run(job, ALONE, EventWriter(job.events, keep=True))
-
-
-def losses(job: Job) -> list[float]:
-    return [e["loss"] for e in read_events(job.events) if e["event"] == "step"]
 
 
 def naive_losses(world: Any) -> list[float]:
@@ -79,10 +74,8 @@ def test_in_shards_it_is_that_of_one_process(tiny_world, forker):
     models = []
     for ranks, parallel in ((1, "auto"), (2, "fsdp"), (3, "fsdp")):
         job = tiny_world.job("sft", settings(), f"{parallel}-{ranks}", parallel=parallel)
-        assert set(forker.run(job, ranks)) == {0}, job.log.read_text()[-2000:]
-        found = Store(job.store).find("reference_model", job.derivation.key)
-        assert found is not None
-        models.append((losses(job), load_file(found.folder / "model.safetensors")))
+        made = published(job, forker.run(job, ranks))
+        models.append((losses(job), load_file(made.folder / "model.safetensors")))
     (expected, weights), *others = models
     assert len(expected) == 10
     for found_losses, found_weights in others:
@@ -101,7 +94,7 @@ def test_micro_batches_change_nothing(tiny_world):
 def test_step_events_have_rate_and_norm(tiny_world):
     job = tiny_world.job("sft", settings(epochs=1))
     tune(job)
-    steps = [e for e in read_events(job.events) if e["event"] == "step"]
+    steps = told(job)
     assert [e["learning_rate"] for e in steps] == pytest.approx([RATE * f for f in (1, 0.8, 0.6, 0.4, 0.2)])
     assert all(e["grad_norm"] > 0 and math.isfinite(e["loss"]) for e in steps)
 
@@ -114,7 +107,7 @@ def test_from_its_checkpoint_it_ends_with_the_same_bits(tiny_world):
     again = tune(job)
     assert again.fingerprint == first.fingerprint and losses(job) == before
     assert all(torch.equal(weights[n], t) for n, t in load_file(job.staging / "model.safetensors").items())
-    notes = [e["text"] for e in read_events(job.events) if e["event"] == "note"]
+    notes = [e["text"] for e in told(job, "note")]
     assert notes == ["resumed from the checkpoint of step 8"]
 
 

@@ -13,6 +13,7 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Share = Annotated[float, Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
 Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 

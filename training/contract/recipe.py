@@ -16,6 +16,7 @@ from training.contract.fields import (
     Name,
     Positive,
     Section,
+    Seed,
     Share,
 )
 from training.contract.loss import Loss
@@ -74,7 +75,7 @@ class SupervisedTuning(Section):
     optimizer: Optimizer = AdamW(learning_rate=2e-5)
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
-    seed: int = 0
+    seed: Seed = 0
 
 
 class Reference(Section):
@@ -116,7 +117,7 @@ class Training(Section):
     precision: Dtype = "float32"
     head_precision: Literal["exact", "float8"] = "exact"
     adapter: Adapter | None = None
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _float8_of_bfloat16(self) -> Self:

@@ -28,6 +28,7 @@ Offsets = Sequence[tuple[int, int]]
 
 class DropReason(StrEnum):
     TEMPLATE = "rejected by the template"
+    EMPTY_PROMPT = "prompt has no tokens"
     PREFIX = "prompt is not a prefix"
     DOUBLED_END = "doubled end of turn"
     TOO_LONG = "over max_length"
@@ -140,6 +141,10 @@ class PairEncoder:
             yield _Tokens(ids, places, text["spans"])
 
     def _assemble(self, prompt: _Tokens, chosen: _Tokens, rejected: _Tokens) -> EncodedPair:
+        if not prompt.ids:
+            raise Dropped(
+                DropReason.EMPTY_PROMPT, "the template writes nothing of it, and nothing predicts a first token"
+            )
         pair = EncodedPair(
             prompt.ids, self._response(prompt.ids, chosen, "chosen"), self._response(prompt.ids, rejected, "rejected")
         )

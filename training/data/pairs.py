@@ -35,8 +35,6 @@ from training.data.template import TOKENIZER_FOLDER, ChatTemplate, read_spec
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.distributed import Group
 
-__all__ = ["Pairs", "run"]
-
 _BATCH_ROWS = 256
 _BINS = 24
 _PERCENTILES = (50, 90, 95, 99, 100)

@@ -146,6 +146,9 @@ def _read_csv(path: Path) -> Iterator[Record]:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
+            if len(set(header)) < len(header):
+                twice = next(name for name in header if header.count(name) > 1)
+                raise DataError(f"{path} has two columns `{twice}`, and a row one value for it: rename or drop one")
             for number, cells in enumerate(reader, start=1):
                 if cells:
                     yield _csv_record(number, header, cells)

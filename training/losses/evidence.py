@@ -24,7 +24,7 @@ from torch.nn.functional import logsigmoid
 
 from training.contract.loss import Divergence, Loss
 
-# Beyond it exp goes on as its tangent. A gradient of 1e13 is clipped as one of 1e30 is, and its square is a float32 number.
+# A gradient of 1e13 is clipped as one of 1e30 is, and its square is a float32 number.
 _LARGEST_EXPONENT = 30.0
 
 
@@ -88,7 +88,7 @@ class Evidence:
             beta=settings.beta,
             policy_B2=_lessened(logprobs.policy_B2, logprobs.policy_tails_B2, settings.ld_alpha),
             reference_B2=_lessened(logprobs.reference_B2, logprobs.reference_tails_B2, settings.ld_alpha),
-            tokens_B2=logprobs.tokens_B2.clamp(min=1),
+            tokens_B2=logprobs.tokens_B2,
             whole_chosen_B=logprobs.policy_B2[:, 0],
             divergence=settings.divergence,
         )
@@ -129,15 +129,16 @@ def _scores(ratios: Tensor, divergence: Divergence) -> Tensor:
         case "reverse_kl":
             return ratios
         case "forward_kl":
-            return 1 - _exp(-ratios)
+            return 1 - bounded_exp(-ratios)
         case "js":
             return math.log(2) + logsigmoid(ratios)
         case "alpha":
             assert divergence.alpha is not None
             power = divergence.alpha - 1
-            return (_exp(power * ratios) - 1) / power
+            return (bounded_exp(power * ratios) - 1) / power
 
 
-def _exp(exponents: Tensor) -> Tensor:
+def bounded_exp(exponents: Tensor) -> Tensor:
+    """exp, and beyond e^30 its tangent there."""
     capped = exponents.clamp(max=_LARGEST_EXPONENT)
     return capped.exp() * (1 + exponents - capped)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from training.contract.loss import Term
-from training.losses.evidence import Evidence, Peers, difference
+from training.losses.evidence import Evidence, Peers, bounded_exp, difference
 
 
 def smoothed(margins_B: Tensor, smoothing: float) -> Tensor:
@@ -101,10 +101,8 @@ def discopop(of: Evidence, peers: Peers, term: Term) -> Tensor:
     Lu et al. 2024, "Discovering Preference Optimization Algorithms with and for LLMs", arXiv 2406.08414, equation 5.
     """
     modulation_B = torch.sigmoid(of.margins_B / term.tau)
-    exponential_B = torch.exp(
-        logsigmoid(of.margins_B / term.tau) - of.margins_B
-    )  # m exp(-h), where exp(-h) overflows too
-    return (1 - modulation_B) * -logsigmoid(of.margins_B) + exponential_B
+    exponents_B = logsigmoid(of.margins_B / term.tau) - of.margins_B  # one sum, since m is 0 where exp(-h) overflows
+    return (1 - modulation_B) * -logsigmoid(of.margins_B) + bounded_exp(exponents_B)
 
 
 def simpo(of: Evidence, peers: Peers, term: Term) -> Tensor:

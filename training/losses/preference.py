@@ -86,4 +86,4 @@ def _rewards(settings: Loss, logprobs: PairLogProbs) -> Tensor:
     policy_B2 = logprobs.policy_B2.detach()
     if settings.needs_reference:
         return settings.beta * (policy_B2 - logprobs.reference_B2)
-    return settings.beta * policy_B2 / logprobs.tokens_B2.clamp(min=1)
+    return settings.beta * policy_B2 / logprobs.tokens_B2

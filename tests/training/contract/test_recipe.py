@@ -115,6 +115,8 @@ MISTAKES = [
         "training",
         "float8` with `loss.type: aot`",
     ),
+    ("training: {seed: 18446744073709551616}", "training.seed", "less than 18446744073709551616"),
+    ("reference: {model: m, sft: {seed: -9223372036854775809}}", "reference.sft.seed", "greater than or equal to -92"),
     ("training: {head_precision: float8}", "training", "float8` needs `precision: bfloat16`, not float32"),
     ("training: {adapter: {rank: 0}}", "training.adapter.rank", "greater than or equal to 1"),
     ("training: {adapter: {dropout: 1}}", "training.adapter.dropout", "less than 1"),

@@ -1,22 +1,21 @@
 """Runs the three data jobs as a launched process would, each into the staging folder of a store of its own."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
+from tests.training import workshop as general
+from tests.training.runs import ALONE
+from tests.training.workshop import Work
 from training.contract.events import EventWriter
 from training.contract.files import DataFile
-from training.contract.job import Input, Job
-from training.contract.recipe import Compute
+from training.contract.job import Job, JobKind
 from training.contract.store import Made
 from training.data import pairs, preferences, template
-from training.data.pairs import Pairs
-from training.distributed import Group
+from training.data.batches import Pairs
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}"
@@ -48,19 +47,12 @@ class Workshop:
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
 
-    def _run(self, work: Callable[..., Made], **fields: Any) -> Done:
+    def _run(self, work: Work, kind: JobKind, artifact: str, settings: dict[str, Any], **given: dict[str, Any]) -> Done:
         self.count += 1
-        place = self.folder / str(self.count)
-        job = Job(
-            code_version="1",
-            compute=Compute(),
-            recipe={},
-            store=place / "store",
-            folder=place / "job",
-            **{"inputs": {}, "locations": {}, "settings": {}, **fields},
-        )
+        place = general.Workshop(self.folder / str(self.count))
+        job = place.job(kind, artifact, given.get("inputs", {}), settings, given.get("locations"))
         job.staging.mkdir(parents=True)
-        return Done(work(job, Group(0, 1, torch.device("cpu")), EventWriter(job.events)), job)
+        return Done(work(job, ALONE, EventWriter(job.events)), job)
 
     def preferences(
         self, *sources: dict[str, Any], fraction: float = 0.1, listed: list[list[DataFile]] | None = None
@@ -70,9 +62,9 @@ class Workshop:
         settings = {"formats": [source.get("format", "auto") for source in sources], "validation_fraction": fraction}
         return self._run(
             preferences.run,
-            kind="preferences",
-            artifact="raw_preferences",
-            settings=settings,
+            "preferences",
+            "raw_preferences",
+            settings,
             locations={"sources": list(sources), **({"files": files} if files else {})},
         )
 
@@ -88,9 +80,9 @@ class Workshop:
         defaults = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
         return self._run(
             template.run,
-            kind="tokenizer",
-            artifact="tokenization_spec",
-            settings={**defaults, **settings},
+            "tokenizer",
+            "tokenization_spec",
+            {**defaults, **settings},
             locations={
                 "tokenizer": str(tokenizer),
                 "revision": None,
@@ -99,11 +91,8 @@ class Workshop:
         )
 
     def pairs(self, data: Done, spec: Done) -> Done:
-        inputs = {
-            "raw_preferences": Input(kind="raw_preferences", fingerprint=data.made.fingerprint, folder=data.folder),
-            "tokenization_spec": Input(kind="tokenization_spec", fingerprint=spec.made.fingerprint, folder=spec.folder),
-        }
-        return self._run(pairs.run, kind="pairs", artifact="tokenized_pairs", inputs=inputs)
+        inputs = {"raw_preferences": data.folder, "tokenization_spec": spec.folder}
+        return self._run(pairs.run, "pairs", "tokenized_pairs", {}, inputs=inputs)
 
 
 @pytest.fixture

@@ -147,6 +147,16 @@ def test_responses_that_become_the_same_tokens_are_no_pair(workshop, tiny_chat, 
     assert done.details["reasons"] == {"responses have the same tokens": 1}
 
 
+@pytest.mark.parametrize("over_length", ["drop", "truncate_prompt", "truncate_response"])
+def test_a_prompt_of_which_the_template_writes_nothing_is_no_prompt(workshop, tiny_chat, tmp_path, over_length):
+    """The first token of a sequence has no log-prob, so a response that begins with it cannot be scored."""
+    text = "{% for m in messages[(messages[0]['role'] == 'user'):] %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), max_length=40, over_length=over_length)
+    done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind."), _row(chosen="word " * 50)]), spec)
+    assert done.details["reasons"] == {"prompt has no tokens": 2}
+    assert done.pairs.rows.tolist() == [1] and done.pairs.prompt_lengths[0] > 0
+
+
 @pytest.fixture
 def cut(workshop, tiny_chat):
     """How many of two rows are kept under a setting of over_length; prompt and responses of the last one kept."""

@@ -133,6 +133,7 @@ def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp
         ("text.json", "hello", "expected a JSON list"),
         ("fake.parquet", "hello", "cannot be read as Parquet"),
         ("open.csv", 'a\n"x', "is not CSV"),
+        ("twice.csv", "chosen,prompt,chosen\na,b,c\n", "has two columns `chosen`"),
     ],
 )
 def test_an_unusable_place_is_refused_by_name(tmp_path, name, content, words):

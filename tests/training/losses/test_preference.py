@@ -171,13 +171,13 @@ def test_gradients_are_those_of_finite_differences(kind: LossType, ragged: Any):
 
 
 DIVERGENCES = [{"type": "reverse_kl"}, {"type": "forward_kl"}, {"type": "js"}, {"type": "alpha", "alpha": 0.3}]
-FAR = [SETTINGS[kind] for kind in PREFERENCES]
+FAR = [SETTINGS[kind] for kind in PREFERENCES] + [SETTINGS["discopop"] | {"tau": 2.0}]
 FAR += [
     SETTINGS[kind] | {"divergence": of} for kind in PREFERENCES if kind.traits.compares_scores for of in DIVERGENCES
 ]
 
 
-@pytest.mark.parametrize("settings", FAR, ids=lambda s: "-".join([s["type"], s.get("divergence", {}).get("type", "")]))
+@pytest.mark.parametrize("settings", FAR, ids=lambda s: "-".join(map(str, s.values())))
 def test_far_from_the_reference_every_loss_and_gradient_is_a_number(settings: dict[str, Any]):
     """Log-ratios of -4,000 and 4,000 nats, on either side; gradients are float32 later."""
     near, far = [-10, -10], [-4010, -10]

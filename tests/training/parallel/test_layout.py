@@ -12,11 +12,11 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.training.model.test_architectures import VARIANTS, build
-from training.contract.events import read_events
+from tests.training.runs import losses, published, told
 from training.contract.job import Input, Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import Training
-from training.contract.store import Artifact, Store
+from training.contract.store import Artifact
 from training.model.load import load_model
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -32,14 +32,11 @@ def reference_job(world: Any, name: str, **compute: Any) -> Job:
 
 def scored(world: Any, forker: Any, ranks: int, parallel: str, nodes: int = 1) -> tuple[Job, Artifact]:
     job = reference_job(world, f"{parallel}-{ranks}", parallel=parallel)
-    assert set(forker.run(job, ranks, nodes)) == {0}, job.log.read_text()[-3000:]
-    found = Store(job.store).find("reference_logprobs", job.derivation.key)
-    assert found is not None
-    return job, found
+    return job, published(job, forker.run(job, ranks, nodes))
 
 
 def notes(job: Job) -> list[str]:
-    return [e["text"] for e in read_events(job.events) if e["event"] == "note"]
+    return [e["text"] for e in told(job, "note")]
 
 
 def memo_keys(job: Job) -> np.ndarray:
@@ -120,18 +117,15 @@ def test_an_adapter_on_its_base_is_scored_in_shards(tiny_world: Any, forker: Any
     adapter = {"rank": 2, "target_modules": ["q_proj", "down_proj", "lm_head"], "export": "adapter"}
     fields = {"batch_size": 8, "max_steps": 3, "optimizer": {"learning_rate": 1e-2}, "adapter": adapter}
     training = tiny_world.job("policy", Training.model_validate(fields).model_dump(mode="json"), "training")
-    assert forker.run(training) == [0]
-    trained = Store(training.store).find("policy", training.derivation.key)
-    assert trained is not None
+    trained = published(training, forker.run(training))
     policy = Input(kind="policy", fingerprint=trained.fingerprint, folder=trained.folder)
     made = []
     for ranks, parallel in ((1, "auto"), (3, "fsdp")):
         job = tiny_world.job("proof", {"rows": 45}, f"{parallel}-{ranks}", parallel=parallel)
         job = job.model_copy(update={"artifact": "proof", "inputs": job.inputs | {"policy": policy}})
         job.write()
-        assert set(forker.run(job, ranks)) == {0}, job.log.read_text()[-3000:]
-        made.append(Store(job.store).find("proof", job.derivation.key))
-    assert made[0] is not None and made[1] is not None and made[0].fingerprint == made[1].fingerprint
+        made.append(published(job, forker.run(job, ranks)))
+    assert made[0].fingerprint == made[1].fingerprint
     rows = made[0].json("rescored.json")
     assert max(abs(row["chosen"]["live"] - row["chosen"]["stored"]) for row in rows) > 0.1, "it is not its base"
 
@@ -148,16 +142,15 @@ def test_a_champion_and_the_reference_beside_it_are_in_shards(tmp_path: Path, wo
     loss = {"beta": 0.5, "ld_alpha": 0.3}
     fields = {"loss": loss, "batch_size": 8, "max_steps": 4, "start_from": "champion"}
     settings = Training.model_validate(fields).model_dump(mode="json") | {"champion": "c" * 64}
-    losses = []
+    found = []
     for ranks, parallel in ((1, "auto"), (2, "fsdp")):
         job = world.job("policy", settings, f"{parallel}-{ranks}", parallel=parallel)
         job = job.model_copy(update={"locations": {"champion": str(other)}})
         job.write()
-        assert set(forker.run(job, ranks)) == {0}, job.log.read_text()[-3000:]
-        losses.append([e["loss"] for e in read_events(job.events) if e["event"] == "step"])
+        found.append(losses(published(job, forker.run(job, ranks))))
         assert any("no longer knows the tokens of 90 sequences" in text for text in notes(job))
-    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], abs=1e-5)
-    assert losses[0][0] != pytest.approx(np.log(2), abs=1e-3)
+    assert len(found[0]) == 4 and found[1] == pytest.approx(found[0], abs=1e-5)
+    assert found[0][0] != pytest.approx(np.log(2), abs=1e-3)
 
 
 @pytest.mark.parametrize(("kind", "variant", "fields"), VARIANTS, ids=[f"{v[0]}-{v[1]}" for v in VARIANTS])

@@ -6,13 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from training.distributed import Group
+from tests.training.runs import ALONE
 from training.parallel.layout import Layout
 from training.parallel.replicated import Replicated
 from training.parallel.source import Untrained
 from training.pieces import Held
-
-ALONE = Group(0, 1, torch.device("cpu"))
 
 
 def masters(folder: Path, precision: str = "float32", **sizes: int) -> Replicated:

@@ -12,40 +12,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from training.contract.events import read_events
-from training.contract.job import Job
-from training.contract.recipe import Training
-from training.contract.store import Artifact, Store
+from tests.training import runs
+from tests.training.runs import losses, published, told
+from training.contract.store import Artifact
 
 pytestmark = pytest.mark.slow
-RATE = 3e-3
 
 
 def settings(**changes: Any) -> dict[str, Any]:
-    fields = {
-        "loss": {"beta": 0.5},
-        "batch_size": 6,
-        "micro_tokens": 40,
-        "optimizer": {"learning_rate": RATE, "weight_decay": 0.1},
-        "schedule": {"type": "constant", "warmup_ratio": 0.0},
-        "max_steps": 10,
-    }
-    return Training.model_validate(fields | changes).model_dump(mode="json")
-
-
-def made(job: Job, statuses: list[int]) -> Artifact:
-    assert set(statuses) == {0}, job.log.read_text()[-3000:]
-    found = Store(job.store).find("policy", job.derivation.key)
-    assert found is not None
-    return found
-
-
-def told(artifact: Artifact, event: str = "step") -> list[dict[str, Any]]:
-    return [e for e in read_events(artifact.folder / "events.jsonl") if e["event"] == event]
-
-
-def losses(artifact: Artifact) -> list[float]:
-    return [e["loss"] for e in told(artifact)]
+    return runs.settings(**{"batch_size": 6, "micro_tokens": 40, "max_steps": 10} | changes)
 
 
 def weights(artifact: Artifact) -> dict[str, torch.Tensor]:
@@ -66,10 +41,10 @@ def test_every_way_is_that_of_one_process(tmp_path: Path, world_builder: Any, fo
     with four ranks two have nothing, and run another's pair for company where weights are shared. Three ranks have unequal
     parts of a tensor."""
     world = world_builder(tmp_path, train=32, validation=5, tied=tied)
-    alone = made(job := world.job("policy", settings(), "alone"), forker.run(job))
+    alone = published(job := world.job("policy", settings(), "alone"), forker.run(job))
     for way, ranks, nodes in (("ddp", 2, 1), ("fsdp", 2, 1), ("hsdp", 4, 2)) if tied else (("fsdp", 3, 1),):
         job = world.job("policy", settings(), f"{way}-{ranks}", parallel=way, evaluate_every=5)
-        found = made(job, forker.run(job, ranks, nodes))
+        found = published(job, forker.run(job, ranks, nodes))
         assert losses(found) == pytest.approx(losses(alone), abs=1e-5), way
         assert distance(found, alone) < 1e-5, way
         norms = [[e["grad_norm"] for e in told(a)] for a in (found, alone)]
@@ -93,9 +68,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_shards_go_with_every_other_option(tmp_path: Path, world_builder: Any, forker: Any, option: str):
     """Each of them runs the model, or reaches into it, in a way of its own."""
     world, (training, compute) = world_builder(tmp_path), OPTIONS[option]
-    alone = made(job := world.job("policy", settings(**training), "alone", **compute), forker.run(job))
+    alone = published(job := world.job("policy", settings(**training), "alone", **compute), forker.run(job))
     job = world.job("policy", settings(**training), "shards", parallel="fsdp", **compute)
-    shards = made(job, forker.run(job, 2))
+    shards = published(job, forker.run(job, 2))
     assert losses(shards) == pytest.approx(losses(alone), abs=1e-5)
     assert distance(shards, alone) < 1e-5
 
@@ -108,7 +83,7 @@ def test_bfloat16_in_shards_is_bfloat16_replicated(tmp_path: Path, world_builder
     ways = {}
     for way, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2)):
         job = world.job("policy", settings(precision="bfloat16", batch_size=8), f"{way}-{ranks}", parallel=way)
-        ways[way, ranks] = made(job, forker.run(job, ranks))
+        ways[way, ranks] = published(job, forker.run(job, ranks))
     assert losses(ways["fsdp", 2]) == pytest.approx(losses(ways["ddp", 2]), abs=1e-3)
     assert losses(ways["fsdp", 2])[0] == losses(ways["ddp", 2])[0]
     assert losses(ways["fsdp", 2]) == pytest.approx(losses(ways["ddp", 1]), abs=0.03)
@@ -138,7 +113,7 @@ def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, world_builder: 
     to save, and go on from step 2, with the losses of a run that nobody disturbed, once there is room. The save of step
     4 is a later one where that of step 2 takes its time."""
     world = world_builder(tmp_path)
-    calm = made(job := world.job("policy", settings(), "calm"), forker.run(job))
+    calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
     job = world.job("policy", settings(), parallel=way, checkpoint_every=2, grace_seconds=1)
     assert forker.run(job, 3, rank=1, full=3) == [1, 1, 1]
     failure = json.loads(job.error.read_text())
@@ -147,7 +122,7 @@ def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, world_builder: 
     said = rf"rank 1 cannot save the checkpoint of step \d+ in {folder} \([\d,]+ bytes free\): .*File too large"
     assert re.match(said, failure["message"]), failure["message"]
     assert sorted(p.name for p in folder.glob("step-*") if p.suffix != ".partial") == ["step-00000002"]
-    found = made(job, forker.run(job, 3))
+    found = published(job, forker.run(job, 3))
     assert "resumed from the checkpoint of step 2" in [e["text"] for e in told(found, "note")]
     assert losses(found) == pytest.approx(losses(calm), abs=1e-5)
 
@@ -156,13 +131,13 @@ def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, world_
     """Two ranks that are stopped in step 5, then one, or the other way round: the data are in the same order, and losses
     those of a run that nobody disturbed."""
     world = world_builder(tmp_path)
-    calm = made(job := world.job("policy", settings(), "calm"), forker.run(job))
+    calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
     for way, ranks, next_way, next_ranks in (("ddp", 2, "ddp", 1), ("fsdp", 3, "ddp", 1), ("ddp", 1, "fsdp", 2)):
         name = f"{way}{ranks}-{next_way}{next_ranks}"
         first = world.job("policy", settings(), name, parallel=way, evaluate_every=4)
         assert forker.run(first, ranks, stop=4) == [1] * ranks
         again = world.job("policy", settings(), name, parallel=next_way, evaluate_every=4)
-        found = made(again, forker.run(again, next_ranks))
+        found = published(again, forker.run(again, next_ranks))
         assert "resumed from the checkpoint of step 5" in [e["text"] for e in told(found, "note")], name
         assert [e["step"] for e in told(found)] == list(range(1, 11)), name
         assert losses(found) == pytest.approx(losses(calm), abs=1e-6), name

@@ -1,0 +1,95 @@
+"""Runs of preference tuning: their settings, a run in this process, what it told, and a naive loop to hold beside it."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from training.contract.events import EventWriter, read_events
+from training.contract.job import Job
+from training.contract.logprob_table import LogProbTable
+from training.contract.recipe import Training
+from training.contract.store import Artifact, Made, Store
+from training.data.packing import epoch_order
+from training.distributed import Group
+from training.loop import run
+
+ALONE = Group(0, 1, torch.device("cpu"))
+SIDES = ("chosen", "rejected")
+BETA, RATE, CLIP = 0.5, 3e-3, 1.0
+TIMED = {"time", "tokens_per_second", "peak_memory_mb"}
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "loss": {"beta": BETA},
+        "batch_size": 8,
+        "micro_tokens": 128,
+        "optimizer": {"learning_rate": RATE, "weight_decay": 0.1},
+        "schedule": {"type": "constant", "warmup_ratio": 0.0},
+        "max_grad_norm": CLIP,
+        "max_steps": 12,
+    }
+    return Training.model_validate(fields | changes).model_dump(mode="json")
+
+
+def tune(job: Job) -> Made:
+    return run(job, ALONE, EventWriter(job.events, keep=True))
+
+
+def told(of: Job | Artifact, *kinds: str) -> list[dict[str, Any]]:
+    """The events of these kinds, by default of steps; a published policy holds those of its job."""
+    return [e for e in read_events(of.folder / "events.jsonl") if e["event"] in (kinds or ("step",))]
+
+
+def losses(of: Job | Artifact) -> list[float]:
+    return [e["loss"] for e in told(of)]
+
+
+def timeless(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events less what depends on the clock and on memory."""
+    return [{name: value for name, value in event.items() if name not in TIMED} for event in events]
+
+
+def naive_losses(world: Any, steps: int, model: torch.nn.Module | None = None) -> Iterator[float]:
+    """DPO as its paper says: one unpadded sequence at a time, torch's own AdamW and clipping, nothing of ours but the
+    order of the data. `model` is the reference model with what is trained of it, by default all."""
+    model = model or AutoModelForCausalLM.from_pretrained(world.model)
+    table = load_file(world.reference / "logprobs.safetensors")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim > 1]
+    spared = [p for p in trained if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, foreach=False)
+    train = world.split("train")
+    per_epoch = math.ceil(len(train) / 8)
+    for step in range(steps):
+        order = epoch_order(len(train), 0, step // per_epoch)[step % per_epoch * 8 :][:8]
+        total = torch.zeros(())
+        for i in order:
+            chosen, rejected = (world.plain_logprob(model, train[i], side) for side in SIDES)
+            margin = BETA * ((chosen - table["chosen_logprobs"][i]) - (rejected - table["rejected_logprobs"][i]))
+            total = total - torch.nn.functional.logsigmoid(margin)
+        optimizer.zero_grad()
+        (total / len(order)).backward()
+        torch.nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
+        yield total.item() / len(order)
+
+
+def published(job: Job, statuses: list[int]) -> Artifact:
+    """What forked ranks made of `job`, all of which ended with these statuses."""
+    assert set(statuses) == {0}, job.log.read_text()[-3000:]
+    found = Store(job.store).find(job.artifact, job.derivation.key)
+    assert found is not None
+    return found
+
+
+def shift_reference(world: Any, row: int, nats: float) -> None:
+    """Have the table of reference log-probs be wrong in one pair."""
+    table = LogProbTable.read(world.reference, len(world.examples))
+    table.chosen_logprobs[row] += nats
+    table.write(world.reference)

@@ -1,0 +1,146 @@
+"""A tiny world to train in: a random Llama, random pairs, and the reference's log-probs by plain transformers."""
+
+import copy
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from training.contract.job import Input, Job, JobKind
+from training.contract.logprob_table import LogProbTable
+from training.contract.recipe import Compute
+from training.data.batches import KEY_BYTES, PAIRS_FILE, PAIRS_SCHEMA
+
+VOCABULARY = 64
+Examples = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class TinyWorld:
+    """Folders of artifacts as a job gets them, the pairs they hold, and a way to make jobs on them."""
+
+    root: Path
+    examples: Examples
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def pairs(self) -> Path:
+        return self.root / "pairs"
+
+    @property
+    def reference(self) -> Path:
+        return self.root / "reference"
+
+    def copied_to(self, root: Path) -> "TinyWorld":
+        """The same world for somebody who may change it."""
+        shutil.copytree(self.root, root, dirs_exist_ok=True)
+        return TinyWorld(root, copy.deepcopy(self.examples))
+
+    def job(self, kind: JobKind, settings: dict[str, Any], name: str = "job", **compute: Any) -> Job:
+        folders = {
+            "tokenized_pairs": self.pairs,
+            "reference_logprobs": self.reference,
+            "reference_model": self.model,
+            "base_model": self.model,
+        }
+        wanted = ("tokenized_pairs", "base_model") if kind == "sft" else tuple(n for n in folders if n != "base_model")
+        job = Job(
+            kind=kind,
+            artifact="reference_model" if kind == "sft" else "policy",
+            code_version="1",
+            inputs={n: Input(kind=n, fingerprint="0" * 64, folder=folders[n]) for n in wanted},
+            settings=settings,
+            locations={},
+            compute=Compute.model_validate({"device": "cpu", **compute}),
+            recipe={"name": "tiny"},
+            store=self.root / name / "store",
+            folder=self.root / name / "folder",
+        )
+        job.staging.mkdir(parents=True, exist_ok=True)
+        job.write()
+        return job
+
+    @staticmethod
+    def plain_logprob(model: PreTrainedModel, example: dict[str, Any], side: str) -> torch.Tensor:
+        """The summed log-prob of the masked tokens: one unpadded sequence, log-softmax over all logits."""
+        ids, mask = torch.tensor(example[f"{side}_ids"]), torch.tensor(example[f"{side}_mask"])
+        logits = model(input_ids=ids[None]).logits[0, :-1].float()
+        return (logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0] * mask[1:]).sum()
+
+    def split(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in self.examples if e["split"] == name]
+
+
+def build_world(
+    root: Path,
+    train: int = 38,
+    validation: int = 7,
+    attention_dropout: float = 0.0,
+    tied: bool = True,
+    arrange: Callable[[Examples], Examples] = list,
+) -> TinyWorld:
+    """A world in `root`; `arrange` may put its examples in another order before they are written."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        attention_dropout=attention_dropout,
+        tie_word_embeddings=tied,
+    )
+    model = LlamaForCausalLM(config).eval()
+    examples = arrange(_random_examples(train, validation))
+    world = TinyWorld(root, examples)
+    model.save_pretrained(world.model)
+    _write_pairs(world)
+    _write_reference(world, model)
+    return world
+
+
+def _random_examples(train: int, validation: int) -> list[dict[str, Any]]:
+    random = np.random.default_rng(0)
+    examples = []
+    for row in range(train + validation):
+        prompt = random.integers(VOCABULARY, size=random.integers(2, 12)).tolist()
+        example: dict[str, Any] = {"row": 100 + row, "split": "train" if row < train else "validation"}
+        example["prompt_length"] = len(prompt)
+        for side in ("chosen", "rejected"):
+            response = random.integers(VOCABULARY, size=random.integers(1, 14)).tolist()
+            example[f"{side}_ids"] = prompt + response
+            example[f"{side}_mask"] = [False] * len(prompt) + [True] * len(response)
+            example[f"{side}_key"] = random.bytes(KEY_BYTES)
+        examples.append(example)
+    return examples
+
+
+def _write_pairs(world: TinyWorld) -> None:
+    (world.pairs / "tokenizer").mkdir(parents=True)
+    (world.pairs / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    table = pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA)
+    with pa.OSFile(str(world.pairs / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
+        stream.write_table(table)
+
+
+def _write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
+    world.reference.mkdir()
+    columns: dict[str, Any] = {}
+    with torch.no_grad():
+        for side in ("chosen", "rejected"):
+            logprobs = [float(world.plain_logprob(model, example, side)) for example in world.examples]
+            columns[f"{side}_logprobs"] = np.array(logprobs)
+            columns[f"{side}_tokens"] = np.array([sum(e[f"{side}_mask"]) for e in world.examples], dtype=np.int32)
+    LogProbTable(**columns, rule="plain", dtype="float32").write(world.reference)
