@@ -23,14 +23,13 @@ from assets.pipeline import Pipeline
 from assets.tokenizer_changes import tokenizer_changes
 from assets.world import Found, count_source_rows, named_files
 from training.contract.errors import StoreError
-from training.contract.fingerprint import short
+from training.contract.fingerprint import short, shortened
 from training.contract.manifest import Derivation
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
 _INPUT_TAG, _CODE_TAG = "dagster/input_data_version/", "dagster/code_version"
 _LONGEST_SECTION = 160
-_FINGERPRINT_DIGITS = 64
 
 
 def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
@@ -182,5 +181,4 @@ def _shown(value: Any) -> str:
         return "null"
     if isinstance(value, dict) or (isinstance(value, list) and _has_sections(value)):
         return shorten(json.dumps(value, ensure_ascii=False).replace('"', ""), _LONGEST_SECTION, placeholder=" ...")
-    text = str(value)
-    return short(text) if len(text) == _FINGERPRINT_DIGITS else text
+    return shortened(str(value))

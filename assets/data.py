@@ -1,5 +1,7 @@
 """From preference files to pairs in one schema, and from there to token ids."""
 
+from collections.abc import Mapping
+
 import dagster as dg
 
 from assets import checks
@@ -65,6 +67,7 @@ def tokenized_pairs(pipeline: Pipeline) -> dg.AssetsDefinition:
     ) -> dg.MaterializeResult:
         made = realize(context, pipeline, services, PAIRS_WORK)
         details = made.artifact.details
+        _demand_splits(context, pipeline, details["counts"])
         dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
         metadata = {
             "dagster/row_count": details["counts"]["pairs"],
@@ -81,3 +84,15 @@ def tokenized_pairs(pipeline: Pipeline) -> dg.AssetsDefinition:
         return made.result(metadata, found)
 
     return tokenized_pairs
+
+
+def _demand_splits(context: dg.AssetExecutionContext, pipeline: Pipeline, counts: Mapping[str, int]) -> None:
+    """Raises DataError where this run would come to an asset that has no pair to work with: now, not after the training."""
+    planned = context.job_def.asset_layer.executable_asset_keys
+    for split, asset in (("train", "policy"), ("validation", "evaluation")):
+        if not counts[split] and pipeline.key(asset) in planned:
+            raise DataError(
+                f"none of the {counts['pairs']:,} tokenized pairs is in the {split} split, and {asset} is part of this run; "
+                f"`data.validation_fraction` is {pipeline.recipe.data.validation_fraction}, the share of prompts that is "
+                f"held out: set another (0.1 is usual), or add data"
+            )

@@ -18,10 +18,10 @@ def evaluation(pipeline: Pipeline) -> dg.AssetsDefinition:
         settings = upstream(context, pipeline, services, "evaluation_spec").json("spec.json")
         made = realize(context, pipeline, services, Work("evaluation", settings))
         details = made.artifact.details
-        report = made.artifact.file("report.html")
         metadata = {
             **details["metrics"],
-            "report": dg.MetadataValue.url(report.as_uri()),
+            # A path to copy: from a page of a server no browser follows a link to a file.
+            "report": dg.MetadataValue.path(str(made.artifact.file("report.html"))),
             "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
             **_tracked(context, pipeline, services, made),
         }
@@ -33,11 +33,12 @@ def evaluation(pipeline: Pipeline) -> dg.AssetsDefinition:
 def _tracked(
     context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, made: Realized
 ) -> dict[str, Any]:
-    """Add the metrics and the report to the policy's MLflow run, if there is one; gives the link to it."""
+    """Add the metrics and the report to the policy's MLflow run, if there is one; gives the link to the report there."""
     policy = latest_metadata(context.instance, pipeline.key("policy"))
     run_id = policy.get("mlflow_run_id")
     if run_id is None:
         return {}
     services.tracker.log_evaluation(run_id, made.artifact.details["metrics"], step=int(policy["steps"]))
     services.tracker.log_file(run_id, made.artifact.file("report.html"), "evaluation", made.artifact.fingerprint)
-    return {"mlflow_run_id": run_id}
+    link = services.tracker.run_link(run_id, "artifacts/evaluation/report.html")
+    return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(link)}

@@ -15,6 +15,8 @@ from training.contract.scoring import SCORING_VERSION
 
 Settings = dict[str, Any]
 
+GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says otherwise
+
 
 def _nothing(recipe: Recipe) -> Settings:
     return {}
@@ -123,7 +125,7 @@ GRAPH: dict[str, Node] = {
         "The frozen model the policy is measured against: the base model, or the base model after supervised tuning.",
         needs=("base_model", "tokenized_pairs"),
         reads=_supervised,
-        pool="gpu",
+        pool=GPU_POOL,
     ),
     "reference_logprobs": Node(
         "reference",
@@ -131,21 +133,23 @@ GRAPH: dict[str, Node] = {
         "Log-probs of every response under the reference model; each distinct sequence is scored once, ever.",
         needs=("tokenized_pairs", "reference_model"),
         reads=_scoring,
-        pool="gpu",
+        pool=GPU_POOL,
     ),
     "policy": Node(
         "training",
         frozenset({"pytorch", "mlflow"}),
-        "The model trained with Direct Preference Optimization.",
+        "The model trained with Direct Preference Optimization. A reward is beta times the log-prob over the reference's; "
+        "`loss` and `rewards/...` are of the last step, `eval/...` of the held-out pairs after it; memory in MB.",
         needs=("tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"),
-        pool="gpu",
+        pool=GPU_POOL,
     ),
     "evaluation": Node(
         "evaluation",
         frozenset({"pytorch", "mlflow"}),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
         needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
-        pool="gpu",
+        pool=GPU_POOL,
+        version="2",
     ),
     "released_model": Node(
         "release",

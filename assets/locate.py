@@ -64,7 +64,7 @@ class LocatedData:
 def locate_base_model(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel:
     """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors."""
     reference = recipe.reference
-    folder = _model_folder(reference.model, reference.revision, _MODEL_FILES, registry)
+    folder = _model_folder("reference.model", reference.model, reference.revision, _MODEL_FILES, registry)
     return LocatedModel(folder, weights_identity(folder, cache))
 
 
@@ -79,10 +79,10 @@ def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None 
 
 def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:
     """The tokenizer's folder and the template file. Raises ModelError or DataError that names the recipe's field."""
-    address, revision = recipe.tokenization.tokenizer, None
+    field, address, revision = "tokenization.tokenizer", recipe.tokenization.tokenizer, None
     if address is None:
-        address, revision = recipe.reference.model, recipe.reference.revision
-    folder = _model_folder(address, revision, list(TOKENIZER_FILES), registry)
+        field, address, revision = "reference.model", recipe.reference.model, recipe.reference.revision
+    folder = _model_folder(field, address, revision, list(TOKENIZER_FILES), registry)
     files = tokenizer_files(folder)
     if not files:
         raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json (set `tokenization.tokenizer`)")
@@ -118,7 +118,8 @@ def _locate_source(source: DataSource, cache: HashCache | None) -> tuple[dict[st
         commit = HfApi().dataset_info(source.hub, revision=source.revision).sha
     except Exception as error:  # whatever the hub's client raises, its text is the cause
         raise DataError(
-            f"the data set {source.hub!r} (revision {source.revision or 'main'}) cannot be reached: {error}"
+            f"the data set {source.hub!r} (revision {source.revision or 'main'}) cannot be reached: {error}; "
+            f"look at `data.sources` and at the network; a private one needs HF_TOKEN"
         ) from error
     pinned = {"hub": source.hub, "config": source.config, "split": source.split, "commit": commit}
     return {**described, "revision": commit}, pinned, []
@@ -129,16 +130,17 @@ def _hashed(files: list[Path], cache: HashCache | None) -> list[str]:
     return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
 
 
-def _model_folder(address: str, revision: str | None, patterns: list[str], registry: Registry) -> Path:
+def _model_folder(field: str, address: str, revision: str | None, patterns: list[str], registry: Registry) -> Path:
     if address.startswith("models:/"):
         return registry.resolve(address)
     if Path(address).is_absolute():
         if not Path(address).is_dir():
-            raise ModelError(f"there is no model folder {address} (`reference.model` or `tokenization.tokenizer`)")
+            raise ModelError(f"there is no folder {address}; `{field}` is a folder beside the recipe, or a hub id")
         return Path(address)
     try:
         return Path(snapshot_download(address, revision=revision, allow_patterns=patterns))
     except Exception as error:  # whatever the hub's client raises, its text is the cause
         raise ModelError(
-            f"{address!r} is neither a folder beside the recipe nor a model of the hub that can be reached: {error}"
+            f"`{field}: {address}` is neither a folder beside the recipe nor a model of the hub that can be reached: "
+            f"{error}; a private one needs HF_TOKEN"
         ) from error

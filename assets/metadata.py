@@ -9,29 +9,28 @@ import dagster as dg
 from matplotlib.figure import Figure
 
 from training.contract.fingerprint import short
+from training.contract.manifest import Derivation
 from training.contract.store import Artifact
 
 _SIZE_INCHES = (7.0, 3.0)
 
 
-def artifact_metadata(artifact: Artifact, outcome: str, seconds: float) -> dict[str, Any]:
-    """What every asset shows: where its files are, their size, its identity, and whether it was made or found."""
+def artifact_metadata(artifact: Artifact, seconds: float) -> dict[str, Any]:
+    """What every asset shows: what it was made from, its identity, where its files are and their size."""
     return {
-        "outcome": outcome,
+        "made_from": inputs_table(artifact.derivation),
         "fingerprint": artifact.fingerprint,
         "key": artifact.derivation.key,
         "seconds": round(seconds, 3),
         "bytes": sum(entry.bytes for entry in artifact.manifest.files.values()),
         "dagster/uri": artifact.folder.as_uri(),
         "folder": dg.MetadataValue.path(str(artifact.folder)),
-        "made_from": table(
-            [
-                {"input": name, "fingerprint": short(source.fingerprint)}
-                for name, source in artifact.derivation.inputs.items()
-            ],
-            columns=("input", "fingerprint"),
-        ),
     }
+
+
+def inputs_table(how: Derivation) -> dg.TableMetadataValue:
+    rows = [{"input": name, "fingerprint": short(source.fingerprint)} for name, source in how.inputs.items()]
+    return table(rows, ("input", "fingerprint"))
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.TableMetadataValue:

@@ -61,7 +61,7 @@ def _side(name: str, side: TokenizedSide, policy: float | None) -> str:
     return (
         f"<h3>{name}</h3>\n"
         f'<div class="sums">{len(side.texts)} tokens, {sum(side.mask)} trained; '
-        f"reference log-prob {_number(side.reference_logprob)}, policy log-prob {_number(policy)}</div>\n"
+        f"reference log-prob {_number(side.reference_logprob)}{_policy(policy)}</div>\n"
         f'<div class="tokens">{tokens}</div>'
     )
 
@@ -72,6 +72,11 @@ def _token(text: str, trained: bool, value: float | None) -> str:
         share = min(1.0, max(0.0, -value / _FULL_NATS))
         attributes += f' style="background: rgba(231,111,81,{share:.2f})" title="{value:.4f} nats"'
     return f"<span{attributes}>{escape(text)}</span>"
+
+
+def _policy(value: float | None) -> str:
+    """Nothing where it is not known: the pages of the reference have none."""
+    return "" if value is None else f", policy log-prob {value:.4f}"
 
 
 def _number(value: float | None) -> str:

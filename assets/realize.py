@@ -58,10 +58,10 @@ class Realized:
         self, metadata: dict[str, Any] | None = None, checks: list[dg.AssetCheckResult] | None = None
     ) -> dg.MaterializeResult:
         """What Dagster is told: the data version, where the files are, and whatever the asset has to show."""
-        about = artifact_metadata(self.artifact, "reused" if self.reused else "computed", self.seconds)
+        why = {"outcome": "reused" if self.reused else "computed", "changes": shown_changes(self.changes)}
         return dg.MaterializeResult(
             data_version=dg.DataVersion(self.artifact.fingerprint),
-            metadata={**(metadata or {}), **about, "changes": shown_changes(self.changes)},
+            metadata={**why, **(metadata or {}), **artifact_metadata(self.artifact, self.seconds)},
             check_results=checks or [],
         )
 

@@ -54,7 +54,7 @@ def reference_logprobs(pipeline: Pipeline) -> dg.AssetsDefinition:
         pairs = upstream(context, pipeline, services, "tokenized_pairs")
         metadata = {
             "dagster/row_count": made.artifact.details["pairs"],
-            "page": dg.MetadataValue.url(_page(pipeline, services, pairs, made.artifact).as_uri()),
+            "page": dg.MetadataValue.path(str(_page(pipeline, services, pairs, made.artifact))),
             **_numbers(made),
             **_cache_use(made),
         }

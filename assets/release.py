@@ -6,6 +6,7 @@ rolled back stays so: materializing it again promotes nothing. A policy that is 
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,11 +17,13 @@ import pyarrow.parquet as pq
 from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
 from assets.graph import GRAPH, derivation
+from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
 from assets.realize import Log, latest_derivation, latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
+from training.contract.fingerprint import short
 from training.contract.loss import Loss
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -36,7 +39,7 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         started = time.monotonic()
         above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
         run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
-        candidate = _Candidate(pipeline, services.store, context.instance, above, run_id)
+        candidate = _Candidate(pipeline, services, context.instance, above, run_id)
         changes = input_changes(context.instance, pipeline, "released_model")
         known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
         if known is not None and _has_decision(known):
@@ -66,7 +69,7 @@ def _has_decision(version: Version) -> bool:
 @dataclass(frozen=True)
 class _Candidate:
     pipeline: Pipeline
-    store: Store
+    services: Services
     instance: dg.DagsterInstance
     above: dict[str, Artifact]
     run_id: str | None
@@ -92,7 +95,7 @@ class _Candidate:
         while waiting:
             kind, fingerprint = waiting.pop()
             if found.setdefault(kind, fingerprint) == fingerprint:
-                how = latest_derivation(self.instance, self.pipeline, self.store, kind, fingerprint)
+                how = latest_derivation(self.instance, self.pipeline, self.services.store, kind, fingerprint)
                 waiting += [(source.kind, source.fingerprint) for source in how.inputs.values()]
         return found
 
@@ -113,9 +116,18 @@ def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
         identity={RELEASE_KEY_TAG: candidate.key},
         tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in lineage.items()},
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
+        description=_description(candidate, lineage),
     )
     registry.set_alias(version.name, "candidate", version.number)
     return version
+
+
+def _description(candidate: _Candidate, lineage: Mapping[str, str]) -> str:
+    """What people read on the version's page: where it comes from, in the order of the graph."""
+    kinds = [kind for kind in (*GRAPH, MERGED) if kind in lineage]
+    rows = [f"| {kind} | `{short(lineage[kind])}` |" for kind in kinds]
+    title = f"The policy of the recipe {candidate.pipeline.name}, and all it stands on. The gate's decision is among the tags."
+    return "\n".join([title, "", "| artifact | fingerprint |", "|---|---|", *rows])
 
 
 def _decide(services: Services, candidate: _Candidate, version: Version) -> Decision:
@@ -177,15 +189,17 @@ def _result(
         champion, reasons = "no", "; ".join(["it was champion and was rolled back", *([reasons] if reasons else [])])
     metadata: dict[str, Any] = {
         "outcome": outcome,
-        "fingerprint": candidate.key,
-        "key": candidate.key,
-        "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
-        "seconds": round(time.monotonic() - started, 3),
-        "model_version": str(version.number),
-        "model": f"models:/{version.name}/{version.number}",
+        "changes": shown_changes(changes),
         "champion": champion,
         "reasons": reasons,
-        "changes": shown_changes(changes),
         **(figures or {}),
+        "model_version": str(version.number),
+        "model": f"models:/{version.name}/{version.number}",
+        "mlflow": dg.MetadataValue.url(candidate.services.registry.link(version)),
+        "made_from": inputs_table(candidate.derivation),
+        "fingerprint": candidate.key,
+        "key": candidate.key,
+        "seconds": round(time.monotonic() - started, 3),
+        "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
     }
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)

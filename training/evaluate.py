@@ -26,11 +26,11 @@ from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.store import Made
-from training.data.batches import Pairs, Side
+from training.data.batches import Pairs
 from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
-from training.generate import answers, decode, spread_prompts
+from training.generate import answers, decode, spread_prompts, stop_tokens
 from training.held_out import HeldOut, evaluate_pairs
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import lay_out_weights
@@ -62,13 +62,20 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("score the held-out pairs with the policy")
     held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
-    after = answers(policy, prompts, tokenizer, length, group)
+    stops = stop_tokens(policy.config, tokenizer, pairs, shown)
+    after = answers(policy, prompts, stops, tokenizer, length, group)
     del policy  # two models never have to fit at once
-    before = answers(layout.place(before_training.load), prompts, tokenizer, length, group)
+    before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group)
     if not group.is_main:
         return Made("")
     samples = [
-        Sample(int(pairs.rows[i]), decode(tokenizer, prompts[n]), before[n], after[n], _response(pairs, i, tokenizer))
+        Sample(
+            int(pairs.rows[i]),
+            decode(tokenizer, prompts[n]),
+            before[n],
+            after[n],
+            decode(tokenizer, pairs.response_ids(i)),
+        )
         for n, i in enumerate(shown)
     ]
     return _write(job, held_out, samples, tokenizer)
@@ -123,15 +130,11 @@ def _worst_pairs(held_out: HeldOut, tokenizer: PreTrainedTokenizerBase) -> list[
                 loss=float(held_out.outcome.losses_B[at]),
                 margin=float(held_out.outcome.margins_B[at]),
                 prompt=decode(tokenizer, pairs.prompt_ids(index))[-_SHOWN_CHARACTERS:],
-                chosen=_response(pairs, index, tokenizer)[:_SHOWN_CHARACTERS],
-                rejected=_response(pairs, index, tokenizer, "rejected")[:_SHOWN_CHARACTERS],
+                chosen=decode(tokenizer, pairs.response_ids(index))[:_SHOWN_CHARACTERS],
+                rejected=decode(tokenizer, pairs.response_ids(index, "rejected"))[:_SHOWN_CHARACTERS],
             )
         )
     return worst
-
-
-def _response(pairs: Pairs, index: int, tokenizer: PreTrainedTokenizerBase, side: Side = "chosen") -> str:
-    return decode(tokenizer, pairs.sequence(index, side).ids_T[pairs.prompt_lengths[index] :].tolist())
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -2,19 +2,25 @@
 
 The prompts are spread evenly over the distinct held-out ones, and dealt out to the ranks; where these hold parts of the
 weights, every token is an exchange, and all of them answer all prompts together. An answer ends at a token
-that the tokenizer or the model's own generation settings call the end; none of those other settings (temperature,
-penalties) is used, since they would blur what the weights say.
+that the tokenizer or the model's config call the end, or that the answers in the data end with. Nothing is taken from
+the model's generation settings: temperature and penalties would blur what the weights say, and no fingerprint has them.
 """
 
-import json
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from training.data.batches import Pairs
+from training.data.tokenizer import control_ids
 from training.distributed import Group
 from training.model.logprobs import runs_in_lockstep
 
@@ -31,11 +37,25 @@ def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> li
     return [distinct[i] for i in chosen]
 
 
-def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends an answer."""
-    configured = model.generation_config.eos_token_id
+def stop_tokens(
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: Pairs, among: Sequence[int]
+) -> list[int]:
+    """Every token that ends an answer. Of the pairs at `among` the chosen responses show how the template ends one."""
+    configured = config.get_text_config().eos_token_id
     stops = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
+    stops |= {_last_control_token(pairs.response_ids(index), tokenizer) for index in among}
     return sorted(token for token in stops if token is not None)
+
+
+def _last_control_token(response: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """The control token that `response` ends with; templates put blank text behind it. None where it ends with a word."""
+    controls = control_ids(tokenizer)
+    for token in reversed(response):
+        if token in controls:
+            return token
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_new_tokens: int) -> list[int]:
@@ -55,12 +75,12 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_
 def answers(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
+    stops: list[int],
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
     group: Group,
 ) -> list[str]:
     """What `model` answers to each prompt, as text; every rank does its share and gets all."""
-    stops = json.loads(group.gather_texts(json.dumps(stop_tokens(model, tokenizer)))[0])  # as rank 0 read them
     everything = range(len(prompts))
     share = everything if runs_in_lockstep(model) else everything[group.rank :: group.world]
     rows = torch.full((len(share), 1 + max_new_tokens), _NO_TOKEN, dtype=torch.int64)

@@ -22,6 +22,7 @@ from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
 from assets.realize import data_version, latest_key
 from assets.world import Found, hash_cache, look
+from training.contract.errors import RecipeError
 from training.contract.fingerprint import fingerprint
 from workflows.resources import build_services, pedigree_home
 
@@ -58,14 +59,20 @@ def retraining(pipeline: Pipeline) -> dg.Definitions:
 def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
     automation = pipeline.recipe.automation
     assert automation.cron is not None
-    return dg.ScheduleDefinition(
-        name=f"{pipeline.identifier}_schedule",
-        job_name=job,
-        cron_schedule=automation.cron,
-        execution_timezone=automation.timezone,
-        default_status=dg.DefaultScheduleStatus.RUNNING,
-        description=f"Retrains {pipeline.name} at {automation.cron!r} ({automation.timezone}).",
-    )
+    try:
+        return dg.ScheduleDefinition(
+            name=f"{pipeline.identifier}_schedule",
+            job_name=job,
+            cron_schedule=automation.cron,
+            execution_timezone=automation.timezone,
+            default_status=dg.DefaultScheduleStatus.RUNNING,
+            description=f"Retrains {pipeline.name} at {automation.cron!r} ({automation.timezone}).",
+        )
+    except dg.DagsterInvalidDefinitionError as error:
+        raise RecipeError(
+            f"`automation.cron: {automation.cron}` with `automation.timezone: {automation.timezone}` is no schedule; "
+            'expected five fields such as "0 6 * * 1", Mondays at six, and a name such as Europe/Berlin'
+        ) from error
 
 
 def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinition:

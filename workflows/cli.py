@@ -20,13 +20,15 @@ from typing import Any, NoReturn, ParamSpec
 import click
 import dagster as dg
 from rich.console import Console
+from rich.text import Text
+from sqlalchemy.exc import OperationalError
 
 from assets.graph import GRAPH
 from assets.page import write_page
 from model_registry.connection import is_server
 from training.contract.errors import PedigreeError
 from workflows import show
-from workflows.execution import RunReport, materialize
+from workflows.execution import INTERRUPTED, RunReport, materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
@@ -41,22 +43,14 @@ P = ParamSpec("P")
 _people = Console(stderr=True, highlight=False)
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 _recipe = click.argument("recipe")
-
-
-@click.group()
-@click.version_option(package_name="pedigree")
-def main() -> None:
-    """Keep a preference-tuned language model up to date, with the lineage of every artifact.
-
-    RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml.
-    """
-    warnings.filterwarnings("ignore", module=r"dagster.*")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
-    settle(pedigree_home())
+_port = click.IntRange(1, 65535)
 
 
 def _reporting(command: Callable[P, None]) -> Callable[P, None]:
-    """An error that a person can act on ends the command with its message and its exit code, without a traceback."""
+    """An error that a person can act on ends the command with its message and its exit code, without a traceback.
+
+    So does what the operating system refuses: a disk that is full, a folder nobody may write to, a database on either.
+    """
 
     @wraps(command)
     def reported(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -64,8 +58,28 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
             command(*args, **kwargs)
         except PedigreeError as error:
             _fail(str(error), error.exit_code)
+        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
+            _fail(INTERRUPTED, PedigreeError.exit_code)
+        except OSError as error:
+            _fail(f"{error}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
+        except OperationalError as error:
+            _fail(f"a database refuses: {error.orig}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
 
     return reported
+
+
+@click.group()
+@click.version_option(package_name="pedigree")
+@_reporting
+def main() -> None:
+    """Keep a preference-tuned language model up to date, with the lineage of every artifact.
+
+    RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml.
+    """
+    warnings.filterwarnings("ignore", module=r"dagster.*")
+    for name in ("alembic", "mlflow.store.db.utils"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    settle(pedigree_home())
 
 
 @main.command()
@@ -191,8 +205,8 @@ def gc(delete: bool, as_json: bool) -> None:
 
 @main.command()
 @click.argument("recipes", nargs=-1)
-@click.option("--port", default=3000, show_default=True, help="Port of Dagster's web server.")
-@click.option("--mlflow-port", default=5000, show_default=True, help="Port of MLflow's web server.")
+@click.option("--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server.")
+@click.option("--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server.")
 @_reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """Start Dagster's and MLflow's web servers on loopback, until Ctrl-C.
@@ -231,6 +245,6 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    _people.print("[bold red]error:[/] ", end="")
-    _people.print(message, markup=False)
+    # Not wrapped: paths stay whole, and what is piped has the lines it was given.
+    _people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
     sys.exit(code)

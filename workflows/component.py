@@ -11,7 +11,9 @@ from assets.pipeline import Pipeline
 from training.contract.errors import RecipeError
 from training.contract.recipe import Recipe
 from workflows.automation import retraining
+from workflows.recipe_file import refuse_repeated_keys
 
+RECIPE_FILE = "defs.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _BUILDERS = (
     sources.preference_source,
@@ -45,7 +47,9 @@ class PreferenceTuning(dg.Component):
 
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
-        assert isinstance(attributes, Recipe)
+        refuse_repeated_keys(context.path / RECIPE_FILE)
+        if not isinstance(attributes, Recipe):
+            raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
         if not _NAME.fullmatch(context.path.name):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"

@@ -2,21 +2,26 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import dagster as dg
 
-from assets.graph import GRAPH
+from assets.graph import GPU_POOL, GRAPH
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
 from assets.realize import data_version, latest_metadata
-from training.contract.errors import UsageError
+from training.contract.errors import PedigreeError, UsageError
 from workflows.recipes import LoadedRecipe
 
 _SECONDS_BETWEEN_LOOKS = 1.0
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+# Progress bars and reports tell what happens; Dagster's own log of a run is in its event log.
+_QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
+INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
+_OURS = f"{PedigreeError.__module__}."
 Outcome = Literal["computed", "reused", "failed"]
 
 
@@ -76,7 +81,7 @@ def materialize(
         instance=instance,
         asset_selection=[pipeline.key(name) for name in selected],
         tags={PROCESS_TAG: this_process()},
-        run_config={"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}},
+        run_config=_QUIET,
         raise_on_error=False,
     )
     assets = list(_asset_runs(result, pipeline, instance))
@@ -93,6 +98,24 @@ def materialize(
         model_version=shown.get("released_model", {}).get("model_version"),
         samples=details.get("samples", []),
     )
+
+
+def in_gpu_pool(name: str, instance: dg.DagsterInstance, work: Callable[[], T]) -> T:
+    """What `work` gives, as a run called `name` with one step in the pool `gpu`. Raises what `work` raises.
+
+    So it waits for whoever has the GPU, with a word that names the run, and others wait for it.
+    """
+    given: list[T] = []
+
+    @dg.op(name=name, pool=GPU_POOL)
+    def step() -> None:
+        given.append(work())
+
+    job = dg.GraphDefinition(f"{name}_job", node_defs=[step]).to_job(executor_def=dg.in_process_executor)
+    close_dead_runs(instance)
+    wait_for_pools({GPU_POOL}, instance)
+    job.execute_in_process(instance=instance, tags={PROCESS_TAG: this_process()}, run_config=_QUIET)
+    return given[0]
 
 
 def close_dead_runs(instance: dg.DagsterInstance) -> None:
@@ -138,7 +161,13 @@ def _asset_runs(
 
 
 def _reason(failure: dg.DagsterEvent) -> str:
+    """Of an error that a person can act on its message, which says it all; else the root cause with the name of its class."""
     error = failure.step_failure_data.error
-    while error is not None and error.cause is not None:
+    if error is None:
+        return "the step failed without an error"
+    while not error.message.startswith(_OURS) and error.cause is not None:
         error = error.cause
-    return error.message.strip() if error is not None else "the step failed without an error"
+    if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
+        return INTERRUPTED
+    message: str = error.message.strip()
+    return message.removeprefix(f"{_OURS}{error.cls_name}: ")

@@ -38,7 +38,6 @@ from training.contract.removal import (
     holding,
     is_held,
     keys_by_fingerprint,
-    lock_of,
     remove_artifact,
     remove_folder,
 )
@@ -203,7 +202,7 @@ class Sweep:
         return datetime.fromisoformat(manifest.created) >= self._since.replace(microsecond=0)
 
     def _is_running(self, job: Job) -> bool:
-        return is_held(lock_of(self._store, job.artifact, job.derivation.key))
+        return is_held(self._store.lock_file(job.artifact, job.derivation.key))
 
     def _is_over(self, folder: Path) -> bool:
         return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)
@@ -212,8 +211,8 @@ class Sweep:
         """The lock of the job's key; of one that cannot be read, those whose key begins as its folder's name says."""
         job = _read_job(folder)
         if job is None:
-            return list((self._store.root / "locks").glob(f"{folder.name}*.lock"))
-        return [lock_of(self._store, job.artifact, job.derivation.key)]
+            return list(self._store.locks.glob(f"{folder.name}*.lock"))
+        return [self._store.lock_file(job.artifact, job.derivation.key)]
 
     def _has_ended(self, folder: Path) -> bool:
         """Whether a job that nobody runs cannot be taken up: it published its artifact, or it has no checkpoint."""
@@ -225,14 +224,14 @@ class Sweep:
         return published or not any((folder / job.checkpoints.name).rglob("step-*"))
 
     def _lock_named(self, name: str) -> Path:
-        return self._store.root / "locks" / f"{name}.lock"
+        return self._store.locks / f"{name}.lock"
 
     def _is_abandoned(self, folder: Path) -> bool:
         """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""
         beside, named = _lock_beside(folder), self._lock_named(folder.name)
         if beside.exists() or named.exists():
             return not is_held(beside) and not is_held(named)
-        return not any(is_held(lock) for lock in (self._store.root / "locks").glob("*.lock"))
+        return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
 
 
 def _lock_beside(folder: Path) -> Path:

@@ -20,6 +20,7 @@ from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
 from training.contract.errors import UsageError
 from training.contract.fingerprint import short
 from training.contract.store import Artifact
+from workflows.execution import in_gpu_pool
 
 _TO_SCORE = ("tokenized_pairs", "reference_logprobs", "policy")
 
@@ -63,9 +64,13 @@ class _Inspector:
 
     def read(self, row: int, score: bool) -> InspectedRow:
         raw = self._demanded("raw_preferences")
-        messages = _row(pq.read_table(raw.file("preferences.parquet")), row)
+        table = pq.read_table(raw.file("preferences.parquet"))
+        messages = _row(table, row)
         if messages is None:
-            raise UsageError(f"there is no row {row} in raw_preferences {short(raw.fingerprint)}")
+            raise UsageError(
+                f"there is no row {row} in raw_preferences {short(raw.fingerprint)}; "
+                f"its {len(table):,} rows are numbered from 0"
+            )
         pairs = self._demanded("tokenized_pairs")
         reader = PairReader(self._services.store, pairs, self._table_of(pairs))
         tokens = reader.read(row)
@@ -111,7 +116,9 @@ class _Inspector:
             )
         if (base := base_of(inputs["policy"], self._services.store)) is not None:
             inputs["reference_model"] = base
-        [scored] = rescore(self._pipeline, self._services, inputs, [row]).rows
+        [scored] = in_gpu_pool(
+            "inspect", self._instance, lambda: rescore(self._pipeline, self._services, inputs, [row]).rows
+        )
         return scored["chosen"]["live"], scored["rejected"]["live"]
 
     def _demanded(self, asset: str) -> Artifact:

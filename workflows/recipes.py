@@ -9,10 +9,10 @@ import dagster as dg
 
 from assets.pipeline import Pipeline
 from training.contract.errors import RecipeError, UsageError
-from workflows.component import PreferenceTuning, pipeline_definitions
+from workflows.component import RECIPE_FILE, PreferenceTuning, pipeline_definitions
+from workflows.recipe_file import explained
 
 DEFS = Path(__file__).parent / "defs"
-RECIPE_FILE = "defs.yaml"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def load_recipe(folder: Path) -> LoadedRecipe:
         components = tree.get_all_components(of_type=PreferenceTuning)
         definitions = [pipeline_definitions(component.pipeline) for component in components]
     except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
-        raise RecipeError(f"{folder / RECIPE_FILE}: {_root_cause(error)}") from error
+        raise RecipeError(explained(folder / RECIPE_FILE, error)) from error
     if len(components) != 1:
         raise RecipeError(
             f"{folder / RECIPE_FILE} holds {len(components)} components of type workflows.PreferenceTuning, expected one"
@@ -52,9 +52,3 @@ def extra_recipes() -> list[Path]:
     """The folders in PEDIGREE_RECIPES, separated like PATH: recipes outside the project that the web UI shall show."""
     listed = os.environ.get("PEDIGREE_RECIPES", "")
     return [recipe_folder(text) for text in listed.split(os.pathsep) if text]
-
-
-def _root_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return str(error)

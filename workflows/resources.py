@@ -4,6 +4,7 @@ Nothing is read from the environment when definitions are imported: a run asks w
 """
 
 import os
+import tempfile
 from pathlib import Path
 
 import dagster as dg
@@ -11,6 +12,7 @@ import dagster as dg
 from assets.pipeline import Listener, Services, ignore
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
+from training.contract.errors import StoreError
 from training.contract.store import Store
 from training.launch.local import LocalLauncher
 
@@ -33,12 +35,22 @@ def pedigree_home() -> Path:
 
 
 def settle(home: Path) -> None:
-    """Make `home` usable by this process and those it starts: absolute, and Dagster's unless DAGSTER_HOME says another."""
+    """Make `home` usable by this process and those it starts: absolute, and Dagster's unless DAGSTER_HOME says another.
+
+    Raises StoreError where nothing can be written.
+    """
     os.environ["PEDIGREE_HOME"] = str(home)
     dagster_home = Path(os.environ.setdefault("DAGSTER_HOME", str(home / "dagster")))
-    dagster_home.mkdir(parents=True, exist_ok=True)
-    if not (dagster_home / "dagster.yaml").exists():
-        (dagster_home / "dagster.yaml").write_text(_DAGSTER_YAML, encoding="utf-8")
+    try:
+        for folder in (home, dagster_home):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        if not (dagster_home / "dagster.yaml").exists():
+            (dagster_home / "dagster.yaml").write_text(_DAGSTER_YAML, encoding="utf-8")
+    except OSError as error:
+        raise StoreError(
+            f"{home} cannot be used: {error}; set PEDIGREE_HOME (and DAGSTER_HOME, if you use it) to a folder you may write to"
+        ) from error
 
 
 def build_services(home: Path, listener: Listener = ignore) -> Services:

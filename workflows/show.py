@@ -12,7 +12,7 @@ from rich.table import Table
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline
 from training.contract.events import Event
-from training.contract.fingerprint import short
+from training.contract.fingerprint import short, shortened
 from workflows.execution import RunReport
 from workflows.gc import Collection
 from workflows.inspection import InspectedRow, InspectedSide
@@ -32,9 +32,6 @@ _COLOURS = {
     "ok": "green",
     "differs": "red",
 }
-
-
-_FINGERPRINT_DIGITS = 64
 
 
 class Progress:
@@ -108,7 +105,7 @@ def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
 def _metrics(console: Console, report: RunReport) -> None:
     table = Table("held-out metric", "value", title=f"Evaluation (MLflow run {report.mlflow_run_id or 'none'})")
     for name, value in report.metrics.items():
-        table.add_row(name, f"{value:.4f}")
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
     if report.model_version:
         table.add_row("model version", report.model_version)
     console.print(table)
@@ -154,7 +151,7 @@ def verification(console: Console, found: Verification) -> None:
 def collection(console: Console, found: Collection) -> None:
     table = Table("kind", "fingerprint or folder", "bytes", title="Deleted" if found.deleted else "Would be deleted")
     for item in found.garbage:
-        table.add_row(escape(_short_kind(item.kind)), escape(_short_name(item.fingerprint)), f"{item.bytes:,}")
+        table.add_row(escape(_short_kind(item.kind)), escape(shortened(item.fingerprint)), f"{item.bytes:,}")
     if found.garbage:
         console.print(table)
     verb = "freed" if found.deleted else "would be freed with --delete"
@@ -163,10 +160,6 @@ def collection(console: Console, found: Collection) -> None:
 
 def _short_kind(kind: str) -> str:
     return f"memo/{short(kind.removeprefix('memo/'))}" if kind.startswith("memo/") else kind
-
-
-def _short_name(name: str) -> str:
-    return short(name) if len(name) == _FINGERPRINT_DIGITS else name
 
 
 def _count(count: int | None) -> str:

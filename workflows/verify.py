@@ -23,6 +23,7 @@ from training.contract.errors import CorruptArtifact, PedigreeError, StoreError,
 from training.contract.fingerprint import short
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
+from workflows.execution import in_gpu_pool
 from workflows.lineage import LOST, corrupt_file
 
 _OUTSIDE = ("preference_source", "base_model")
@@ -60,7 +61,7 @@ def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance,
     inputs = verifier.scoring_inputs() if rows and whole else None
     if inputs is None:
         return Verification(pipeline.name, artifacts, [], None, whole)
-    found = rescore(pipeline, services, inputs, rows)
+    found = in_gpu_pool("verify", instance, lambda: rescore(pipeline, services, inputs, rows))
     return Verification(pipeline.name, artifacts, found.rows, found.tolerance, all(map(agrees, found.rows)))
 
 

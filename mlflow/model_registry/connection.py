@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+LOCAL_PAGE = "http://127.0.0.1:5000"
 _SQLITE = "sqlite:///"
 
 
@@ -61,6 +62,15 @@ def brief_patience() -> Iterator[None]:
 def is_server(uri: str) -> bool:
     """Whether a server, not this process, decides where artifacts lie."""
     return uri.startswith(("http://", "https://", "databricks"))
+
+
+def page(uri: str, path: str = "") -> str:
+    """A page of MLflow's: on the tracking server, or, for a database, where `pedigree ui` serves it by default.
+
+    Without the last part, MLflow opens its pages in the form made for chat traces.
+    """
+    address = shown(uri).rstrip("/") if is_server(uri) else LOCAL_PAGE
+    return f"{address}/#/{path}?workflowType=machine_learning"
 
 
 def shown(uri: str) -> str:

@@ -20,7 +20,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from model_registry.connection import connect, reason, shown
+from model_registry.connection import connect, page, reason, shown
 from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged
 from model_registry.records import tags_of
 from training.contract.errors import RegistryError
@@ -62,11 +62,12 @@ class Registry:
         identity: Mapping[str, str],
         tags: Mapping[str, str],
         tokenizer: Path | None = None,
+        description: str | None = None,
     ) -> Version:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
         A version that carries all tags of `identity` is this policy already and is taken as it is. `tags` are further
-        facts of a new version; `tokenizer` is a folder, the policy's own by default.
+        facts of a new version; `tokenizer` is a folder, the policy's own by default; `description` is Markdown.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
@@ -75,7 +76,8 @@ class Registry:
             source = self._store_files(client, name, policy, tokenizer or policy, run_id, _folder_name(name, identity))
             if _registered(client, name) is None:
                 client.create_registered_model(name)
-            return _version(client.create_model_version(name, source, run_id, tags=tags_of({**tags, **identity})))
+            known = tags_of({**tags, **identity})
+            return _version(client.create_model_version(name, source, run_id, known, description=description))
 
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
         """The latest version of `name` that carries all of `tags`."""
@@ -93,6 +95,10 @@ class Registry:
                 found += [_version(version) for version in page]
                 if not (token := page.token):
                     return found
+
+    def link(self, version: Version) -> str:
+        """The page of a version."""
+        return page(self.tracking_uri, f"models/{version.name}/versions/{version.number}")
 
     def champion(self, name: str) -> Version | None:
         with self._asking(f"look for the champion of {name}") as client:

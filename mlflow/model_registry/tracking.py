@@ -20,11 +20,10 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 
-from model_registry.connection import Connection, is_server, shown
+from model_registry.connection import Connection, is_server, page
 from model_registry.records import DatasetUsed, flatten, tags_of
 from model_registry.run import RunPlan, TrackedRun
 
-LOCAL_PAGE = "http://127.0.0.1:5000"
 KEY_TAG = "pedigree.key"
 _log = logging.getLogger(__name__)
 
@@ -93,15 +92,13 @@ class Tracker:
         self._connection.attempt("look for a run", work)
         return found[0] if found else None
 
-    def run_link(self, run_id: str) -> str:
-        """The page of the run: on the tracking server, or, for a database, where `pedigree ui` serves it by default."""
-        address = shown(self.tracking_uri).rstrip("/") if is_server(self.tracking_uri) else LOCAL_PAGE
-        found = [address]
+    def run_link(self, run_id: str, part: str = "") -> str:
+        """The page of the run, or of a `part` of it such as `artifacts`; the server's first page if it does not answer."""
+        found = [page(self.tracking_uri)]
 
         def work(client: MlflowClient) -> None:
             experiment_id = client.get_run(run_id).info.experiment_id
-            # Without the last part, MLflow opens its pages in the form made for chat traces.
-            found.append(f"{address}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning")
+            found.append(page(self.tracking_uri, f"experiments/{experiment_id}/runs/{run_id}/{part}".rstrip("/")))
 
         self._connection.attempt("find the page of a run", work)
         return found[-1]

@@ -80,7 +80,7 @@ def test_training_outlives_the_server_and_is_replayed(
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     assert tracker.find_run("remote", "b") is None
     assert not tracker.log_evaluation(run.run_id, {"eval/loss": 0.5}, 5)
-    assert tracker.run_link(run.run_id) == server.uri
+    assert tracker.run_link(run.run_id) == f"{server.uri}/#/?workflowType=machine_learning"
     with pytest.raises(RegistryError, match="cannot look for the champion of remote"):
         Registry(server.uri, tmp_path).champion("remote")
     monkeypatch.undo()

@@ -74,8 +74,16 @@ def fields(section: str, values: dict[str, Any]) -> SetFields:
     return SetFields({f"{section}.{name}": value for name, value in values.items()})
 
 
-def code_version(asset: str) -> Edit:
-    return lambda world: world.patch.setitem(GRAPH, asset, replace(GRAPH[asset], version="another"))
+def both(first: Edit, second: Edit) -> Edit:
+    def edit(world: World) -> None:
+        first(world)
+        second(world)
+
+    return edit
+
+
+def code_version(asset: str, version: str = "another") -> Edit:
+    return lambda world: world.patch.setitem(GRAPH, asset, replace(GRAPH[asset], version=version))
 
 
 def another_scoring(world: World) -> None:
@@ -265,6 +273,13 @@ def rename_model(world: World) -> None:
     for name, value in (("_name_or_path", "somebody/else"), ("transformers_version", "4.0.0"), ("use_cache", False)):
         config(name, value)(world)
     (world.base / "README.md").write_text("a model\n")
+
+
+def edit_generation(world: World) -> None:
+    """Every token is made an end, and answers are drawn by lot: in the file that only generation reads."""
+    path = world.base / "generation_config.json"
+    settings = {**json.loads(path.read_text()), "do_sample": True, "temperature": 3.0}
+    path.write_text(json.dumps(settings | {"eos_token_id": list(range(200))}))
 
 
 # What a process stands in

@@ -1,8 +1,10 @@
 """Wrong use is told in one message that names the place, with the right exit code."""
 
 import pytest
+from click.testing import CliRunner
 
 from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from workflows import cli
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,38 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
         assert field in message and f"defs.yaml:{number}" in message
 
 
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A home for commands that are run in this process."""
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home" / "dagster"))
+    return tmp_path
+
+
+def test_a_home_that_cannot_be_written_is_named_with_what_to_do(here):
+    (here / "home").write_text("a file where a folder should be")
+    done = CliRunner().invoke(cli.main, ["status", "demo"])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert f"{here / 'home'} cannot be used" in done.stderr and "set PEDIGREE_HOME" in done.stderr
+
+
+def test_a_database_that_is_none_is_told_without_a_traceback(here):
+    (here / "home" / "dagster" / "history").mkdir(parents=True)
+    (here / "home" / "dagster" / "history" / "runs.db").mkdir()
+    done = CliRunner().invoke(cli.main, ["gc"])
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert "a database refuses: unable to open database file; PEDIGREE_HOME is" in done.stderr
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "http"])
+def test_a_port_that_is_none_is_wrong_use(here, port):
+    assert CliRunner().invoke(cli.main, ["ui", "--port", port]).exit_code == 2
+
+
 @pytest.mark.slow
 def test_missing_data_fails_with_the_path(home, tmp_path):
     folder = write_recipe(tmp_path / "no-data", ATTRIBUTES)
     done = home.pedigree("run", str(folder), "--select", "raw_preferences")
     assert done.returncode == 1
-    assert str(folder / "preferences.jsonl").replace("\n", "") in done.stdout.replace("\n", "")
+    said = done.stdout.replace("\n", "")
+    assert str(folder / "preferences.jsonl") in said and "training.contract" not in said

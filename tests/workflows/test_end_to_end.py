@@ -119,6 +119,19 @@ def test_the_rewards_are_in_mlflow(materialized):
     assert fingerprints["tokenized_pairs"].startswith(used.dataset.digest)
 
 
+def test_the_page_of_the_version_tells_its_lineage(materialized):
+    home, report = materialized
+    version = MlflowClient(f"sqlite:///{home.path}/mlflow/mlflow.db").get_model_version(
+        "small", report["model_version"]
+    )
+    short = {
+        asset["asset"]: asset["fingerprint"][:12] for asset in report["assets"] if asset["asset"] != "released_model"
+    }
+    assert "recipe small" in version.description
+    rows = [line for line in version.description.splitlines() if "`" in line]
+    assert rows == [f"| {asset} | `{fingerprint}` |" for asset, fingerprint in short.items()]
+
+
 def test_the_champion_loads_and_answers(materialized, monkeypatch):
     home, _ = materialized
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home.path}/mlflow/mlflow.db")
@@ -149,6 +162,12 @@ def test_status_names_the_field_that_changed(materialized, small_recipe, tmp_pat
     assert found["policy"] == ("stale", ["training_spec: loss.beta 0.1 -> 0.2"])
     both = [f"{spec}: loss.beta 0.1 -> 0.2" for spec in ("training_spec", "evaluation_spec")]
     assert found["evaluation"] == ("stale", both)
+
+
+def test_a_page_that_cannot_be_written_is_told_with_its_path(materialized, small_recipe):
+    done = materialized[0].pedigree("inspect", str(small_recipe), "--row", "0", "--html", "/dev/null/page.html")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "Not a directory: '/dev/null'" in done.stderr or "File exists: '/dev/null'" in done.stderr
 
 
 def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):

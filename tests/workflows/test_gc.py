@@ -16,7 +16,7 @@ from tests.workflows.lookers import looker
 from training.contract.job import Job
 from training.contract.manifest import Derivation
 from training.contract.memo import Memo
-from training.contract.removal import holding, lock_of
+from training.contract.removal import holding
 from workflows.execution import materialize
 from workflows.gc import Sweep, collect
 from workflows.lineage import status
@@ -104,7 +104,7 @@ def test_what_came_into_use_since_it_was_named_stays(looking):
     names = (job.folder.name, job.staging.name, aside.name)
     items = [item for item in sweep.garbage() if item.fingerprint in names]
     assert len(items) == 3
-    locks = [lock_of(looking.services.store, job.artifact, job.derivation.key), aside.with_name("claimed.lock")]
+    locks = [looking.services.store.lock_file(job.artifact, job.derivation.key), aside.with_name("claimed.lock")]
     with holding(locks) as free:
         assert free
         assert [sweep.remove(item) for item in items] == [False] * 3
@@ -121,7 +121,7 @@ def test_a_job_that_cannot_be_read_keeps_its_folder_for_a_day_and_while_it_runs(
     assert job.folder.name not in named(looking, "job", delete=True)
     yesterday = time.time() - 25 * 3600
     os.utime(job.folder, (yesterday, yesterday))
-    with holding([lock_of(looking.services.store, job.artifact, job.derivation.key)]):
+    with holding([looking.services.store.lock_file(job.artifact, job.derivation.key)]):
         assert job.folder.name not in named(looking, "job", delete=True)
     assert job.folder.name in named(looking, "job", delete=True) and not job.folder.exists()
 

@@ -60,16 +60,17 @@ def until_steps(home: Path, count: int) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["Ctrl-C", "SIGKILL"])
-def test_no_process_survives_the_parent(long_recipe, without_policy, number):
-    home = without_policy
-    process = subprocess.Popen(
-        [PEDIGREE, "run", str(long_recipe), "--json"],
-        env=home.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, number):
+    home, told, said = without_policy, tmp_path / "stdout", tmp_path / "stderr"
+    with open(told, "wb") as stdout, open(said, "wb") as stderr:
+        process = subprocess.Popen(
+            [PEDIGREE, "run", str(long_recipe), "--json"],
+            env=home.environment,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
     until_steps(home.path, 3)
     ranks = [p for p in processes_of(home.path) if "training.main" in " ".join(p.cmdline())]
     assert len(ranks) >= 3, "torchrun and two ranks"
@@ -80,7 +81,10 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, number):
         time.sleep(0.1)
     assert left == []
     process.wait(60)
-    assert process.returncode != 0
+    if number == signal.SIGINT:
+        last = json.loads(told.read_text())["assets"][-1]
+        assert (last["asset"], last["outcome"], last["error"][:12]) == ("policy", "failed", "interrupted;")
+        assert process.returncode == 1 and "Traceback" not in said.read_text()
 
 
 def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_policy, materialized):

@@ -103,6 +103,44 @@ def test_a_wrong_value_is_refused_where_it_stands(tmp_path, group, field, value)
         load_recipe(write_recipe(tmp_path / "wrong", attributes))
 
 
+MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "told"),
+    [
+        ("{%s, training: {batchsize: 3}}", "3: training.batchsize: there is no such field; did you mean `batch_size`?"),
+        ("{%s, training: {optimizer: {momentun: 0.5}}}", "training.optimizer.momentun: .*`momentum`"),
+        ("{%s, evaluation: {zzz: 3}}", "evaluation.zzz: expected one of samples, max_new_tokens"),
+        ("{%s, training: {batch_size: -4}}", "3: training.batch_size: input should be .* equal to 1, found -4"),
+        ("{data: {sources: [{hub: a/b}]}, reference: {model: b}, release: {}}", "3: release.model_name: it is missing"),
+        ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
+        ("{%s, automation: {cron: every day}}", "`automation.cron: every day` .* expected five fields"),
+        ("{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}", "`automation.timezone: Mars`"),
+        ("", "`attributes` is missing"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path, attributes, told):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    text = attributes.replace("%s", MINIMAL)
+    (folder / "defs.yaml").write_text(f"type: workflows.PreferenceTuning\nattributes:\n  {text}\n")
+    with pytest.raises(RecipeError, match=told) as error:
+        load_recipe(folder)
+    message = str(error.value)
+    assert message.startswith(str(folder / "defs.yaml")) and message.count("defs.yaml") == len(message.splitlines())
+    assert "at least 1 item" not in message  # pydantic's count of the sources that are sound
+
+
+@pytest.mark.parametrize("text", ["", "type: [oops\n  a: b", "type: workflows.Nothing\nattributes: {}\n"])
+def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    (folder / "defs.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml"):
+        load_recipe(folder)
+
+
 def test_two_recipes_side_by_side(tmp_path):
     graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "two")))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"one", "two"}

@@ -206,6 +206,10 @@ TABLE: dict[str, Row] = {
     "weights in bfloat16": Row(edits.halve_precision, OTHER_BASE, ALL),
     "rms_norm_eps": Row(config("rms_norm_eps", 1e-3), OTHER_BASE, ALL),
     "rope theta": Row(config("rope_parameters", {"rope_theta": 500.0, "rope_type": "default"}), OTHER_BASE, ALL),
+    "generation_config.json": Row(edits.edit_generation, NOTHING),
+    "generation_config.json, evaluated again": Row(
+        edits.both(edits.edit_generation, code_version("evaluation", "a third")), ".. ... .. .. .cr", 0
+    ),
     "revision of a folder": Row(field("reference.revision", "main"), NOTHING),
     "dtype": Row(field("reference.dtype", "bfloat16"), ".. ... .. .C CCC", ALL),
     "supervised tuning": Row(field("reference.sft", {"epochs": 1, "batch_size": 4}), NEW_REFERENCE, ALL),

@@ -1,8 +1,16 @@
 """What every part of a recipe is made of: a frozen section that refuses unknown fields, and the numbers it holds."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+)
 
 # YAML 1.1 reads `5e-7` as text; people write it, so both the validation and the JSON schema take numeric text as well.
 NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
@@ -12,10 +20,21 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(NUM
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Share = Annotated[float, Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
-Count = Annotated[int, Field(ge=1)]
+# More is a slip of the hand, and would not fit where counts are kept.
+MOST = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1, and YAML takes yes, on and y for true."""
+        assert info.field_name is not None
+        if isinstance(given, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError(f"expected no yes or no, found {str(given).lower()}")
+        return given

@@ -8,6 +8,7 @@ hold all 64.
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from typing import Any
 SCHEMA_VERSION = 1
 BLOCK_BYTES = 1 << 20
 _MOST_HASHERS = 16
+_FINGERPRINT = re.compile("[0-9a-f]{64}")
 
 
 def canonical_json(value: Any) -> bytes:
@@ -73,3 +75,8 @@ def hashers() -> int:
 def short(full: str | None) -> str:
     """The first 12 digits: what people see."""
     return full[:12] if full else "-"
+
+
+def shortened(text: str) -> str:
+    """`text` as people see it, of which nobody knows whether it is a fingerprint."""
+    return short(text) if _FINGERPRINT.fullmatch(text) else text

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from training.contract.fields import (
+    MOST,
     Count,
     Fraction,
     Name,
@@ -62,7 +63,7 @@ class Tokenization(Section):
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = Field(default={})
     train_on: Literal["last_response", "assistant_turns"] = "last_response"
-    max_length: Annotated[int, Field(ge=2)] = 1024
+    max_length: Annotated[int, Field(ge=2, le=MOST)] = 1024
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
 
 
@@ -147,8 +148,8 @@ class TrainingSpec(Training):
 
 
 class Evaluation(Section):
-    samples: Annotated[int, Field(ge=0)] = 8
-    max_new_tokens: Count = 64
+    samples: Annotated[int, Field(ge=0, le=MOST)] = 8
+    max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
 
 
 class Gate(Section):

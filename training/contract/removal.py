@@ -39,10 +39,6 @@ def holding(locks: Iterable[Path]) -> Iterator[bool]:
         yield all(_try_lock(held.enter_context(_opened(lock))) for lock in locks)
 
 
-def lock_of(store: Store, kind: str, key: str) -> Path:
-    return store.root / "locks" / f"{kind.replace('/', '-')}-{key}.lock"
-
-
 def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
     """The keys of every artifact of `kind`; a record that is unreadable counts for none."""
     found: dict[str, list[str]] = defaultdict(list)
@@ -54,7 +50,7 @@ def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
 
 def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str]) -> bool:
     """Remove an artifact with the records of its `keys`; False if one of those is in use now, and then nothing goes."""
-    with holding(lock_of(store, kind, key) for key in keys) as free:
+    with holding(store.lock_file(kind, key) for key in keys) as free:
         if not free:
             return False
         for key in keys:

@@ -103,6 +103,13 @@ class Store:
     def folder(self, kind: str, fingerprint: str) -> Path:
         return self.root / kind / fingerprint
 
+    @property
+    def locks(self) -> Path:
+        return self.root / "locks"
+
+    def lock_file(self, kind: str, key: str) -> Path:
+        return self.locks / f"{kind.replace('/', '-')}-{key}.lock"
+
     def fingerprints(self, kind: str) -> list[str]:
         """Every artifact that was published under `kind`, in order of fingerprint."""
         folder = self.root / kind
@@ -177,7 +184,7 @@ class Store:
     @contextlib.contextmanager
     def lock(self, kind: str, key: str) -> Iterator[BinaryIO]:
         """Hold the right to make `key`, waiting for whoever has it. A process that inherits the file holds it too."""
-        path = self.root / "locks" / f"{kind.replace('/', '-')}-{key}.lock"
+        path = self.lock_file(kind, key)
         with self._refused(f"lock {kind}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = open(path, "ab")

@@ -89,6 +89,10 @@ class Pairs:
         prompt = self._list("chosen_ids", index)[: self._prompt_lengths[index]]
         return [int(token) for token in prompt]
 
+    def response_ids(self, index: int, side: Side = "chosen") -> list[int]:
+        response = self._list(f"{side}_ids", index)[self._prompt_lengths[index] :]
+        return [int(token) for token in response]
+
     def prompt_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """A number for each of the pairs at `positions`, the same for two of them if and only if their prompts are."""
         numbers: dict[bytes, int] = {}

@@ -16,6 +16,7 @@ from training.contract.fingerprint import (
     hash_file,
     sequence_key,
     short,
+    shortened,
 )
 
 JSON = st.recursive(
@@ -108,3 +109,4 @@ def test_a_file_is_hashed_whole(tmp_path: Path, size):
 
 def test_people_see_twelve_digits():
     assert short("0123456789abcdef") == "0123456789ab" and short(None) == "-"
+    assert shortened("0123456789abcdef" * 4) == "0123456789ab" and shortened("5e-07") == "5e-07"

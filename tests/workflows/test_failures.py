@@ -1,0 +1,63 @@
+"""Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
+
+from pathlib import Path
+
+import dagster as dg
+import huggingface_hub.constants
+import pytest
+
+from assets.pipeline import Services
+from tests.workflows.conftest import write_recipe
+from tests.workflows.in_process import services_in, write_inputs
+from workflows.execution import RunReport, materialize
+from workflows.recipes import load_recipe
+
+
+@pytest.fixture
+def services(tmp_path) -> Services:
+    (tmp_path / "home").mkdir()
+    return services_in(tmp_path / "home")
+
+
+@pytest.fixture
+def folder(tmp_path, demo_maker) -> Path:
+    (tmp_path / "split").mkdir()
+    write_inputs(tmp_path / "split", demo_maker)
+    return tmp_path / "split"
+
+
+def run(folder, services, asset: str | None, fraction: float = 0.1, model: str = "./base") -> RunReport:
+    attributes = {
+        "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": fraction},
+        "reference": {"model": model},
+        "release": {"model_name": "split"},
+        "compute": {"device": "cpu"},
+    }
+    with dg.DagsterInstance.ephemeral() as instance:
+        return materialize(load_recipe(write_recipe(folder, attributes)), services, instance, asset)
+
+
+def failures_of(report: RunReport) -> dict[str, str | None]:
+    return {found.asset: found.error for found in report.assets if found.outcome == "failed"}
+
+
+@pytest.mark.parametrize(("fraction", "asset", "split"), [(0.0, None, "validation"), (0.99, "policy", "train")])
+def test_a_run_that_needs_the_empty_split_ends_before_any_model(folder, services, fraction, asset, split):
+    failures = failures_of(run(folder, services, asset, fraction))
+    assert failures.keys() == {"tokenized_pairs"}
+    assert f"none of the 24 tokenized pairs is in the {split} split" in failures["tokenized_pairs"]
+    assert f"`data.validation_fraction` is {fraction}" in failures["tokenized_pairs"]
+    assert services.store.fingerprints("reference_logprobs") == []
+
+
+def test_a_run_that_does_not_need_it_goes_on(folder, services):
+    report = run(folder, services, "tokenized_pairs", 0.0)
+    assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
+
+
+def test_the_report_has_our_words_not_those_of_the_library_below(folder, services, monkeypatch):
+    """The hub's own error is the cause of ours, which names the field and what to do."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    [(asset, error)] = failures_of(run(folder, services, "base_model", model="nobody/nothing")).items()
+    assert asset == "base_model"
+    assert error.startswith("`reference.model: nobody/nothing` is neither a folder") and "HF_TOKEN" in error

@@ -1,0 +1,64 @@
+"""Work outside of a recipe's run that needs the GPU: it takes its place in the pool, waits for it, and gives it back."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from assets.process import PROCESS_TAG, this_process
+from training.contract.errors import StoreError
+from workflows.execution import in_gpu_pool
+from workflows.resources import settle
+
+
+@pytest.fixture
+def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
+    """The instance that `settle` sets up, with a limit of one step for a pool."""
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
+    settle(tmp_path)
+    with dg.DagsterInstance.get() as found:
+        yield found
+
+
+def places_taken(instance: dg.DagsterInstance) -> int:
+    return instance.event_log_storage.get_concurrency_info("gpu").active_slot_count
+
+
+def test_work_has_a_place_while_it_runs_and_no_longer(instance):
+    assert in_gpu_pool("verify", instance, lambda: places_taken(instance)) == 1
+    assert places_taken(instance) == 0
+    [run] = instance.get_runs()
+    assert (run.status, run.tags[PROCESS_TAG]) == (dg.DagsterRunStatus.SUCCESS, this_process())
+
+
+def test_what_work_raises_is_what_is_raised(instance):
+    def fail() -> None:
+        raise StoreError("there is no policy")
+
+    with pytest.raises(StoreError, match="there is no policy"):
+        in_gpu_pool("verify", instance, fail)
+    assert places_taken(instance) == 0
+
+
+def test_work_waits_for_whoever_has_the_pool_and_says_so(instance, caplog):
+    """The other has the place until it has seen that somebody waits; so the order is sure without a clock."""
+    order = []
+    other = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), tags={PROCESS_TAG: this_process()})
+    instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+    instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
+
+    def give_back() -> None:
+        while not caplog.records:
+            threading.Event().wait(0.05)
+        order.append("given back")
+        instance.event_log_storage.free_concurrency_slots_for_run(other.run_id)
+
+    thread = threading.Thread(target=give_back)
+    thread.start()
+    in_gpu_pool("inspect", instance, lambda: order.append("worked"))
+    thread.join()
+    assert order == ["given back", "worked"]
+    assert f"waiting for the pool gpu, taken by run {other.run_id}" in caplog.text
