@@ -24,7 +24,8 @@ def rescore(pipeline: Pipeline, services: Services, inputs: dict[str, Artifact],
     """Score `rows`, named ones or so many spread over the table, with the policy in `inputs`, else the reference model."""
     work = Work("proof", {"rows": rows})
     job = describe_job(pipeline, services, "proof", work, inputs)
-    job = job.model_copy(update={"compute": job.compute.model_copy(update={"processes_per_node": 1})})
+    alone = job.compute.model_copy(update={"processes_per_node": 1, "nodes": 1})
+    job = job.model_copy(update={"compute": alone})
     with services.store.lock("proof", job.derivation.key) as lock:
         run_work(services, job, work, lock, _LOG)
         made = services.store.find("proof", job.derivation.key)

@@ -5,7 +5,6 @@ publishes it after. What goes wrong is written to `error.json` by the first rank
 of a closed connection; the log has everybody's account.
 """
 
-import contextlib
 import importlib
 import os
 import shutil
@@ -89,11 +88,8 @@ def _report(job: Job, error: Exception) -> None:
         # This is also what the end of another rank looks like from here. Killed, that one can say nothing: torchrun does,
         # and ends this rank while it waits.
         time.sleep(_PRECEDENCE_SECONDS)
-    failure = Failure(
-        type=type(error).__name__, message=str(error), rank=int(os.environ.get("RANK", 0)), traceback=account
-    )
-    with contextlib.suppress(FileExistsError), open(job.error, "x", encoding="utf-8") as file:
-        file.write(failure.model_dump_json(indent=2))
+    rank = int(os.environ.get("RANK", 0))
+    Failure(type=type(error).__name__, message=str(error), rank=rank, traceback=account).write_first(job.error)
 
 
 def _leave(status: int) -> NoReturn:

@@ -6,14 +6,13 @@ sums, and with it the last bits: machine, threads, number of processes. An artif
 so nothing of this is in a fingerprint. Seconds and memory are told by the run itself (trainer.py).
 """
 
-import functools
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from training.contract.fingerprint import fingerprint_of_stream
+from training.contract.source import source_digest
 from training.contract.store import library_versions
 from training.distributed import Group
 
@@ -30,15 +29,6 @@ def provenance(group: Group) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world": group.world,
     }
-
-
-@functools.cache
-def source_digest(package: Path = Path(__file__).parent) -> str:
-    """sha256 over the names and bytes of the package's source files, in the order of their names."""
-    files = sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py"))
-    return fingerprint_of_stream(
-        "source", (part for name, path in files for part in (name.encode(), path.read_bytes()))
-    )
 
 
 def device_name(device: torch.device) -> str:

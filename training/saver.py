@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from training.checkpoint import Checkpoints, State
-from training.contract.durable import free_bytes, sync_folder, write_durably
+from training.contract.durable import free_bytes, sync_folder
 from training.contract.errors import StoreError
 from training.contract.fingerprint import hash_files
 from training.contract.manifest import FileEntry
@@ -124,7 +124,10 @@ def _seal(file: Path) -> None:
         os.fsync(opened.fileno())
     sync_folder(file.parent)
     entry = FileEntry(bytes=file.stat().st_size, sha256=hash_files([file])[0])
-    write_durably(file.with_suffix(".json"), entry.model_dump_json().encode())
+    unsealed = file.with_suffix(".unsealed")
+    unsealed.write_text(entry.model_dump_json(), encoding="utf-8")
+    # The last touch: as soon as rank 0 sees the seal it may rename the folder. The manifest it writes is what must last.
+    os.replace(unsealed, file.with_suffix(".json"))
 
 
 def _name(rank: int) -> str:

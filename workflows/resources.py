@@ -14,7 +14,8 @@ from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
 from training.contract.errors import StoreError
 from training.contract.store import Store
-from training.launch.local import LocalLauncher
+from training.launch.conductor import NodesLauncher
+from training.launch.nodes_file import NODES_FILE
 
 _DAGSTER_YAML = """\
 telemetry: {enabled: false}
@@ -58,7 +59,7 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
     return Services(
         home=home,
         store=Store(home / "store"),
-        launcher=LocalLauncher(),
+        launcher=NodesLauncher(home / NODES_FILE),
         tracker=Tracker(address, artifact_root(home)),
         registry=Registry(address, home / "mlflow" / "downloads"),
         listener=listener,

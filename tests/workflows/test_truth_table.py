@@ -142,7 +142,7 @@ RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is th
 LOSS_OPTIONS = {"ld_alpha": 0.5, "weighting": "wpo"}
 COMPUTE = {
     **{"parallel": "hsdp", "device": "auto", "evaluate_every": 1},
-    **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1},
+    **{"checkpoint_every": 1, "keep_checkpoints": 1, "grace_seconds": 1, "nodes": 2},
 }
 FASTER = {"activation_checkpointing": True, "compile": True}
 MUON = {"type": "muon", "momentum": 0.9, "nesterov": False, "ns_steps": 4, "adjust_lr": "original"}
@@ -295,7 +295,7 @@ ELSEWHERE = {
     **dict.fromkeys((f"training.loss.of.{name}" for name in Term.model_fields), "belongs to a mixture"),
     **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),
     "training.head_precision": "needs a GPU",
-    **dict.fromkeys(("release.gate.type", "compute.nodes"), "has one value"),
+    "release.gate.type": "has one value",
 }
 
 

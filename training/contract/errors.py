@@ -9,6 +9,7 @@
     ├── StoreError                an artifact that cannot be written or published
     │   └── CorruptArtifact       an artifact whose bytes are not those its manifest promises
     ├── TrainingError             a run that must not go on: step-0 proof failed, non-finite loss or gradient
+    ├── NodesError                nodes.yaml, or one of the machines it lists, that cannot be used
     ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
     └── RegistryError             the MLflow tracking server or registry cannot do what was asked
 
@@ -49,6 +50,10 @@ class CorruptArtifact(StoreError):
 
 
 class TrainingError(PedigreeError):
+    pass
+
+
+class NodesError(PedigreeError):
     pass
 
 

@@ -5,6 +5,7 @@ the artifact to make, the artifacts it is made from with the folders that hold t
 out there are `events.jsonl` and checkpoints in the job's folder, and the artifact, published in the store.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,13 +32,21 @@ class Input(BaseModel):
 
 
 class Failure(BaseModel):
-    """Why a job ended badly, as the first rank that failed wrote it; no traceback where the message says it all."""
+    """Why a job ended badly, as the first rank that failed wrote it; no traceback where the message says it all.
+
+    No rank where a machine could not be used: then there were none, or their connection is gone.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     type: str
     message: str
-    rank: int
+    rank: int | None
     traceback: str
+
+    def write_first(self, path: Path) -> None:
+        """Write it to `path`, unless another account is there."""
+        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+            file.write(self.model_dump_json(indent=2))
 
 
 class Job(BaseModel):
@@ -91,8 +100,17 @@ class Job(BaseModel):
 
     @property
     def distributed(self) -> bool:
-        """Whether torchrun starts it, on `compute.processes_per_node` processes; data work is one plain process."""
+        """Whether its work is shared by the processes that `compute` asks for; data work is one plain process."""
         return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
+
+    @property
+    def nodes(self) -> int:
+        return self.compute.nodes if self.distributed else 1
+
+    @property
+    def processes(self) -> int:
+        """On each node."""
+        return self.compute.processes_per_node if self.distributed else 1
 
     @property
     def grace_seconds(self) -> int:

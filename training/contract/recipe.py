@@ -168,7 +168,7 @@ class Compute(Section):
     """How the work is run; none of it changes a result."""
 
     processes_per_node: Count = 1
-    nodes: Literal[1] = 1
+    nodes: Count = 1
     parallel: Parallel = "auto"
     device: DeviceName = "auto"
     activation_checkpointing: bool = False

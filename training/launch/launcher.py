@@ -22,7 +22,10 @@ _POLL_SECONDS = 0.1
 _LOG_LINES = 20
 _LOG_BYTES = 64 * 1024
 # An entry of the report with which torchrun ends: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
-_ENDED_BY_SIGNAL = re.compile(r"^\s*rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) ", re.MULTILINE)
+# With several nodes each line begins with the number of its node, and lines of others may stand between the two.
+_ENDED_BY_SIGNAL = re.compile(
+    r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) )", re.MULTILINE
+)
 
 
 class Handle(Protocol):
@@ -77,13 +80,14 @@ def _explain(job: Job, log: Path, status: int) -> str:
     failure = _read_failure(job.error)
     if failure is None:
         text = _tail(log)
-        return f"the {job.kind} job failed: {_ending(text, status)}; its log {log} ends with\n{_last_lines(text)}"
-    if failure.traceback:
-        return (
-            f"the {job.kind} job failed on rank {failure.rank}: {failure.type}: {failure.message}; its log is {log}\n"
-            f"{failure.traceback.rstrip()}"
-        )
-    return f"the {job.kind} job failed on rank {failure.rank}: {failure.type}: {failure.message}; its log is {log}"
+        return f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log} ends with\n{_last_lines(text)}"
+    place = "" if failure.rank is None else f" on {_rank(job, failure.rank)}"
+    account = f"the {job.kind} job failed{place}: {failure.type}: {failure.message}; its log is {log}"
+    return f"{account}\n{failure.traceback.rstrip()}" if failure.traceback else account
+
+
+def _rank(job: Job, rank: int) -> str:
+    return f"rank {rank} (node {rank // job.processes})" if job.nodes > 1 else f"rank {rank}"
 
 
 def _read_failure(path: Path) -> Failure | None:
@@ -93,12 +97,12 @@ def _read_failure(path: Path) -> Failure | None:
     return None
 
 
-def _ending(log: str, status: int) -> str:
+def _ending(job: Job, log: str, status: int) -> str:
     """How the processes ended, the first cause first. torchrun ends its other ranks by SIGTERM, so that comes last."""
-    ranks = [(int(rank), int(number)) for rank, number in _ENDED_BY_SIGNAL.findall(log)]
+    ranks = [(int(rank), int(number)) for _, rank, number in _ENDED_BY_SIGNAL.findall(log)]
     if ranks:
         rank, number = min(ranks, key=lambda entry: entry[1] == signal.SIGTERM)
-        return f"rank {rank} was ended by {_signal_name(number)}"
+        return f"{_rank(job, rank)} was ended by {_signal_name(number)}"
     if status < 0:
         return f"its supervisor was ended by {_signal_name(-status)}"
     if status > 128:

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +26,7 @@ _PYTHON = {
     "PYTHONSAFEPATH": "1",  # a folder named `training` where the command was started is not ours
 }
 # Of another launcher (a scheduler sets them in containers): whoever is not started by our torchrun is alone.
-_FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+_FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RENDEZVOUS}
 _LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -53,49 +54,58 @@ class LocalLauncher:
         self._module = module
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> LocalHandle:
-        processes = job.compute.processes_per_node if job.distributed else 1
-        rendezvous = _empty_folder(job.folder / "rendezvous")
+        rendezvous = job.folder / "rendezvous"
         work = ["-m", self._module, str(job.path)]
-        command = (
-            [*_torchrun(processes, rendezvous, job.grace_seconds), *work] if processes > 1 else [sys.executable, *work]
+        command = [sys.executable, *work]
+        if job.processes > 1:
+            command = [*torchrun(job.processes, job.grace_seconds, rendezvous), *_meeting_in(rendezvous), *work]
+        supervisor = [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds)]
+        ours = {**_LOOPBACK, RENDEZVOUS: str(rendezvous / "ranks")}
+        return start_process(job, [*supervisor, *command], {**environment(os.environ, job.processes), **ours}, lock)
+
+
+def start_process(job: Job, command: list[str], environment: dict[str, str], lock: BinaryIO | None) -> LocalHandle:
+    """Start what is to end, with all that it starts, when its standard input does; it and they hold `lock`.
+
+    The folder in which ranks meet is made new: what those that were killed left in a file would confuse the next ones.
+    """
+    shutil.rmtree(job.folder / "rendezvous", ignore_errors=True)
+    (job.folder / "rendezvous").mkdir(parents=True)
+    with open(job.log, "wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=[lock.fileno()] if lock else [],
+            start_new_session=True,
         )
-        with open(job.log, "wb") as log:
-            supervisor = subprocess.Popen(
-                [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=_environment(processes, rendezvous),
-                pass_fds=[lock.fileno()] if lock else [],
-                start_new_session=True,
-            )
-        return LocalHandle(supervisor, job.log)
+    return LocalHandle(process, job.log)
 
 
-def _torchrun(processes: int, rendezvous: Path, grace: int) -> list[str]:
+def torchrun(processes: int, grace: int, logs: Path) -> list[str]:
+    """So many ranks on this machine; how they find each other is for the caller to add, and what they run."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nproc-per-node", str(processes)),
-        *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(rendezvous / "torchrun")),
-        *("--local-addr", "127.0.0.1", "--log-dir", str(rendezvous), "--shutdown-timeout", str(grace)),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
+        *("--log-dir", str(logs), "--shutdown-timeout", str(grace)),
     ]
 
 
-def _environment(processes: int, rendezvous: Path) -> dict[str, str]:
-    """This process's environment and what the job's processes need. What a user has set of OMP_... stays.
+def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
+    """The environment `given` and what a job's processes need. What a user has set of OMP_... stays.
 
     Threads that have nothing to do sleep: by default they spin, which made jobs that share a machine several times slower.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
-    ours = {**_QUIET, **_PYTHON, **_LOOPBACK, RENDEZVOUS: str(rendezvous / "ranks")}
-    given = {name: value for name, value in os.environ.items() if name not in _FOREIGN}
-    return {**parallel, **given, **ours}
+    own = {name: value for name, value in given.items() if name not in _FOREIGN}
+    return {**parallel, **own, **_QUIET, **_PYTHON}
 
 
-def _empty_folder(folder: Path) -> Path:
-    """Made new for every attempt: what ranks that were killed left in a rendezvous file would confuse the next ones."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
+def _meeting_in(folder: Path) -> list[str]:
+    return [
+        *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "torchrun")),
+        *("--local-addr", "127.0.0.1"),
+    ]

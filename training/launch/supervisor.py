@@ -15,7 +15,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from training.contract.job import SUPERVISOR
@@ -23,10 +23,10 @@ from training.launch.processes import adopt_orphans, die_with_parent, end_descen
 
 CANCELLED = 128 + signal.SIGTERM
 _LOOK_SECONDS = 0.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
-def supervise(grace: float, command: Sequence[str]) -> int:
+def supervise(grace: float, command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run `command` and give its exit status; CANCELLED if standard input ended, or the launcher, before it did.
 
     What is left then has `grace` seconds after SIGTERM: whoever has nothing to save ends at once anyway.
@@ -40,12 +40,12 @@ def supervise(grace: float, command: Sequence[str]) -> int:
 
     adopt_orphans()
     try:
-        environment = {**os.environ, SUPERVISOR: str(supervisor)}
+        environment = {**environment, SUPERVISOR: str(supervisor)}
         # Of the open files only the lock can be inherited, and it shall be.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, close_fds=False, preexec_fn=bind)
         return _wait(child, launcher)
     finally:
-        for number in _SIGNALS:
+        for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         end_descendants(grace)
 
@@ -63,17 +63,17 @@ def _wait(child: "subprocess.Popen[bytes]", launcher: int) -> int:
     return CANCELLED
 
 
-def _restore_signals() -> None:
+def restore_signals() -> None:
     """Take signals again where a shell's background job has them ignored or blocked; the command starts with defaults."""
 
     def leave(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)
 
-    for number in _SIGNALS:
+    for number in SIGNALS:
         signal.signal(number, leave)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
 if __name__ == "__main__":
-    _restore_signals()
-    sys.exit(supervise(float(sys.argv[1]), sys.argv[2:]))
+    restore_signals()
+    sys.exit(supervise(float(sys.argv[1]), sys.argv[2:], os.environ))

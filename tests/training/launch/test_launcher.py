@@ -80,6 +80,12 @@ def test_failure_is_reported_as_its_message(make_job: MakeJob) -> None:
     assert failure(job) == f"the policy job failed on rank 0: DataError: row 7 is not a pair; its log is {job.log}"
 
 
+def test_on_several_nodes_the_rank_is_found_and_its_node_named(make_job: MakeJob) -> None:
+    """Though the other node's report stands between; with one process a node, rank 0 is of node 0."""
+    assert "rank 0 was ended by SIGKILL" in failure(make_job("report"))
+    assert failure(make_job("data_error", nodes=2)).startswith("the policy job failed on rank 0 (node 0): DataError: ")
+
+
 def test_failure_cut_short_falls_back_to_the_exit_status(make_job: MakeJob) -> None:
     assert "exit status 1" in failure(make_job("half_a_failure"))
 

@@ -159,7 +159,9 @@ def test_nothing_is_left_of_a_job_whose_launcher_ends(make_job: MakeJob, number:
     """SIGINT goes to the process group, as Ctrl-C in a terminal does. Whoever then gets the lock finds nobody at work."""
     job = make_job("train_for_ever", ranks=2)
     prepare(job)
-    launcher = subprocess.Popen([sys.executable, str(LAUNCH), str(job.path)], start_new_session=True)
+    launcher = subprocess.Popen(
+        [sys.executable, str(LAUNCH), str(job.path), "ranked_program", "-"], start_new_session=True
+    )
     pids = pids_of(first_event(job))
     assert len(alive(pids)) == 4
     started = time.monotonic()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from training.contract.events import EventWriter
 from training.contract.job import Failure, Job
+from training.launch.processes import ancestors
 
 # Ignores SIGTERM, in a session of its own, and its parent is gone: what a signal to a process group would miss.
 _STUBBORN_ORPHAN = (
@@ -19,7 +20,8 @@ _STUBBORN_ORPHAN = (
 
 def main() -> None:
     job = Job.read(Path(sys.argv[1]))
-    events = EventWriter(job.events, keep=job.checkpoints.exists())
+    rank = int(os.environ.get("RANK", 0))
+    events = EventWriter(None if rank else job.events, keep=job.checkpoints.exists())
     act = job.settings["act"]
     if act == "status":
         sys.stdout.write("the last thing it said\n")
@@ -33,6 +35,20 @@ def main() -> None:
         failure = Failure(type="DataError", message="row 7 is not a pair", rank=0, traceback="")
         job.error.write_text(failure.model_dump_json())
         sys.exit(1)
+    if act == "report":
+        # as torchrun ends on node 1, where it was told to end, and on node 0, where rank 0 was killed
+        sys.stdout.write(
+            "[node 1]   rank      : 1 (local_rank: 0)\n[node 0]   rank      : 0 (local_rank: 0)\n"
+            "[node 1]   exitcode  : -15 (pid: 12)\n[node 0]   exitcode  : -9 (pid: 11)\n"
+        )
+        sys.exit(1)
+    if act == "sleep_on_nodes":
+        (job.folder / f"pids-{rank}").write_text(" ".join(map(str, [os.getpid(), *ancestors()[:2]])))
+        files = [job.folder / f"pids-{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
+        while not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.01)
+        events.emit("note", pids=[list(map(int, file.read_text().split())) for file in files])
+        time.sleep(600)
     if act == "answered":
         events.emit("step", step=1, loss=0.5)
         while not (job.folder / "answer").exists():

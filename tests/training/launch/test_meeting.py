@@ -1,0 +1,83 @@
+"""Machines that meet, as threads with sockets of their own on the loopback interface."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from training.contract.errors import NodesError
+from training.launch.meeting import interface_of, meet
+
+HERE = "127.0.0.1"
+
+
+@pytest.fixture
+def together(free_port: Callable[[], int]) -> Callable[..., list[str]]:
+    """How the meeting ended for each of the `nodes` of three machines that come."""
+
+    def run(*nodes: int, before: Callable[[int], object] = lambda port: None) -> list[str]:
+        port, ends = free_port(), {}
+
+        def come(node: int) -> None:
+            try:
+                meet(node, [HERE] * 3, port, seconds=0.8)
+                ends[node] = "met"
+            except NodesError as error:
+                ends[node] = str(error).replace(str(port), "PORT")
+
+        threads = [threading.Thread(target=come, args=(node,)) for node in nodes]
+        for thread in threads:
+            thread.start()
+        before(port)
+        for thread in threads:
+            thread.join()
+        return [ends[node] for node in nodes]
+
+    return run
+
+
+def test_all_have_met(together: Callable[..., list[str]]):
+    assert together(2, 0, 1) == ["met", "met", "met"]
+
+
+def test_who_is_missing_is_named_and_nobody_goes_on(together: Callable[..., list[str]]):
+    first, second = together(0, 1)
+    assert first == "waited 1 s at 127.0.0.1, port PORT, for node 2"
+    assert second == "node 0 at `address: 127.0.0.1`, port PORT, gave up while it waited for others"
+
+
+def test_a_stranger_is_not_taken_for_a_node(together: Callable[..., list[str]]):
+    def knock(port: int) -> None:
+        stranger = socket.socket()
+        while stranger.connect_ex((HERE, port)):
+            time.sleep(0.01)
+        with stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+
+    (said,) = together(0, before=knock)
+    assert said.endswith("for node 1, node 2")
+
+
+def test_a_first_node_that_cannot_be_reached_is_named(together: Callable[..., list[str]]):
+    (said,) = together(1)
+    assert said.startswith("could not reach node 0 at `address: 127.0.0.1`, port PORT, in 1 s: ")
+
+
+def test_a_port_that_is_taken(free_port: Callable[[], int]):
+    port = free_port()
+    with (
+        socket.create_server((HERE, port)),
+        pytest.raises(NodesError, match=rf"port {port}: Address already in use.*; wait for the job"),
+    ):
+        meet(0, [HERE, HERE], port)
+
+
+def test_the_interface_that_has_an_address():
+    """Loopback is `lo` on Linux; 192.0.2.1 is set aside for documentation, and `.invalid` never resolves."""
+    assert interface_of(HERE) == "lo"
+    with pytest.raises(NodesError, match=r"`address: 192.0.2.1` belongs to no interface .*, which has .*lo 127.0.0.1"):
+        interface_of("192.0.2.1")
+    with pytest.raises(NodesError, match=r"`address: gpu.invalid` is unknown there: "):
+        interface_of("gpu.invalid")

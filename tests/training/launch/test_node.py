@@ -1,0 +1,79 @@
+"""What runs on a node, alone and as a process: what it says to orders that it cannot follow on this machine."""
+
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from training.contract.job import Input, Job
+from training.launch.node import Order, software
+
+MakeJob = Callable[..., Job]
+
+
+def order(job: Job) -> Order:
+    return Order(
+        node=0,
+        addresses=("127.0.0.1", "127.0.0.1"),
+        port=29400,
+        module="plain_program",
+        job=job.path,
+        sha256=hashlib.sha256(job.path.read_bytes()).hexdigest(),
+        software=software(),
+        environment={},
+    )
+
+
+def answer(text: str) -> tuple[int, str]:
+    """The status, and what is said to one line of standard input, after which that ends."""
+    command = [sys.executable, "-P", "-m", "training.launch.node"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    return done.returncode, done.stdout
+
+
+def test_ready_and_then_cancelled(make_job: MakeJob):
+    job = make_job("status")
+    job.write()
+    status, said = answer(order(job).model_dump_json() + "\n")
+    assert status == 143  # what a shell gives for SIGTERM
+    assert said.startswith("pedigree-node: ready ") and said.endswith(f", lo 127.0.0.1, {sys.executable}\n")
+
+
+SHARED = "; every machine must have the folder of PEDIGREE_HOME, and the models, at the same path\n"
+
+
+def test_a_folder_that_is_not_there_or_not_the_same(make_job: MakeJob, tmp_path: Path):
+    job = make_job("status")
+    job.write()
+    told = order(job)
+    moved = told.model_copy(update={"job": tmp_path / "elsewhere" / "job.json"})
+    said = f"pedigree-node: refused cannot read {moved.job}: No such file or directory{SHARED}"
+    assert answer(moved.model_dump_json()) == (1, said)
+    other = told.model_copy(update={"sha256": "0" * 64})
+    said = f"pedigree-node: refused {job.path} is there, but it is another file than where the job was launched{SHARED}"
+    assert answer(other.model_dump_json()) == (1, said)
+    without = job.model_copy(
+        update={"inputs": {"base_model": Input(kind="base_model", fingerprint="0" * 64, folder=tmp_path / "model")}}
+    )
+    without.write()
+    said = f"pedigree-node: refused there is no {tmp_path / 'model'}, which holds base_model{SHARED}"
+    assert answer(order(without).model_dump_json()) == (1, said)
+
+
+def test_other_software(make_job: MakeJob):
+    job = make_job("status")
+    job.write()
+    there = order(job).model_copy(update={"software": {**software(), "torch": "1.0", "apex": "2.0"}})
+    status, said = answer(there.model_dump_json())
+    assert status == 1
+    assert said.startswith("pedigree-node: refused other software than where the job was launched: torch ")
+    assert said.endswith(f", not 1.0; apex none, not 2.0 ({sys.executable})\n")
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_nothing_is_started_without_an_order(text: str):
+    status, said = answer(text)
+    assert status == 1 and "started" not in said

@@ -1,0 +1,140 @@
+"""What runs on each machine of a job: `prefix... python -P -m training.launch.node`, as the conductor starts it.
+
+Whatever it has to know comes as the first line of standard input, since a prefix hands on no environment, and each has a
+way of its own with quotes. What it has to say goes to standard output, one marked line a word:
+
+    <- order     who and where, the job, the digest of job.json, the software it was started with, environment
+    -> ready     everything is as it has to be here; or refused, and why
+    <- go        the others are ready as well
+    -> started   all machines have met, torchrun runs below this process, which is now the supervisor; or refused
+    -> ended     with torchrun's status
+
+The end of standard input, at any time, is the end of everything here: so nothing is left behind, whether the launcher dies,
+cancels, or the connection breaks.
+"""
+
+import contextlib
+import enum
+import hashlib
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+from training.contract.errors import NodesError
+from training.contract.fields import Section
+from training.contract.job import Job
+from training.contract.source import source_digest
+from training.contract.store import library_versions
+from training.launch.local import environment, torchrun
+from training.launch.meeting import interface_of, meet
+from training.launch.supervisor import CANCELLED, restore_signals, supervise
+
+MARK = "pedigree-node: "
+
+
+class Word(enum.StrEnum):
+    READY = "ready"
+    REFUSED = "refused"
+    STARTED = "started"
+    ENDED = "ended"
+
+
+class Order(Section):
+    """What a node is told. `software`: of the machine where the job was launched; `environment`: what its user has set.
+
+    Where this machine has set the same, or the prefix by `env NAME=value`, that stays.
+    """
+
+    node: int
+    addresses: tuple[str, ...]
+    port: int
+    module: str
+    job: Path
+    sha256: str
+    software: dict[str, str]
+    environment: dict[str, str]
+
+
+def software() -> dict[str, str]:
+    """What has to be the same on all machines of a job: Python, libraries, and this package as it is."""
+    return {**library_versions(), "the source of Pedigree": source_digest()[:12]}
+
+
+def work() -> int:
+    """Do as standard input says; the status is that of torchrun, or what a shell gives for a job that was cancelled."""
+    try:
+        order = _receive()
+        job = _look_at_job(order)
+        interface = interface_of(order.addresses[order.node])
+        _say(Word.READY, f"{platform.node()}, {interface} {order.addresses[order.node]}, {sys.executable}")
+        if not sys.stdin.readline():
+            return CANCELLED
+        meet(order.node, order.addresses, order.port)
+    except NodesError as error:
+        _say(Word.REFUSED, str(error))
+        return 1
+    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    given = {**sockets, **environment({**order.environment, **os.environ}, job.processes)}
+    _say(Word.STARTED, f"{job.processes} processes of {given['OMP_NUM_THREADS']} threads")
+    status = supervise(job.grace_seconds, [*_torchrun(order, job), "-m", order.module, str(order.job)], given)
+    _say(Word.ENDED, str(status))
+    return status
+
+
+def _receive() -> Order:
+    """Raises NodesError if the prefix does not connect standard input as it must, or the software is another."""
+    if sys.stdin.isatty():
+        raise NodesError("the command gives its process a terminal; let it connect plain pipes, as `ssh -T` does")
+    line = sys.stdin.readline()
+    if not line:
+        raise NodesError(
+            "the command does not connect standard input, as `ssh -T` (without -n) and `docker exec -i` do"
+        )
+    order, here = json.loads(line), software()
+    others = [
+        f"{name} {here.get(name, 'none')}, not {version}"
+        for name, version in order["software"].items()
+        if here.get(name) != version
+    ]
+    if others:
+        raise NodesError(f"other software than where the job was launched: {'; '.join(others)} ({sys.executable})")
+    return Order.model_validate(order)
+
+
+def _look_at_job(order: Order) -> Job:
+    """Raises NodesError if this machine does not see the same files."""
+    share = "every machine must have the folder of PEDIGREE_HOME, and the models, at the same path"
+    try:
+        content = order.job.read_bytes()
+    except OSError as error:
+        raise NodesError(f"cannot read {order.job}: {error.strerror}; {share}") from error
+    if hashlib.sha256(content).hexdigest() != order.sha256:
+        raise NodesError(f"{order.job} is there, but it is another file than where the job was launched; {share}")
+    job = Job.model_validate_json(content)
+    for name, given in job.inputs.items():
+        if not given.folder.exists():
+            raise NodesError(f"there is no {given.folder}, which holds {name}; {share}")
+    return job
+
+
+def _torchrun(order: Order, job: Job) -> list[str]:
+    """Static: the place in the list is the rank of the node, so that the ranks of rank 0's machine come first."""
+    return [
+        *torchrun(job.processes, job.grace_seconds, job.folder / "rendezvous"),
+        *("--nnodes", str(len(order.addresses)), "--node-rank", str(order.node), "--local-addr"),
+        *(order.addresses[order.node], "--rdzv-backend", "static", "--rdzv-id", job.derivation.key),
+        *("--rdzv-endpoint", f"[{order.addresses[0]}]:{order.port}"),
+    ]
+
+
+def _say(word: Word, detail: str) -> None:
+    """Nobody may hear it any more."""
+    with contextlib.suppress(OSError):
+        os.write(1, f"{MARK}{word} {' '.join(detail.split())}\n".encode())
+
+
+if __name__ == "__main__":
+    restore_signals()
+    sys.exit(work())

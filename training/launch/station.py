@@ -1,0 +1,107 @@
+"""A node as the conductor sees it: the local process that reaches it through its prefix, and what came back.
+
+ssh closes the files that it inherits, the lock's among them, so a shell before it holds that open as long as ssh lives.
+"""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import threading
+from collections import deque
+
+from training.launch.node import MARK, Order, Word
+from training.launch.nodes_file import Node
+
+_HOLD_OPEN = ("sh", "-c", '"$@"; exit "$?"', "sh")
+_HEAR_OUT_SECONDS = 1.0  # what a prefix leaves running, as ssh's ControlPersist, may hold the pipe open for ever
+_LAST_LINES = 19  # with the line before them as many as the message of a failure shows
+_LINES_TOLD = 5
+
+
+class Station:
+    """`word`: the last that the process on the node has said, with its `detail`; None before the first."""
+
+    def __init__(self, node: Node, order: Order):
+        self.number = order.node
+        self.name = f"node {order.node} ({node})"
+        self.word: Word | None = None
+        self.detail = ""
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._command = [*node.run, node.python, "-P", "-m", "training.launch.node"]
+        self._process = subprocess.Popen(
+            [*_HOLD_OPEN, *self._command],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            close_fds=False,  # of the open files only the lock can be inherited, and it shall be
+            start_new_session=True,
+        )
+        self._copier = threading.Thread(target=self._copy, args=(f"[node {self.number}] ",), daemon=True)
+        self._copier.start()
+        self.tell(order.model_dump_json())
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its status tells
+            self._process.stdin.write(f"{line}\n".encode())
+
+    def status(self) -> int | None:
+        """The exit status of the process here, after all that it has said was heard; None while it runs."""
+        status = self._process.poll()
+        if status is not None:
+            self._copier.join(_HEAR_OUT_SECONDS)
+        return status
+
+    def has_done_well(self) -> bool:
+        """By both accounts: not every prefix hands on a status."""
+        return (self.status(), self.word, self.detail) == (0, Word.ENDED, "0")
+
+    def hang_up(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def wait(self, seconds: float) -> None:
+        """Until it has ended, which is forced after `seconds`."""
+        try:
+            self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            write(f"{self.name} has not ended in time; its connection is cut")
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._copier.join(_HEAR_OUT_SECONDS)
+
+    def account(self) -> str | None:
+        """Why it ended badly; None if it is for its ranks, or for torchrun, to say."""
+        status, said = self.status(), " / ".join(list(self.last_lines)[-_LINES_TOLD:]) or "nothing"
+        if self.word == Word.REFUSED:
+            return f"{self.name}: {self.detail}"
+        if self.word == Word.ENDED:
+            return None
+        if self.word is not None:
+            return f"{self.name}: the connection broke, or what ran there was killed (status {status}); it said: {said}"
+        ended = "has not answered" if status is None else f"ended with status {status} before it answered"
+        return (
+            f"node {self.number}: `{shlex.join(self._command)}` {ended}; it said: {said}. The prefix must reach the machine "
+            "without a question, and the environment's Python must be there (`python` in nodes.yaml, if it is elsewhere): "
+            "try it by hand"
+        )
+
+    def _copy(self, prefix: str) -> None:
+        assert self._process.stdout is not None
+        with open(self._process.stdout.fileno(), encoding="utf-8", errors="replace", closefd=False) as said:
+            for line in said:
+                text = line.rstrip("\r\n")
+                if text.startswith(MARK):
+                    word, _, self.detail = text.removeprefix(MARK).partition(" ")
+                    self.word = Word(word)
+                else:
+                    self.last_lines.append(text)
+                write(prefix + text)
+
+
+def write(text: str) -> None:
+    """To the log of the job, whole lines at a time."""
+    os.write(1, f"{text}\n".encode())
