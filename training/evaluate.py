@@ -32,9 +32,9 @@ from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, decode, spread_prompts, stop_tokens
 from training.held_out import HeldOut, evaluate_pairs
-from training.model.adapter import load_policy
-from training.model.load import load_model
 from training.model.selfcheck import demand_exact
+from training.parallel.choice import lay_out_weights
+from training.parallel.source import Frozen
 from training.report import Report, Sample, WorstPair, render
 from training.tails import with_tails
 
@@ -54,7 +54,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if loss.needs_token_logprobs:
         reference = with_tails(reference, pairs, positions_V, job, group, events)
 
-    policy = load_policy(job.inputs["policy"], job.inputs["reference_model"], reference.dtype, group.device)
+    after_training = Frozen(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
+    before_training = Frozen(job.inputs["reference_model"], reference.dtype)
+    layout = lay_out_weights(after_training, job.compute.parallel, group, events)
+    policy = layout.place(after_training.load)
     demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
     held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)
@@ -62,8 +65,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     stops = stop_tokens(policy.config, tokenizer, pairs, shown)
     after = answers(policy, prompts, stops, tokenizer, length, group)
     del policy  # two models never have to fit at once
-    frozen = load_model(job.inputs["reference_model"].folder, reference.dtype, group.device)
-    before = answers(frozen, prompts, stops, tokenizer, length, group)
+    before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group)
     if not group.is_main:
         return Made("")
     samples = [

@@ -1,6 +1,7 @@
 """Samples: what a model answers to a few held-out prompts, greedily, so that people can see what training changed.
 
-The prompts are spread evenly over the distinct held-out ones, and dealt out to the ranks. An answer ends at a token
+The prompts are spread evenly over the distinct held-out ones, and dealt out to the ranks; where these hold parts of the
+weights, every token is an exchange, and all of them answer all prompts together. An answer ends at a token
 that the tokenizer or the model's config call the end, or that the answers in the data end with. Nothing is taken from
 the model's generation settings: temperature and penalties would blur what the weights say, and no fingerprint has them.
 """
@@ -21,6 +22,7 @@ from transformers import (
 from training.data.batches import Pairs
 from training.data.tokenizer import control_ids
 from training.distributed import Group
+from training.model.logprobs import runs_in_lockstep
 
 _NO_TOKEN = -1
 
@@ -79,8 +81,10 @@ def answers(
     group: Group,
 ) -> list[str]:
     """What `model` answers to each prompt, as text; every rank does its share and gets all."""
-    rows = torch.full((len(prompts[group.rank :: group.world]), 1 + max_new_tokens), _NO_TOKEN, dtype=torch.int64)
-    for row, at in zip(rows, range(group.rank, len(prompts), group.world), strict=True):
+    everything = range(len(prompts))
+    share = everything if runs_in_lockstep(model) else everything[group.rank :: group.world]
+    rows = torch.full((len(share), 1 + max_new_tokens), _NO_TOKEN, dtype=torch.int64)
+    for row, at in zip(rows, share, strict=True):
         tokens = greedy(model, prompts[at], stops, max_new_tokens)
         row[0] = at
         row[1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)

@@ -26,8 +26,8 @@ from training.data.batches import SIDES, Pairs
 from training.distributed import Group
 from training.losses.evidence import PairLogProbs
 from training.losses.preference import PairLosses, preference_loss
-from training.model.logprobs import runs_in_lockstep
-from training.model.scoring import Prompts, deal, score, shared_batches
+from training.model.prefix import TokenSequence
+from training.model.scoring import Prompts, score_in_turns, shared_batches
 
 _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
 
@@ -116,17 +116,19 @@ def _score_places(
     batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in of_prompts)))
     progress = Progress(events, 2 * len(positions_V), "sequences")
     rows = [np.empty((0, 4))]
-    for own, everyones in deal(batches, group, runs_in_lockstep(policy)):
-        if own is not None:
-            places = [divmod(int(place), len(positions_V)) for place in own.positions]
-            sequences = [pairs.sequence(int(positions_V[at]), SIDES[side]) for side, at in places]
-            scores = score(policy, sequences, own.sizes)
-            tails_S = scores.tails_S(np.tile(common_V, 2)[own.positions].astype(np.int64))
-            rows.append(np.stack([own.positions, scores.counts_S, scores.sums_S, tails_S], axis=1))
-        progress.advance(len(everyones))
+
+    def read(place: int) -> TokenSequence:
+        side, at = divmod(place, len(positions_V))
+        return pairs.sequence(int(positions_V[at]), SIDES[side])
+
+    for scored in score_in_turns(policy, batches, read, group):
+        if scored.own is not None:
+            batch, scores = scored.own
+            tails_S = scores.tails_S(np.tile(common_V, 2)[batch.positions].astype(np.int64))
+            rows.append(np.stack([batch.positions, scores.counts_S, scores.sums_S, tails_S], axis=1))
+        progress.advance(len(scored.everyones))
     all_rows = group.gather_rows(torch.from_numpy(np.concatenate(rows)).to(group.device)).cpu().numpy()
-    _, first_of_place = np.unique(all_rows[:, 0], return_index=True)  # in lockstep some are scored more than once
-    by_place: npt.NDArray[np.float64] = all_rows[first_of_place, 1:]
+    by_place: npt.NDArray[np.float64] = all_rows[all_rows[:, 0].argsort(), 1:]
     return by_place
 
 

@@ -12,6 +12,7 @@
 The same code runs in one process or in many; results differ by rounding only.
 """
 
+import gc
 import json
 import math
 import shutil
@@ -32,12 +33,12 @@ from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, train_items
 from training.distributed import Group
 from training.held_out import HeldOut, evaluate_pairs
-from training.model.load import load_model
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
-from training.parallel.masters import Masters, Untrained
+from training.parallel.masters import Masters
+from training.parallel.source import Frozen, Untrained
 from training.proof import Proof, prove_zero_margin, spread
 from training.stepper import Stepper
 from training.tails import with_tails
@@ -139,16 +140,21 @@ class _Tuning:
                 )
             if self._starts_apart and len(self.held_out):
                 self._prove(self._scored(spread(self.held_out, _PROVEN_PAIRS), frozen), "held-out pairs")
+            del frozen
+            gc.collect()  # where it is another model, its parts refer to each other, and training wants the memory
 
     @property
     def _starts_apart(self) -> bool:
         return self.start is not self.job.inputs["reference_model"]
 
     def _reference_model(self) -> PreTrainedModel:
-        """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof."""
+        """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof.
+
+        That one lies on the ranks as the policy does: there is room beside it, since no moments are kept yet.
+        """
         if not self._starts_apart:
             return self.masters.model
-        return load_model(self.job.inputs["reference_model"].folder, self.reference.dtype, self.group.device)
+        return self.masters.layout.place(Frozen(self.job.inputs["reference_model"], self.reference.dtype).load)
 
     def _prove(self, scored: HeldOut, where: str) -> Proof:
         return prove_zero_margin(scored, self.reference, self.settings, where)

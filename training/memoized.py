@@ -20,7 +20,7 @@ from training.contract.memo import Memo
 from training.data.batches import SIDES, Pairs, Side
 from training.distributed import Group
 from training.model.prefix import TokenSequence
-from training.model.scoring import Batch, Prompts, Scores, deal, score, shared_batches
+from training.model.scoring import Batch, Prompts, Scores, score_in_turns, shared_batches
 
 COMMIT_SECONDS = 30.0
 _COMMIT_TOKENS = 1 << 24  # 64 MiB of log-probs
@@ -107,12 +107,12 @@ def score_missing(
     batches = [Batch(missing_M[batch.positions], batch.sizes) for batch in found]
     progress = Progress(events, int(sequences.lengths_S[missing_M].sum()), "tokens")
     shards = _Shards(memo, commit_seconds)
-    for own, everyones in deal(batches, group):
-        if own is not None:
-            scores = score(model, [sequences.read(i) for i in own.positions], own.sizes)
-            _refuse_nonfinite(scores, own.positions, sequences)
-            shards.add(sequences.keys_SK[own.positions], scores)
-        progress.advance(int(sequences.lengths_S[everyones].sum()))
+    for scored in score_in_turns(model, batches, sequences.read, group):
+        if scored.own is not None:
+            batch, scores = scored.own
+            _refuse_nonfinite(scores, batch.positions, sequences)
+            shards.add(sequences.keys_SK[batch.positions], scores)
+        progress.advance(int(sequences.lengths_S[scored.everyones].sum()))
     shards.commit()
     group.barrier()
 

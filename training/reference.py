@@ -29,8 +29,9 @@ from training.contract.store import Made, Store
 from training.data.batches import Pairs
 from training.distributed import Group
 from training.memoized import Sequences, score_missing
-from training.model.load import load_model
 from training.model.selfcheck import demand_exact
+from training.parallel.choice import lay_out_weights
+from training.parallel.source import Frozen
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -44,7 +45,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
     if len(missing_M):
         events.phase("score sequences with the reference model")
-        model = load_model(reference.folder, dtype, group.device)
+        frozen = Frozen(reference, dtype)
+        model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
         demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:

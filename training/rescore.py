@@ -23,8 +23,9 @@ from training.contract.store import Made
 from training.data.batches import SIDES, Pairs
 from training.distributed import Group
 from training.held_out import evaluate_pairs
-from training.model.adapter import load_policy
 from training.model.selfcheck import demand_exact
+from training.parallel.choice import lay_out_weights
+from training.parallel.source import Frozen
 from training.proof import TOLERANCE_NATS, deviations, spread
 
 RESULT_FILE = "rescored.json"
@@ -36,7 +37,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
     positions = _positions(pairs, job.settings["rows"])
     scorer = job.inputs.get("policy") or job.inputs["reference_model"]
-    model = load_policy(scorer, job.inputs.get("reference_model"), table.dtype, group.device)
+    frozen = Frozen(scorer, table.dtype, job.inputs.get("reference_model"))
+    model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
     demand_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = evaluate_pairs(model, pairs, positions, table, Loss(), group, events)

@@ -24,7 +24,7 @@ from training.model.logprobs import LaidOut, lay_out_for, logprobs_of
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import build_masters
-from training.parallel.masters import Untrained
+from training.parallel.source import Untrained
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
 

@@ -8,7 +8,6 @@ Legend: P pairs, V those asked for. Their 2V responses have places: the chosen o
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +18,14 @@ from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Memo, scoring_rule
+from training.contract.recipe import Parallel
 from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Store
 from training.data.batches import SIDES, Pairs
 from training.distributed import Group
 from training.memoized import Sequences, score_missing
-from training.model.load import load_model
+from training.parallel.choice import lay_out_weights
+from training.parallel.source import Frozen
 
 Floats = npt.NDArray[np.float64]
 
@@ -38,7 +39,7 @@ def with_tails(
     search = _Search(memo, table, pairs, positions_V, group)
     tails_2V = search.read()
     if len(missing := np.flatnonzero(np.isnan(tails_2V))):
-        search.score(missing, weights.folder, events)
+        search.score(missing, Frozen(weights, table.dtype), job.compute.parallel, events)
         tails_2V = search.read()
     if not np.isfinite(tails_2V).all():
         raise TrainingError(
@@ -69,11 +70,11 @@ class _Search:
         found: Floats = self.group.broadcast_(tails_2V.to(self.group.device)).cpu().numpy()
         return found
 
-    def score(self, missing: npt.NDArray[np.int64], weights: Path, events: EventWriter) -> None:
+    def score(self, missing: npt.NDArray[np.int64], frozen: Frozen, parallel: Parallel, events: EventWriter) -> None:
         """Score the sequences in these of the 2V places with the reference model, which is not kept."""
         side, at = np.divmod(missing, len(self.positions_V))
         sequences = Sequences.of(self.pairs)
         wanted = np.unique(sequences.places_2P[side * len(self.pairs) + self.positions_V[at]])
         events.note(f"the memo no longer knows the tokens of {len(wanted):,} sequences: scoring them again")
-        model = load_model(weights, self.table.dtype, self.group.device)
+        model = lay_out_weights(frozen, parallel, self.group, events).place(frozen.load)
         score_missing(model, sequences, wanted, self.memo, self.group, events)

@@ -17,8 +17,9 @@ from training.contract.job import Input, Job
 from training.contract.recipe import Adapter
 from training.contract.store import Made
 from training.contract.weights import adapter_fingerprint
-from training.parallel.masters import Untrained
+from training.parallel.layout import Layout
 from training.parallel.replicated import Replicated
+from training.parallel.source import Untrained
 
 CPU = torch.device("cpu")
 SEED = 0
@@ -73,7 +74,7 @@ def test_only_the_adapter_has_gradients_state_and_a_place_in_checkpoints(tiny_wo
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_masters_of_an_adapter_are_float32(tiny_world, precision: Any):
-    masters = Replicated(Untrained(tiny_world.model, precision, Adapter(rank=RANK), SEED), ALONE)
+    masters = Replicated(Untrained(tiny_world.model, precision, Adapter(rank=RANK), SEED), Layout(ALONE, copies=1))
     assert {p.dtype for p in masters.parameters.values()} == {torch.float32}
     assert len(masters.gradient_N) == sum(p.numel() for p in masters.parameters.values())
     assert {str(p.dtype) for p in masters.model.parameters()} == {f"torch.{precision}"}

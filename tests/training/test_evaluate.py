@@ -4,8 +4,6 @@ import copy
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,13 +18,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tests.training.runs import published
 from training import evaluate, reference
 from training.contract.errors import CorruptArtifact, DataError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
-from training.contract.store import Artifact, Store
+from training.contract.recipe import Compute
+from training.contract.store import Artifact
 from training.data import pairs as pairs_job
 from training.data import preferences, template
 from training.data.batches import Pairs
@@ -311,12 +311,14 @@ def test_tails_of_the_longer_responses_come_from_the_memo(world):
 
 @pytest.mark.shared
 @pytest.mark.slow
-def test_two_ranks_give_the_same_bits(world, evaluation, monkeypatch, tmp_path):
-    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    job = world.job().model_copy(update={"store": tmp_path / "store", "folder": tmp_path / "job"})
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "training.main"]
-    subprocess.run([sys.executable, "-m", *command, str(job.write())], check=True, timeout=300)
-    assert Store(job.store).fingerprints("evaluation") == [evaluation.fingerprint]
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (2, "fsdp"), (3, "fsdp")])
+def test_several_ranks_give_the_same_bits(world, evaluation, tmp_path, forker, ranks, parallel):
+    """Scores and texts: three prompts are one each for three ranks, or answered by all together where weights are shared."""
+    compute = Compute(device="cpu", parallel=parallel)
+    changes = {"store": tmp_path / "store", "folder": tmp_path / "job", "compute": compute}
+    job = world.job().model_copy(update=changes)
+    job.write()
+    assert published(job, forker.run(job, ranks)).fingerprint == evaluation.fingerprint
 
 
 def tiny_held_out(world: Any, table: LogProbTable, policy: PreTrainedModel) -> Any:

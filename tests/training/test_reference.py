@@ -17,12 +17,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tests.training.runs import published
 from training import memoized, reference
 from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import read_events
 from training.contract.job import Job
 from training.contract.logprob_table import TABLE_FILE, LogProbTable
 from training.contract.memo import Memo
+from training.contract.recipe import Parallel
 from training.contract.store import Artifact, Store
 from training.data import pairs, preferences, template
 from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, Pairs
@@ -141,21 +143,6 @@ def test_a_second_time_everything_is_known_and_the_bits_are_the_same(oracle, las
     assert again.fingerprint == table.fingerprint
 
 
-RUNNER = """
-import sys
-from pathlib import Path
-from training import memoized, reference
-from training.contract.events import EventWriter
-from training.contract.job import Job
-from training.distributed import group
-
-job = Job.read(Path(sys.argv[1]))
-with group("cpu") as ranks:
-    made = reference.run(job, ranks, EventWriter(job.events if ranks.is_main else None))
-    if ranks.is_main:
-        print(made.fingerprint)
-"""
-
 SCORER = """
 import sys
 from pathlib import Path
@@ -178,11 +165,11 @@ with group("cpu") as alone:
 """
 
 
-def start(script: str, job: Job, *arguments: str, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+def start(script: str, job: Job, *arguments: str) -> "subprocess.Popen[str]":
     path = job.folder / "script.py"
     path.write_text(script)
     job.staging.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, *launcher, str(path), str(job.path), *arguments]
+    command = [sys.executable, str(path), str(job.path), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
@@ -205,29 +192,29 @@ def write_pairs(folder: Path, table: pa.Table) -> None:
         stream.write_table(table)
 
 
-def copy_of(job: Job, root: Path) -> Job:
+def copy_of(job: Job, root: Path, parallel: Parallel = "auto") -> Job:
     """The same job with an empty store of its own."""
-    copy = job.model_copy(update={"store": root / "store", "folder": root / "job"})
+    compute = job.compute.model_copy(update={"parallel": parallel})
+    copy = job.model_copy(update={"store": root / "store", "folder": root / "job", "compute": compute})
     copy.write()
     return copy
 
 
-TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
 @pytest.mark.shared
 @pytest.mark.slow
-def test_two_ranks_give_the_same_bits_each_with_shards_of_its_own(oracle, few, undisturbed, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    job = copy_of(oracle.job(few), tmp_path)
-    output, _ = start(RUNNER, job, launcher=TWO_RANKS).communicate(timeout=300)
-    assert output.split() == [undisturbed.fingerprint]
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (2, "fsdp"), (3, "fsdp")])
+def test_several_ranks_give_the_same_bits_each_with_shards_of_its_own(
+    oracle, few, undisturbed, tmp_path, forker, ranks, parallel
+):
+    """Also where each rank holds a part of the weights, and runs another's batch for company when its own are done."""
+    job = copy_of(oracle.job(few), tmp_path, parallel)
+    assert published(job, forker.run(job, ranks)).fingerprint == undisturbed.fingerprint
     folders = list((job.store / "memo").glob("*/*"))
     shards = [{**load_file(f / "index.safetensors"), **load_file(f / "tokens.safetensors")} for f in folders]
-    assert len(shards) == 2
+    assert len(shards) == ranks
     keys = np.concatenate([shard["keys"] for shard in shards])
     assert len(np.unique(keys, axis=0)) == len(keys) == undisturbed.details["sequences"], "disjoint and complete"
-    assert min(len(s["tokens"]) for s in shards) > 0.3 * undisturbed.details["tokens"], "comparable parts"
+    assert min(len(s["tokens"]) for s in shards) > 0.6 / ranks * undisturbed.details["tokens"], "comparable parts"
 
 
 @pytest.mark.shared

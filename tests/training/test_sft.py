@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.training.runs import ALONE, losses, told
+from tests.training.runs import ALONE, losses, published, told
 from training.contract.errors import DataError
 from training.contract.events import EventWriter
 from training.contract.job import Job
@@ -66,6 +66,22 @@ def test_losses_are_those_of_a_naive_loop(tiny_world):
     assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
     assert (job.staging / "tokenizer_config.json").is_file()
     assert made.details["series"]["loss"] == losses(job)
+
+
+@pytest.mark.slow
+def test_in_shards_it_is_that_of_one_process(tiny_world, forker):
+    """A batch of eight in rows of 60 tokens; the last of an epoch has six pairs, fewer rows than three ranks want."""
+    models = []
+    for ranks, parallel in ((1, "auto"), (2, "fsdp"), (3, "fsdp")):
+        job = tiny_world.job("sft", settings(), f"{parallel}-{ranks}", parallel=parallel)
+        made = published(job, forker.run(job, ranks))
+        models.append((losses(job), load_file(made.folder / "model.safetensors")))
+    (expected, weights), *others = models
+    assert len(expected) == 10
+    for found_losses, found_weights in others:
+        assert found_losses == pytest.approx(expected, abs=1e-5)
+        assert found_weights.keys() == weights.keys()
+        assert max(float((found_weights[n] - tensor).abs().max()) for n, tensor in weights.items()) < 1e-5
 
 
 def test_micro_batches_change_nothing(tiny_world):

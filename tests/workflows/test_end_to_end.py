@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import mlflow.transformers
@@ -59,15 +60,47 @@ def test_one_line_a_step(materialized):
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
-def test_one_and_two_processes_give_the_same_losses(materialized, small_recipe, new_home, tmp_path):
-    home, report = materialized
-    alone = {**ATTRIBUTES, "compute": {**ATTRIBUTES["compute"], "processes_per_node": 1}}
-    folder = write_recipe(tmp_path / "small", alone)
-    for name in ("preferences.jsonl", "base"):
-        (folder / name).symlink_to(small_recipe / name)
-    other = new_home()
-    losses = [e["loss"] for e in steps_of(other, other.json("run", str(folder), "--select", "policy"))]
-    assert losses == pytest.approx([e["loss"] for e in steps_of(home, report)], abs=1e-5)
+@pytest.fixture
+def run_otherwise(materialized, small_recipe, new_home, tmp_path):
+    """The recipe in another home, with other fields of `compute`: what is not made by a model is there, the rest made again."""
+
+    def run(select, **compute):
+        folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {**ATTRIBUTES["compute"], **compute}})
+        for name in ("preferences.jsonl", "base"):
+            (folder / name).symlink_to(small_recipe / name)
+        other = new_home()
+        by_models = shutil.ignore_patterns("memo", "reference_logprobs", "policy", "evaluation")
+        shutil.copytree(materialized[0].path / "store", other.path / "store", ignore=by_models)
+        return other, other.json("run", str(folder), "--select", select)
+
+    return run
+
+
+def test_one_and_two_processes_give_the_same_losses(materialized, run_otherwise):
+    losses = [
+        [e["loss"] for e in steps_of(*run)] for run in (materialized, run_otherwise("policy", processes_per_node=1))
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_with_weights_in_shards_everything_is_what_it_was(materialized, run_otherwise):
+    """Every job of the GPU pool: the same bits where nothing was trained, the same losses where something was."""
+    home, report = run_otherwise("evaluation", parallel="fsdp")
+    fingerprints = [{a["asset"]: a["fingerprint"] for a in r["assets"]} for r in (materialized[1], report)]
+    for asset in ("reference_logprobs", "policy", "evaluation"):
+        assert {"asset": asset, "outcome": "computed"}.items() <= next(
+            a for a in report["assets"] if a["asset"] == asset
+        ).items()
+        [events] = (home.path / "jobs").glob(f"{asset}-*/events.jsonl")
+        assert "2 processes, weights in 2 shards, 1 times (fsdp: as the recipe says)" in events.read_text(), asset
+    assert fingerprints[0]["reference_logprobs"] == fingerprints[1]["reference_logprobs"]
+    losses = [[e["loss"] for e in steps_of(*run)] for run in (materialized, (home, report))]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    evaluations = [
+        json.loads((h.path / "store" / "evaluation" / f["evaluation"] / "metrics.json").read_text())
+        for h, f in zip((materialized[0], home), fingerprints, strict=True)
+    ]
+    assert evaluations[1] == pytest.approx(evaluations[0], abs=1e-4)
 
 
 def test_the_rewards_are_in_mlflow(materialized):

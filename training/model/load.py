@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.contract.weights import weight_files
@@ -18,13 +18,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model in `folder`, in evaluation mode.
+    """The model in `folder`, in evaluation mode; on the meta device its form, of which no tensor has numbers.
 
     Raises ModelError for missing or surplus tensors, tensors of another shape, weights that are not whole safetensors
     files, and models that need code of their own.
     """
     weight_files(folder)
     try:
+        if device.type == "meta":
+            return _form(folder, DTYPES[dtype])
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=DTYPES[dtype],
@@ -42,6 +44,14 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
         )
         raise ModelError(f"the weights in {folder} do not fit its config.json: {shown}")
     return model.to(device).eval()
+
+
+def _form(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as its config describes it; no file of weights is read."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    return model.eval()
 
 
 def save_model(

@@ -9,7 +9,7 @@ longest. So when whole batches are taken off the list, because a pass that was k
 rest is cut into the same batches as before, and a pass taken up again gives the bits of one that was never interrupted.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from training.distributed import Group
-from training.model.logprobs import response_logprobs
+from training.model.logprobs import response_logprobs, runs_in_lockstep
 from training.model.prefix import TokenSequence
 
 Positions = npt.NDArray[np.int64]
@@ -105,15 +105,30 @@ def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
     return int(lengths_S[group].sum() - (len(group) - 1) * prompts.lengths_S[group[0]])
 
 
-def deal(batches: Sequence[Batch], group: Group, in_lockstep: bool = False) -> Iterator[tuple[Batch | None, Positions]]:
-    """Rounds in which every rank gets one batch: this rank's own, if there is one left for it, and all of the round.
+@dataclass(frozen=True)
+class Scored:
+    """Scores of this rank's batch of a round, if there was one left for it; `everyones`: positions of all of the round."""
 
-    With `in_lockstep` a rank for which none is left gets that of another rank, so that all of them have something to run.
+    own: tuple[Batch, Scores] | None
+    everyones: Positions
+
+
+def score_in_turns(
+    model: PreTrainedModel, batches: Sequence[Batch], read: Callable[[int], TokenSequence], group: Group
+) -> Iterator[Scored]:
+    """Score `batches` in rounds in which every rank gets one; `read` gives the sequence at a position.
+
+    Where the ranks hold parts of the weights, one for which no batch is left runs that of another rank, since every
+    pass is an exchange among all of them; and the scores of that it throws away.
     """
     for first in range(0, len(batches), group.world):
         dealt = batches[first : first + group.world]
-        own = dealt[group.rank] if group.rank < len(dealt) else dealt[0] if in_lockstep else None
-        yield own, np.concatenate([batch.positions for batch in dealt])
+        everyones = np.concatenate([batch.positions for batch in dealt])
+        has_own = group.rank < len(dealt)
+        if has_own or runs_in_lockstep(model):
+            batch = dealt[group.rank if has_own else 0]
+            scores = score(model, [read(int(at)) for at in batch.positions], batch.sizes)
+        yield Scored((batch, scores) if has_own else None, everyones)
 
 
 def score(model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None) -> Scores:

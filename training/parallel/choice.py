@@ -1,14 +1,12 @@
-"""Which way the ranks share a model: as the recipe says, or, with `auto`, replicated where that fits.
-
-In training a parameter takes 16 bytes: the float32 master, its gradient and two moments of AdamW; two more for a running
-copy in bfloat16. Beside an adapter, which itself is small, a parameter is frozen and takes no more than its value. `auto`
-shards where all that is more than a part of a device's memory: the rest is for activations.
+"""How weights lie on the ranks of a job: as the recipe says, or, with `auto`, whole on each rank where that fits.
 
     ddp     all weights on every rank
     fsdp    shards over all ranks
     hsdp    shards over the ranks of a node, the same on every node: what is gathered stays within a node
 
-Whatever leaves every rank with all weights is `ddp`: one process, or `hsdp` with one process a node.
+It is one choice for what is trained and for what is only run, and differs by what a parameter takes there
+(training.parallel.source). `auto` shards where all parameters take more than a part of a device's memory: the rest is for
+activations. Whatever leaves every rank with all weights is `ddp`: one process, or `hsdp` with one process a node.
 """
 
 import math
@@ -22,34 +20,39 @@ from training.contract.recipe import Parallel
 from training.contract.tensor_file import read_places
 from training.contract.weights import weight_files
 from training.distributed import Group
-from training.parallel.masters import Masters, Untrained
+from training.parallel.layout import Layout
+from training.parallel.masters import Masters
 from training.parallel.replicated import Replicated
 from training.parallel.sharded import Sharded
+from training.parallel.source import Source, Untrained
 
-_BYTES = {"float32": 16, "bfloat16": 18}
-_FROZEN_BYTES = {"float32": 4, "bfloat16": 2}
 _PART = 0.7
 
 
 def build_masters(untrained: Untrained, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
-    """What is to be trained, loaded; which way its weights are shared is noted. Raises ModelError."""
-    chosen, why = choose(untrained, parallel, group)
-    copies = {"ddp": group.world, "fsdp": 1, "hsdp": group.nodes}[chosen]
+    """What is to be trained, loaded. Raises ModelError."""
+    layout = lay_out_weights(untrained, parallel, group, events)
+    return Sharded(untrained, layout) if layout.is_sharded else Replicated(untrained, layout)
+
+
+def lay_out_weights(source: Source, parallel: Parallel, group: Group, events: EventWriter) -> Layout:
+    """How the weights of `source` are to lie on the ranks, of which a note is made. Raises ModelError."""
+    chosen, why = choose(source, parallel, group, device_bytes(group))
+    layout = Layout(group, {"ddp": group.world, "fsdp": 1, "hsdp": group.nodes}[chosen])
     if group.world > 1:
-        part = f"in {group.world // copies} shards, {copies} times" if copies < group.world else "whole on each"
+        part = f"in {layout.shards} shards, {layout.copies} times" if layout.is_sharded else "whole on each"
         events.note(f"{group.world} processes, weights {part} ({chosen}: {why})")
-    return Replicated(untrained, group) if copies == group.world else Sharded(untrained, group, copies)
+    return layout
 
 
-def choose(untrained: Untrained, parallel: Parallel, group: Group) -> tuple[Parallel, str]:
-    """The way to share, and why. Raises ModelError for weights that cannot be read."""
+def choose(source: Source, parallel: Parallel, group: Group, own_bytes: int) -> tuple[Parallel, str]:
+    """The way to share, and why; `own_bytes` is the memory of this rank's device. Raises ModelError for unreadable weights."""
     if parallel != "auto":
         return parallel, "as the recipe says"
-    of_each = (_BYTES if untrained.adapter is None else _FROZEN_BYTES)[untrained.precision]
-    needed, own = _count(untrained.folder) * of_each, torch.tensor([device_bytes(group)], device=group.device)
+    needed, own = _count(source.folder) * source.parameter_bytes, torch.tensor([own_bytes], device=group.device)
     there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must choose alike
-    chosen: Parallel = "ddp" if needed <= _PART * there else "fsdp"
-    return chosen, f"training takes {needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
+    figures = f"{needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
+    return "ddp" if needed <= _PART * there else "fsdp", f"{source.work} takes {figures}"
 
 
 def device_bytes(group: Group) -> int:

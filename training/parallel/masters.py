@@ -18,54 +18,37 @@ residual stream in float32, which the reference does not do.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.contract.recipe import Adapter, Dtype
-from training.distributed import Group
-from training.model.adapter import add_adapter
-from training.model.load import DTYPES, load_model
+from training.contract.recipe import Dtype
+from training.model.load import DTYPES
+from training.parallel.layout import Layout
 from training.pieces import Held
 
 _MANTISSA_ROOM = 1e-6
 _PIECE = 1 << 16
 
 
-@dataclass(frozen=True)
-class Untrained:
-    """What is to be trained, in which precision: the model in `folder`, or a new adapter to it, which follows from `seed`."""
-
-    folder: Path
-    precision: Dtype
-    adapter: Adapter | None = None
-    seed: int = 0
-
-    def load(self, dtype: Dtype, device: torch.device) -> PreTrainedModel:
-        """The model that runs. With an adapter all of it is frozen but that. Raises ModelError."""
-        model = load_model(self.folder, dtype, device)
-        if self.adapter is not None:
-            add_adapter(model, self.adapter, self.seed)
-        return model
-
-
 class Masters(ABC):
     """`model` runs; `parameters` are what the optimizer steps: of each trained tensor what this rank holds, float32.
 
-    `in_lockstep`: whether every forward and backward pass is an exchange, so that all ranks must run equally many.
+    `layout` says how the weights lie on the ranks.
     """
 
-    in_lockstep: bool
-
     def __init__(
-        self, model: PreTrainedModel, parameters: dict[str, Parameter], precision: Dtype, group: Group
+        self, model: PreTrainedModel, parameters: dict[str, Parameter], precision: Dtype, layout: Layout
     ) -> None:
-        self.model, self.parameters, self.group = model, parameters, group
+        self.model, self.parameters, self.layout, self.group = model, parameters, layout, layout.group
         self.dtype = DTYPES[precision]
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether every forward and backward pass is an exchange, so that all ranks must run equally many."""
+        return self.layout.is_sharded
 
     @property
     def has_dropout(self) -> bool:
@@ -110,7 +93,13 @@ class Masters(ABC):
 
     @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
-        """The state of the whole model that runs, on rank 0 and nowhere else; every rank calls it."""
+        """What was trained, whole and as it runs: the model's state, or an adapter's. On rank 0 alone; every rank calls it."""
+
+    def _state(self) -> dict[str, Tensor]:
+        """The state of the running model, as this rank has it; where most of it is frozen, of what is trained."""
+        state: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
+        is_adapter = any(not p.requires_grad for p in self.model.parameters())
+        return {name: tensor for name, tensor in state.items() if tensor.requires_grad} if is_adapter else state
 
     @abstractmethod
     def _gradients(self) -> list[Tensor]:

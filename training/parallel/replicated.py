@@ -12,34 +12,34 @@ Legend: N numbers of all trained tensors.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from training.distributed import Group
 from training.parallel.buckets import Buckets
-from training.parallel.masters import Masters, Untrained
+from training.parallel.layout import Layout
+from training.parallel.masters import Masters
+from training.parallel.source import Untrained
 from training.pieces import Held
 
 
 class Replicated(Masters):
     """`gradient_N` holds all gradients in a row."""
 
-    in_lockstep = False
-
-    def __init__(self, untrained: Untrained, group: Group) -> None:
-        model = untrained.load(untrained.precision, group.device)
+    def __init__(self, untrained: Untrained, layout: Layout) -> None:
+        model = layout.place(partial(untrained.load, untrained.precision))
         self._copied = untrained.precision != "float32"
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if self._copied and untrained.adapter is None:
-            trained = dict(untrained.load("float32", group.device).named_parameters())
+            trained = dict(layout.place(partial(untrained.load, "float32")).named_parameters())
         elif self._copied:  # a new adapter was made in this precision: there are no more digits to be had
             trained = {name: Parameter(running.detach().float()) for name, running in trained.items()}
-        super().__init__(model, trained, untrained.precision, group)
+        super().__init__(model, trained, untrained.precision, layout)
         sizes = [p.numel() for p in trained.values()]
-        self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=group.device)
-        self._buckets = Buckets(self.gradient_N, sizes, group)
+        self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self.group.device)
+        self._buckets = Buckets(self.gradient_N, sizes, self.group)
         self._attach_gradients(sizes)
 
     def zero(self) -> None:
@@ -65,7 +65,7 @@ class Replicated(Masters):
         return Held(0, shape[0], shape[0], self.group.rank, self.group.world)
 
     def full_weights(self) -> dict[str, Tensor]:
-        return self.model.state_dict() if self.group.is_main else {}
+        return {n: t.detach() for n, t in self._state().items()} if self.group.is_main else {}
 
     def _gradients(self) -> list[Tensor]:
         return [self.gradient_N]

@@ -1,53 +1,38 @@
-"""Each tensor cut by rows over the ranks of a group: FSDP2 (Zhao et al. 2023), and HSDP, several such groups side by side.
-
-Every decoder layer gathers its weights before its pass and forgets them after; embedding, last norm and head stay from the
-forward to the backward pass, since tied weights are both the first and the last thing a pass needs. Their
-gathering is tied to the model's forward pass, and the head is used outside of it: so the part of `response_logprobs`
-that touches weights is made known to FSDP as a forward pass too (`hook_passes`).
+"""Each tensor in shards over the ranks of a group (training.parallel.layout): FSDP2, and HSDP, several such groups.
 
 Masters are the float32 shards; FSDP rounds what it gathers to the trained precision, and sums gradients in float32,
 over a group in each backward pass, so that no rank ever holds a whole gradient, and over the groups in the last one.
-A pass is an exchange, so all ranks run equally many.
 
 The optimizer steps plain tensors, the local rows of each parameter: all of it is element by element.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.contract.recipe import Dtype
-from training.distributed import Group
 from training.model.load import DTYPES
-from training.model.logprobs import hook_passes
-from training.parallel.masters import Masters, Untrained
+from training.parallel.layout import Layout
+from training.parallel.masters import Masters
+from training.parallel.source import Untrained
 from training.pieces import Held
 
 
 class Sharded(Masters):
-    """Shards over `group.world / copies` ranks, `copies` times; ranks next to each other make a group."""
-
-    in_lockstep = True
-
-    def __init__(self, untrained: Untrained, group: Group, copies: int) -> None:
-        precision = untrained.precision
-        model = untrained.load("float32", torch.device("cpu"))  # FSDP moves each shard to the device
-        self._copies, self._shards = copies, group.world // copies
-        mesh = init_device_mesh(group.device.type, (copies, self._shards), mesh_dim_names=("copy", "shard"))
-        self._shard_group = mesh["shard"].get_group()
-        self._reduce_scatter = _Watched(group.device)
-        _shard(model, mesh if copies > 1 else mesh["shard"], precision, self._reduce_scatter)
-        hook_passes(model)
+    def __init__(self, untrained: Untrained, layout: Layout) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[untrained.precision], reduce_dtype=torch.float32)
+        model = layout.place(partial(untrained.load, "float32"), policy)
+        self._reduce_scatter = _Watched(layout.group.device)
+        _sum_gradients(model, self._reduce_scatter)
         self._shards_of = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
-        super().__init__(model, parameters, precision, group)
+        super().__init__(model, parameters, untrained.precision, layout)
 
     def zero(self) -> None:
         self._reduce_scatter.finite.fill_(True)
@@ -67,7 +52,7 @@ class Sharded(Masters):
 
     def norm(self) -> Tensor:
         square = super().norm().double().square()
-        dist.all_reduce(square, group=self._shard_group)
+        dist.all_reduce(square, group=self.layout.mesh["shard"].get_group())
         return square.sqrt()
 
     def publish(self) -> None:
@@ -76,13 +61,13 @@ class Sharded(Masters):
 
     def held(self, name: str) -> Held:
         """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
-        of, (copy, shard) = self._shards_of[name].shape[0], divmod(self.group.rank, self._shards)
-        first = min(of, -(-of // self._shards) * shard)
-        return Held(first, len(self.parameters[name]), of, copy, self._copies)
+        of, (copy, shard) = self._shards_of[name].shape[0], divmod(self.group.rank, self.layout.shards)
+        first = min(of, -(-of // self.layout.shards) * shard)
+        return Held(first, len(self.parameters[name]), of, copy, self.layout.copies)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gathered a tensor at a time, so that no device needs room for more than one."""
-        state, whole = self.model.state_dict(keep_vars=True), dict[int, Tensor]()
+        state, whole = self._state(), dict[int, Tensor]()
         for tensor in state.values():
             if id(tensor) not in whole:  # tied weights have two names
                 full = self._full(tensor)
@@ -119,12 +104,9 @@ class _Watched:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def _shard(model: PreTrainedModel, mesh: DeviceMesh, precision: Dtype, reduce_scatter: _Watched) -> None:
-    """Shard each layer that transformers says must stay in one piece, and what is left with the model itself."""
-    policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
-    layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
-    for part in [*layers, model]:
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+def _sum_gradients(model: PreTrainedModel, reduce_scatter: _Watched) -> None:
+    """Have every part of `model` that FSDP gathers give sums of gradients, by `reduce_scatter`."""
+    for part in [module for module in model.modules() if isinstance(module, FSDPModule)]:
         part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the global count already
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
         part.set_custom_reduce_scatter(reduce_scatter)

@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.runs import ALONE
-from training.parallel.masters import Untrained
+from training.parallel.layout import Layout
 from training.parallel.replicated import Replicated
+from training.parallel.source import Untrained
 from training.pieces import Held
 
 
@@ -16,7 +17,7 @@ def masters(folder: Path, precision: str = "float32", **sizes: int) -> Replicate
     config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
-    return Replicated(Untrained(folder, precision), ALONE)
+    return Replicated(Untrained(folder, precision), Layout(ALONE, copies=1))
 
 
 def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):

@@ -4,6 +4,7 @@ The ranks are real processes that talk over gloo; HSDP has two nodes of two, as 
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +107,36 @@ def test_every_rank_refuses_what_one_met(tmp_path: Path, world_builder: Any, for
     assert [p.name for p in job.checkpoints.glob("*/*")] == ["step-00000001"]
 
 
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, world_builder: Any, forker: Any, way: str):
+    """The second of three ranks has no room for its file from step 3 on. All stop with its account, a step after it failed
+    to save, and go on from step 2, with the losses of a run that nobody disturbed, once there is room. The save of step
+    4 is a later one where that of step 2 takes its time."""
+    world = world_builder(tmp_path)
+    calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
+    job = world.job("policy", settings(), parallel=way, checkpoint_every=2, grace_seconds=1)
+    assert forker.run(job, 3, rank=1, full=3) == [1, 1, 1]
+    failure = json.loads(job.error.read_text())
+    assert failure["type"] == "StoreError"
+    [folder] = job.checkpoints.iterdir()
+    said = rf"rank 1 cannot save the checkpoint of step \d+ in {folder} \([\d,]+ bytes free\): .*File too large"
+    assert re.match(said, failure["message"]), failure["message"]
+    assert sorted(p.name for p in folder.glob("step-*") if p.suffix != ".partial") == ["step-00000002"]
+    found = published(job, forker.run(job, 3))
+    assert "resumed from the checkpoint of step 2" in [e["text"] for e in told(found, "note")]
+    assert losses(found) == pytest.approx(losses(calm), abs=1e-5)
+
+
 def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, world_builder: Any, forker: Any):
-    """Two ranks until step 5, then one, or the other way round: the data are in the same order, and losses those of a run
-    that nobody disturbed."""
+    """Two ranks that are stopped in step 5, then one, or the other way round: the data are in the same order, and losses
+    those of a run that nobody disturbed."""
     world = world_builder(tmp_path)
     calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
     for way, ranks, next_way, next_ranks in (("ddp", 2, "ddp", 1), ("fsdp", 3, "ddp", 1), ("ddp", 1, "fsdp", 2)):
         name = f"{way}{ranks}-{next_way}{next_ranks}"
-        first = world.job("policy", settings(), name, parallel=way, checkpoint_every=5, evaluate_every=4)
-        assert forker.run(first, ranks, step=8)[0] == -9
-        again = world.job("policy", settings(), name, parallel=next_way, checkpoint_every=5, evaluate_every=4)
+        first = world.job("policy", settings(), name, parallel=way, evaluate_every=4)
+        assert forker.run(first, ranks, stop=4) == [1] * ranks
+        again = world.job("policy", settings(), name, parallel=next_way, evaluate_every=4)
         found = published(again, forker.run(again, next_ranks))
         assert "resumed from the checkpoint of step 5" in [e["text"] for e in told(found, "note")], name
         assert [e["step"] for e in told(found)] == list(range(1, 11)), name

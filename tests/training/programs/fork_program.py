@@ -1,13 +1,15 @@
 """Starts jobs by forking: a process that has imported everything forks each rank, which so costs a third of a second.
 
 Each line of standard input is a request, as JSON: `job`, the path of a job.json; `world` and `nodes`; and perhaps `end`, how
-the first rank ends before its time. Each is answered by a line with the exit statuses of the ranks (negative: a signal).
+the rank number `rank`, by default 0, ends before its time. Each is answered by a line with the exit statuses of the ranks
+(negative: a signal).
 
     {"step": n}         SIGKILL as soon as step n is told
     {"touch": n}        SIGKILL before the n-th time that something in the folder of checkpoints is opened, moved or removed
     {"size": n}         the kernel kills it when a file is to grow beyond n bytes
     {"seconds": s}      the kernel kills it after so long
     {"stop": n}         SIGTERM as soon as step n is told
+    {"full": n}         no file can grow beyond 16 KiB, as if the disk were full, as soon as step n is told
 """
 
 import json
@@ -16,6 +18,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +30,24 @@ from training.distributed import Group
 
 
 class EndingEvents(EventWriter):
-    """Ends the process by a signal once a step is told."""
+    """Does something once a step is told."""
 
-    def __init__(self, job: Job, number: signal.Signals, step: int) -> None:
-        super().__init__(job.events, keep=True)
-        self.number, self.step = number, step
+    def __init__(self, path: Path | None, step: int, end: Callable[[], None]) -> None:
+        super().__init__(path, keep=True)
+        self.step, self.end = step, end
 
     def emit(self, event: str, **fields: Any) -> None:
         super().emit(event, **fields)
         if event == "step" and fields["step"] == self.step:
-            os.kill(os.getpid(), self.number)
+            self.end()
+
+
+def fill_the_disk() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+
+
+def sending(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
 
 
 def ended_early(end: dict[str, Any]) -> Any:
@@ -54,9 +65,9 @@ def ended_early(end: dict[str, Any]) -> Any:
     train = loop.run
 
     def run(job: Job, group: Group, events: EventWriter) -> Made:
-        for key, number in (("step", signal.SIGKILL), ("stop", signal.SIGTERM)):
-            if key in end:
-                events = EndingEvents(job, number, end[key])
+        ends = {"step": sending(signal.SIGKILL), "stop": sending(signal.SIGTERM), "full": fill_the_disk}
+        for key in ends.keys() & end.keys():
+            events = EndingEvents(job.events if group.is_main else None, end[key], ends[key])
         return train(job, group, events)
 
     return run
@@ -83,7 +94,7 @@ def rank(request: dict[str, Any], number: int, rendezvous: Path) -> None:
     if world > 1:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world), RENDEZVOUS: str(rendezvous)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world // request["nodes"]), "GLOO_SOCKET_IFNAME": "lo"}
-    if request["end"] and number == 0:
+    if request["end"] and number == request["end"].get("rank", 0):
         loop.run = ended_early(request["end"])
     os._exit(main.main(Path(request["job"])))
 
