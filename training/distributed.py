@@ -85,6 +85,8 @@ class Group:
 
     def gather_texts(self, text: str) -> list[str]:
         """The text of every rank, in rank order, on every rank."""
+        if self.world == 1:
+            return [text]
         content = torch.frombuffer(bytearray(text.encode() + b"\0"), dtype=torch.uint8).to(self.device)
         everything = self.gather_rows(content).cpu().numpy().tobytes()
         return [part.decode() for part in everything.split(b"\0")[:-1]]

@@ -30,8 +30,8 @@ from training.distributed import Group
 from training.model import transfer
 from training.model.prepare import prepare_for_training
 from training.objective import PreferenceObjective, pair_tokens
-from training.parallel.masters import Untrained
-from training.parallel.replicated import Replicated
+from training.parallel.choice import build_masters
+from training.parallel.source import Untrained
 from training.sft import ResponseObjective
 from training.stepper import Stepper
 
@@ -130,7 +130,8 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> Stepper:
     changes = {"batch_size": 8, "micro_tokens": 60} | changes
     compute, settings = Compute(**changes.pop("compute", {})), Training.model_validate(changes)
     group, pairs = Group(0, 1, device), Pairs.open(world.pairs)
-    masters = Replicated(Untrained(world.model, settings.precision, settings.adapter), group)
+    untrained = Untrained(world.model, settings.precision, settings.adapter)
+    masters = build_masters(untrained, "ddp", group, SILENT)
     prepare_for_training(masters.model, compute, SILENT, masters.has_dropout)
     table = LogProbTable.read(world.reference, len(pairs))
     if settings.loss.needs_token_logprobs:
@@ -191,7 +192,7 @@ def test_a_row_each_it_waits_where_transformers_makes_its_masks_too(dropping: An
 
 def test_supervised_tuning_waits_in_its_middle_alone(world: Any):
     group, pairs = Group(0, 1, CPU), Pairs.open(world.pairs)
-    masters = Replicated(Untrained(world.model, "float32"), group)
+    masters = build_masters(Untrained(world.model, "float32"), "ddp", group, SILENT)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(train_items(pairs), Tokens(lengths_I, lengths_I), 8, 60, 0)
     stepper = Stepper(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10, group)
