@@ -9,6 +9,7 @@
 Legend: V held-out pairs.
 """
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("sample answers of the policy and of the reference model")
     stops = stop_tokens(policy.config, tokenizer, pairs, shown)
     after = answers(policy, prompts, stops, tokenizer, length, group)
-    del policy  # two models never have to fit at once
+    del policy
+    gc.collect()  # its parts refer to each other; two models never have to fit at once
     before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group)
     if not group.is_main:
         return Made("")

@@ -141,7 +141,8 @@ class _Tuning:
             if self._starts_apart and len(self.held_out):
                 self._prove(self._scored(spread(self.held_out, _PROVEN_PAIRS), frozen), "held-out pairs")
             del frozen
-            gc.collect()  # where it is another model, its parts refer to each other, and training wants the memory
+            if self._starts_apart:
+                gc.collect()  # its parts refer to each other, and training wants the memory
 
     @property
     def _starts_apart(self) -> bool:

@@ -7,6 +7,7 @@ scoring), the sequences it lacks are scored again, as the `reference` job would,
 Legend: P pairs, V those asked for. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
 
+import gc
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -78,3 +79,5 @@ class _Search:
         events.note(f"the memo no longer knows the tokens of {len(wanted):,} sequences: scoring them again")
         model = lay_out_weights(frozen, parallel, self.group, events).place(frozen.load)
         score_missing(model, sequences, wanted, self.memo, self.group, events)
+        del model
+        gc.collect()  # its parts refer to each other, and the next model wants the memory

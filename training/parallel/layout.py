@@ -12,7 +12,6 @@ part of `response_logprobs` that touches weights is made known to FSDP as a forw
 then an exchange, so all ranks run equally many.
 """
 
-import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,7 +55,6 @@ class Layout:
 
     def place(self, load: Load, precision: MixedPrecisionPolicy | None = None) -> PreTrainedModel:
         """The model that `load` gives, laid out on all ranks. Raises ModelError on every rank where rank 0 meets one."""
-        gc.collect()  # a model that was let go before still stands where its parts refer to each other
         arriving = _Arriving(load, self.group)
         model = arriving.model
         if not self.is_sharded:
