@@ -1,0 +1,36 @@
+"""What a rank does to a checkpoint's folder, and in which order: as soon as all seals are there, rank 0 renames it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from training.contract.fingerprint import hash_files
+from training.saver import _seal
+
+TOUCHED: list[tuple[str, str]] = []
+WATCHED: set[str] = set()
+
+
+def note(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook, which Python never takes away again: it notes who opens or renames what lies in a watched folder."""
+    if WATCHED and event in ("open", "os.rename"):
+        path = str(arguments[1] if event == "os.rename" else arguments[0])
+        if any(path == folder or path.startswith(f"{folder}/") for folder in WATCHED):
+            TOUCHED.append((event, path))
+
+
+def test_a_seal_is_the_last_touch_of_the_folder(tmp_path: Path):
+    """Opening the folder once more, to sync it, fails where rank 0 was quick."""
+    file = tmp_path / "rank-00001.safetensors"
+    file.write_bytes(b"pieces")
+    sys.addaudithook(note)
+    WATCHED.add(str(tmp_path))
+    try:
+        _seal(file)
+    finally:
+        WATCHED.clear()
+    seal = file.with_suffix(".json")
+    assert TOUCHED[-1] == ("os.rename", str(seal))
+    assert ("open", str(tmp_path)) in TOUCHED  # the folder was synced, before
+    assert json.loads(seal.read_text()) == {"bytes": 6, "sha256": hash_files([file])[0]}
