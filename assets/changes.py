@@ -4,7 +4,7 @@ What it was stands in the store, frozen: the derivation of its key, and for a to
 tokenizer's files. Neither torch nor transformers is needed to compare them. The words for each kind:
 
     preference_source    preferences.jsonl differs (1,092 -> 1,147 rows read); extra.jsonl added
-                         org/pairs (commit ab12 -> cd34): data/train.jsonl differs
+                         org/pairs at commit cd34: data/train.jsonl differs
     base_model           model.safetensors differs; config rope_theta 10000.0 -> 500000.0
     tokenization_spec    chat template changed: line 14; tokenizer gained token <|tool|>; max_length 128 -> 256
     *_spec               loss.beta 0.1 -> 0.2
@@ -45,7 +45,7 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     if found.asset == "preference_source":
         words += _data_changes(record, found)
     elif found.asset == "base_model":
-        words += _model_changes(record, found)
+        words += _model_changes(before, found)
     elif found.asset == "tokenization_spec":
         words += _tokenization_changes(store, record, found)
     else:
@@ -114,17 +114,13 @@ def _data_changes(record: Record, found: Found) -> Iterator[str]:
         elif old_files[name]["sha256"] != new_files[name]["sha256"]:
             rows = rows or count_source_rows(found)
             yield f"{name} differs{_row_counts(known.get(name), rows[name])}"
-    yield from _hub_changes(
-        _by_number(old), _by_number(new), record.details.get("commits", {}), found.places["commits"]
-    )
+    yield from _hub_changes(_by_number(old), _by_number(new), found.places["commits"])
     if old_files.keys() == new_files.keys() and list(old_files) != list(new_files):
         yield "the order of the files changed"
 
 
-def _hub_changes(
-    old: Mapping[str, Any], new: Mapping[str, Any], commits: Mapping[str, str], commits_now: Mapping[str, str]
-) -> Iterator[str]:
-    """What of the hub's data sets is different: which they are, and of each that stayed its files, with the commits."""
+def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Mapping[str, str]) -> Iterator[str]:
+    """What of the hub's data sets is different: which they are, and of each that stayed its files."""
     whole = [{name: {**hub, "files": None} for name, hub in hubs.items()} for hubs in (old, new)]
     yield from setting_changes(*whole)
     for name in (name for name in new if name in old and old[name]["hub"] == new[name]["hub"]):
@@ -136,8 +132,7 @@ def _hub_changes(
         ]
         if words:
             more = [f"and {len(words) - _MOST_FILES:,} more"] if len(words) > _MOST_FILES else []
-            at = f"commit {short(commits.get(hub))} -> {short(commits_now[hub])}"
-            yield f"{hub} ({at}): {', '.join([*words[:_MOST_FILES], *more])}"
+            yield f"{hub} at commit {short(commits[hub])}: {', '.join([*words[:_MOST_FILES], *more])}"
 
 
 def _by_number(sources: list[Any]) -> dict[str, Any]:
@@ -149,18 +144,13 @@ def _row_counts(before: int | None, now: int | None) -> str:
     return "" if before is None or now is None else f" ({before:,} -> {now:,} rows read)"
 
 
-def _model_changes(record: Record, found: Found) -> Iterator[str]:
-    before, now, was = record.derivation.settings, found.derivation.settings, record.details.get("commit")
+def _model_changes(before: dict[str, Any], found: Found) -> Iterator[str]:
+    now = found.derivation.settings
     if found.fingerprint is None:
-        moved = (
-            f"commit {short(was)} -> {short(now['commit'])}"
-            if was not in (None, now["commit"])
-            else short(now["commit"])
-        )
-        yield f"{now['hub']} ({moved}) is not downloaded yet"
+        yield f"{now['hub']} is at commit {short(now['commit'])}, which is not downloaded yet"
         return
     commit = found.places["commit"]
-    at = f" (commit {short(was)} -> {short(commit)})" if was and commit and was != commit else ""
+    at = f" at commit {short(commit)}" if commit else ""
     if before["weights"] != now["weights"]:
         names = sorted(file.name for file in found.places["folder"].glob("*.safetensors"))
         yield f"{names[0]} differs{at}" if len(names) == 1 else f"the weights in {len(names)} files differ{at}"

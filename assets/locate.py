@@ -9,6 +9,7 @@ those of the hub are downloaded, unless somebody only looks.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any

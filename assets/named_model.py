@@ -26,10 +26,6 @@ class NamedModel:
         return Repository(self.address, "model", self.revision)
 
     def local_folder(self, registry: Registry) -> Path:
-        if self.revision is not None:
-            raise ModelError(
-                f"`{self.field}: {self.address}` is no model of the hub, which alone has revisions: remove `revision`"
-            )
         if self.address.startswith("models:/"):
             return registry.resolve(self.address)
         if not Path(self.address).is_dir():

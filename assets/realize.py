@@ -179,7 +179,7 @@ def _facts(found: Found) -> dict[str, Any]:
     if found.asset == "base_model":
         check_files([*weight_files(found.places["folder"]), found.places["folder"] / "config.json"])
         weights = found.derivation.settings["weights"]
-        return {**{name: weights[name] for name in ("tensors", "bytes")}, **_commit(found)}
+        return {name: weights[name] for name in ("tensors", "bytes")}
     if found.asset != "preference_source":
         return {}
     files = found.places["files"].values()
@@ -187,13 +187,7 @@ def _facts(found: Found) -> dict[str, Any]:
         "files": len(files),
         "bytes": sum(file.stat().st_size for file in files),
         "rows": count_source_rows(found),
-        "commits": found.places["commits"],
     }
-
-
-def _commit(found: Found) -> dict[str, str]:
-    commit = found.places["commit"]
-    return {} if commit is None else {"commit": commit}
 
 
 def record(

@@ -3,6 +3,7 @@
 Their bodies, `pedigree status` and `pedigree plan` all ask here, so that none of them sees another world than the others.
 """
 
+import time
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -129,7 +130,8 @@ def _base_model(pipeline: Pipeline, services: Services, cache: HashCache | None)
 
 
 def _hear(listener: Listener, asset: str, event: str, **fields: Any) -> None:
-    listener({"event": event, "asset": asset, **fields})
+    """Tell of a download as a job tells of its work."""
+    listener({"event": event, "time": time.time(), "asset": asset, **fields})
 
 
 def _tokenization_spec(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:

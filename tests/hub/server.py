@@ -13,9 +13,10 @@ go wrong, and afterwards reads in `requests` what was asked for.
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,6 +68,18 @@ class Hub:
     repositories: dict[str, Repository] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
+    server: "_Server | None" = None
+
+    @contextmanager
+    def out_of_reach(self) -> Iterator[None]:
+        """Within the block every connection breaks before there is an answer, and none is counted."""
+        assert self.server is not None
+        self.server.deaf = True
+        self.server.disconnect()
+        try:
+            yield
+        finally:
+            self.server.deaf = False
 
     def commit(self, name: str, files: Mapping[str, bytes | str] | Path, branch: str = "main") -> str:
         """Make `files`, or those of a folder, the head of `branch` of `name`, `models/ORG/NAME` or `datasets/ORG/NAME`."""
@@ -92,21 +105,48 @@ class Hub:
 
 
 @contextmanager
-def serving(hub: Hub | None = None, port: int = 0) -> Iterator[Hub]:
+def serving(hub: Hub | None = None) -> Iterator[Hub]:
     """`hub`, by default an empty one, reachable on the loopback interface until the end of the block."""
     hub = hub or Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, hub))
-    server.daemon_threads = True
-    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
-    hub.blobs = f"http://localhost:{server.server_port}/blobs"
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with _Server(("127.0.0.1", int(hub.endpoint.rpartition(":")[2] or 0)), partial(_Handler, hub)) as server:
+        hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+        hub.blobs = f"http://localhost:{server.server_port}/blobs"
+        hub.server = server
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield hub
+        finally:
+            hub.server.stop()
+            thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Ends what is connected when it is stopped; `deaf`, it closes each connection without an answer."""
+
+    daemon_threads = True
+    deaf = False
+
+    def __init__(self, *args: Any) -> None:
+        self._connected: set[socket.socket] = set()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.deaf:
+            self.shutdown_request(request)
+            return
+        self._connected.add(request)
+        super().process_request(request, client_address)
+
+    def disconnect(self) -> None:
+        for connection in self._connected:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self._connected.clear()
+
+    def stop(self) -> None:
+        self.shutdown()
+        self.disconnect()
 
 
 def _blob(data: bytes) -> str:

@@ -28,6 +28,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    RevisionResolutionError,
 )
 from huggingface_hub.utils.tqdm import tqdm
 
@@ -65,7 +66,7 @@ class Repository:
 
     def commit(self) -> str:
         """Where the revision is now; a revision that is a commit is there without asking."""
-        return self._asked(lambda: self._resolved(offline=False)).resolved
+        return self._asked(self._resolved).resolved
 
     def files(self, commit: str) -> dict[str, str]:
         """The files of `commit` by path, with the hash by which Git knows each."""
@@ -124,16 +125,21 @@ class Repository:
             )
         )
 
-    def _resolved(self, offline: bool) -> ResolvedRevision:
+    def _resolved(self) -> ResolvedRevision:
+        about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
         try:
-            return _PromptApi().resolve_revision(
-                self.id, repo_type=self.kind, revision=self.revision, local_files_only=offline
-            )
-        except HfHubHTTPError as error:
-            if error.response.status_code != _TOO_MANY_REQUESTS or offline:
+            return _PromptApi().resolve_revision(self.id, **about)
+        except (
+            HfHubHTTPError
+        ) as error:  # which are answers; what is none, or is one of trouble, the client bears itself
+            if error.response.status_code != _TOO_MANY_REQUESTS:
                 raise
-            _LOG.warning("%s answers that it is asked too often; %s is taken as cached", constants.ENDPOINT, self.id)
-            return self._resolved(offline=True)
+            try:
+                found = _PromptApi().resolve_revision(self.id, **about, local_files_only=True)
+            except RevisionResolutionError:
+                raise error from None
+            _LOG.warning("%s is asked too often (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
+            return found
 
     def _asked(self, question: Callable[[], _T]) -> _T:
         try:
@@ -144,7 +150,7 @@ class Repository:
     def _explained(self, error: BaseException) -> str:
         what = f"the {self.kind} {self.id}"
         causes = [error]
-        while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
         for cause in causes:
             match cause:
