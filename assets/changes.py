@@ -114,17 +114,20 @@ def _data_changes(record: Record, found: Found) -> Iterator[str]:
         elif old_files[name]["sha256"] != new_files[name]["sha256"]:
             rows = rows or count_source_rows(found)
             yield f"{name} differs{_row_counts(known.get(name), rows[name])}"
-    yield from _hub_changes(_by_number(old), _by_number(new), found.places["commits"])
+    commits = [source["revision"] for source in found.places["hub"]]
+    yield from _hub_changes(_by_number(old), _by_number(new), commits)
     if old_files.keys() == new_files.keys() and list(old_files) != list(new_files):
         yield "the order of the files changed"
 
 
-def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Mapping[str, str]) -> Iterator[str]:
+def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequence[str]) -> Iterator[str]:
     """What of the hub's data sets is different: which they are, and of each that stayed its files."""
     whole = [{name: {**hub, "files": None} for name, hub in hubs.items()} for hubs in (old, new)]
     yield from setting_changes(*whole)
-    for name in (name for name in new if name in old and old[name]["hub"] == new[name]["hub"]):
-        was, now, hub = old[name]["files"], new[name]["files"], new[name]["hub"]
+    for (name, about), commit in zip(new.items(), commits, strict=True):
+        if name not in old or old[name]["hub"] != about["hub"]:
+            continue
+        was, now = old[name]["files"], about["files"]
         words = [
             f"{file} {'removed' if file not in now else 'added' if file not in was else 'differs'}"
             for file in sorted(was.keys() | now.keys())
@@ -132,7 +135,7 @@ def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Mappin
         ]
         if words:
             more = [f"and {len(words) - _MOST_FILES:,} more"] if len(words) > _MOST_FILES else []
-            yield f"{hub} at commit {short(commits[hub])}: {', '.join([*words[:_MOST_FILES], *more])}"
+            yield f"{about['hub']} at commit {short(commit)}: {', '.join([*words[:_MOST_FILES], *more])}"
 
 
 def _by_number(sources: list[Any]) -> dict[str, Any]:

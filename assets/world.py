@@ -82,7 +82,7 @@ def count_source_rows(found: Found) -> dict[str, int | None]:
     Those of the hub are not known before they are downloaded, to be read.
     """
     files = {name: count_rows(place) for name, place in found.places["files"].items()}
-    return files | dict.fromkeys(found.places["commits"])
+    return files | {f"{source['hub']} ({source['split']}) {n}": None for n, source in enumerate(found.places["hub"], 1)}
 
 
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ def _preference_source(pipeline: Pipeline, cache: HashCache | None) -> Found:
             "sources": located.sources,
             "listed": [[file.model_dump(mode="json") for file in files] for files in located.files],
             "files": dict(zip(named_files(located.identity), paths, strict=True)),
-            "commits": {source["hub"]: source["revision"] for source in located.sources if source["hub"]},
+            "hub": [source for source in located.sources if source["hub"]],
         },
     )
 
