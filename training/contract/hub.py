@@ -129,9 +129,7 @@ class Repository:
         about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
         try:
             return _PromptApi().resolve_revision(self.id, **about)
-        except (
-            HfHubHTTPError
-        ) as error:  # which are answers; what is none, or is one of trouble, the client bears itself
+        except HfHubHTTPError as error:  # without an answer, or with one of trouble (5xx), the client does the same
             if error.response.status_code != _TOO_MANY_REQUESTS:
                 raise
             try:
