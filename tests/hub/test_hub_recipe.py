@@ -175,6 +175,7 @@ def test_without_a_network_what_is_cached_serves(
     assert hub.asked() == []
 
 
+@pytest.mark.slow
 def test_a_token_opens_what_is_private_and_is_written_nowhere(
     hub: Hub, rows: list[dict[str, Any]], recipe: Callable[..., Path], tmp_path: Path
 ):
