@@ -98,8 +98,8 @@ def profile_steps(job: Job) -> Counter[str]:
         found.update(shares(watch.events()))
         return taken
 
-    Stepper.step = watched  # type: ignore[method-assign]
-    logprobs.lay_out = ranged("lay out", logprobs.lay_out)
+    Stepper.step = watched  # type: ignore[method-assign, assignment]
+    logprobs.lay_out = ranged("lay out", logprobs.lay_out)  # type: ignore[attr-defined]
     AttentionInterface.register(attention.SHARED_PREFIX, ranged("attention", attention.attend))
     with group("cpu") as alone:
         entry.make(job, alone)

@@ -113,7 +113,7 @@ def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Wor
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(data)), encoding="utf-8")
     _write_base(data / "tokenizers" / "mistral-v3", workload.base)
-    where = {"sources": [{"path": str(folder / "rows.jsonl"), "format": "auto"}]}
+    where: dict[str, Any] = {"sources": [{"path": str(folder / "rows.jsonl"), "format": "auto"}]}
     read = {"formats": ["auto"], "validation_fraction": 0.0}
     raw = workload.run(workload.job("preferences", "raw_preferences", {}, read, where))
     rules = Tokenization(max_length=MAX_LENGTH, over_length="error").model_dump(exclude={"tokenizer", "chat_template"})

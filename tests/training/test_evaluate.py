@@ -71,7 +71,7 @@ class World:
     def _pairs(self, source: Path) -> Artifact:
         do, job = self.workshop.do, self.workshop.job
         settings = {"formats": ["auto"], "validation_fraction": 0.4}
-        where = {"sources": [{"path": str(source), "format": "auto"}]}
+        where: dict[str, Any] = {"sources": [{"path": str(source), "format": "auto"}]}
         raw = do(preferences.run, job("preferences", "raw_preferences", {}, settings, where))
         settings = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
         where = {"tokenizer": str(self.model), "revision": None, "chat_template": None}
@@ -123,7 +123,7 @@ def expected(world) -> list[dict[str, float]]:
     frozen = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64).eval()
     rows = []
     for index in data.indices("validation"):
-        values = {"row": int(data.rows[index])}
+        values = {"row": float(data.rows[index])}
         for side in ("chosen", "rejected"):
             sequence = data.sequence(index, side)
             values[f"policy_{side}_logprob"] = float64_logprob(policy, sequence.ids_T, sequence.mask_T)

@@ -111,7 +111,8 @@ NAIVE: list[tuple[dict[str, Any], Callable[[Naive, list[Tensor]], Tensor]]] = [
 def naive_losses(world: Any, of_batch: Callable[[Naive, list[Tensor]], Tensor], steps: int) -> Iterator[float]:
     model, frozen = (AutoModelForCausalLM.from_pretrained(world.model) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS, weight_decay=0.0, foreach=False)
-    count, memory = len(world.split("train")), []
+    count = len(world.split("train"))
+    memory: list[Tensor] = []
     for step in range(steps):
         epoch, at = divmod(step, math.ceil(count / 8))
         value = of_batch(Naive(world, model, frozen, epoch_order(count, 0, epoch)[at * 8 :][:8]), memory)
@@ -130,8 +131,12 @@ def test_losses_are_those_of_a_naive_loop(tiny_world, loss, of_batch):
     assert losses(job) == pytest.approx(list(naive_losses(tiny_world, of_batch, 6)), abs=3e-6)
 
 
-EVERY = [{"type": kind} for kind in LossType if kind.traits.compares_responses]
-FILLED = {"exo_pair": {"label_smoothing": 0.01}, "mixture": {"of": MPO}, "simpo": {"beta": 2.0}}
+EVERY: list[dict[str, Any]] = [{"type": kind} for kind in LossType if kind.traits.compares_responses]
+FILLED: dict[str, dict[str, Any]] = {
+    "exo_pair": {"label_smoothing": 0.01},
+    "mixture": {"of": MPO},
+    "simpo": {"beta": 2.0},
+}
 
 
 @pytest.mark.parametrize("loss", [loss | FILLED.get(loss["type"], {}) for loss in EVERY], ids=lambda loss: loss["type"])
@@ -226,7 +231,7 @@ def test_evaluation_leaves_the_weights_of_pairs_out(tiny_world):
     assert told(job)[0]["loss"] < 0.5 * math.log(2)
 
 
-COUPLED = {
+COUPLED: dict[str, dict[str, Any]] = {
     "aot": {"type": "aot", "ld_alpha": 0.3},
     "unpaired": {"type": "mixture", "of": [{"type": "aot_unpaired"}, *MPO]},
     "wpo": {"type": "bco_pair", "weighting": "wpo"},
