@@ -267,7 +267,7 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
         workshop.rows(real_rows(range(300)), fraction=0.5), workshop.tokenizer(tiny_chat, max_length=256)
     )
     pairs, counts = done.pairs, done.details["counts"]
-    assert {path.name for path in done.folder.iterdir()} == {"pairs.arrow", "tokenizer"}
+    assert {path.name for path in done.folder.iterdir()} == {"manifest.json", "pairs.arrow", "tokenizer"}
     assert counts["pairs"] + counts["dropped"] == 300 and sum(done.details["reasons"].values()) == counts["dropped"]
     train, validation = pairs.indices("train"), pairs.indices("validation")
     assert (len(train), len(validation)) == (counts["train"], counts["validation"])
