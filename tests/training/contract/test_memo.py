@@ -189,6 +189,19 @@ def test_a_broken_copy_of_the_tokens_gives_way_to_a_whole_one(store):
     assert len(said) == 1 and min(shards) in said[0]
 
 
+def test_a_broken_shard_that_another_process_set_aside_is_forgotten(store):
+    """Both had opened it; who is second finds nothing in its place, and has nothing to say."""
+    writer = Memo(store, RULE)
+    broken = add(writer, {key(1): [-1.0]})
+    said: list[list[str]] = [[], []]
+    first, second = (Memo(store, RULE, told.append) for told in said)
+    assert first.lookup(as_array(key(1))).found_Q.all() and second.lookup(as_array(key(1))).found_Q.all()
+    damage_bit(store.folder(writer.kind, broken), "tokens.safetensors")
+    assert first.token_logprobs(key(1)) is None and second.token_logprobs(key(1)) is None
+    assert [len(told) for told in said] == [1, 0]
+    assert not second.lookup(as_array(key(1))).found_Q.any()
+
+
 def test_sums_of_tails_are_those_of_the_tokens(store):
     """From any token on, of rows in several shards, the same row with several beginnings, against plain slices."""
     rng = np.random.default_rng(0)
@@ -246,6 +259,17 @@ def test_many_rows_in_many_shards_in_any_order(store):
     for k in asked[:40]:
         tokens = memo.token_logprobs(k)
         assert (tokens is None) == (k not in known) and (tokens is None or tokens.tolist() == known[k])
+
+
+def test_a_million_unknown_keys_before_and_after_those_that_are_known(store):
+    """More than are looked up at a time: 0.6 million, a known one, as many again, and the other."""
+    memo, rng = Memo(store, RULE), np.random.default_rng(0)
+    add(memo, {key(1): [-1.0], key(2): [-2.0, -4.0]})
+    unknown = rng.integers(256, size=(600_000, 32), dtype=np.uint8)
+    asked = np.concatenate([unknown, as_array(key(1)), unknown[::-1], as_array(key(2))])
+    hits, tails = memo.lookup(asked), memo.tail_sums(asked, np.ones(len(asked), np.int64))
+    assert np.flatnonzero(hits.found_Q).tolist() == [600_000, 1_200_001]
+    assert hits.sums_Q[hits.found_Q].tolist() == [-1.0, -6.0] and tails[hits.found_Q].tolist() == [0.0, -4.0]
 
 
 PASS = """
