@@ -125,6 +125,13 @@ def test_a_young_file_is_read_each_time_until_it_is_old_enough(file, place):
     settled(place, file)
 
 
+def test_a_file_of_an_old_time_that_came_just_now_is_young_too(file, place):
+    """As `cp -p` and `tar` leave them: what was written before it within the same tick has the same times."""
+    os.utime(file, ns=(0, 10**18))
+    assert look(place, file) == look(place, file) == ["weights"]
+    settled(place, file)
+
+
 def test_many_edits_in_a_row_are_never_missed(file, place):
     """As fast as can be, same size, time set back: some pairs of edits fall into one tick of the kernel's clock."""
     said = file.stat()
