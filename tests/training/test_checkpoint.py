@@ -308,14 +308,17 @@ group = Group(rank, 2, torch.device("cpu"))
 most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 
 
+LATE = {"as it is sealed": "rank-00001.unsealed", "at the manifest": ".manifest.json-"}
+
+
 def refuse_late(event, arguments):
-    if event == "open" and "later" in str(arguments[0]) and str(arguments[0]).endswith("rank-00001.unsealed"):
+    if event == "open" and any(when in str(arguments[0]) and name in str(arguments[0]) for when, name in LATE.items()):
         time.sleep(1)  # as a disk takes, or a hash: meanwhile the training goes on
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 sys.addaudithook(refuse_late)
-for when in ("at once", "later"):
+for when in ("at once", *LATE):
     saver = Saver(Checkpoints(Path(sys.argv[3], when), JOB), group)
     if rank == 1 and when == "at once":
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
@@ -330,20 +333,20 @@ dist.destroy_process_group()
 
 
 def test_where_one_rank_finds_no_room_all_say_so_and_nobody_waits_for_it(tmp_path: Path):
-    """As it writes its file, or later, in the thread that seals it."""
-    checkpoints = [saved(tmp_path / when, 5) for when in ("at once", "later")]
+    """Rank 1 as it writes its file, or later, in the thread that seals it; rank 0 at the very end, for the manifest."""
+    checkpoints = [saved(tmp_path / when, 5) for when in ("at once", "as it is sealed", "at the manifest")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(tmp_path)] for rank in range(2)]
     root = Path(__file__).parents[2]
     ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, env=environment, cwd=root, text=True) for c in commands]
     try:
-        accounts = [rank.communicate(timeout=120)[0].splitlines() for rank in ranks]
+        accounts = [process.communicate(timeout=120)[0].splitlines() for process in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
-    assert accounts[0] == accounts[1] and len(accounts[0]) == 2
-    for account, before in zip(accounts[0], checkpoints, strict=True):
-        assert "rank 1 cannot save the checkpoint of step 10" in account and "rank 0" not in account
+        for process in ranks:
+            process.kill()
+    assert accounts[0] == accounts[1]
+    for account, before, rank in zip(accounts[0], checkpoints, (1, 1, 0), strict=True):
+        assert account.startswith(f"rank {rank} cannot save the checkpoint of step 10") and "; rank" not in account
         assert resumed(before).step == 5
 
 

@@ -89,7 +89,9 @@ def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any, way: str):
     calm, job = (world.job("policy", SETTINGS, name, parallel=way, **COMPUTE) for name in names)
 
     def ends() -> Iterator[dict[str, float]]:
-        yield from ({"step": 5}, {"touch": 25}, {"step": 17})
+        yield {"step": 5}
+        yield {"touch": 25}
+        yield {"step": 17}
         file = max(job.checkpoints.glob("*/step-????????")) / "rank-00001.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
