@@ -247,6 +247,18 @@ def test_identity_is_of_tokens_and_splits(workshop, tiny_chat, tmp_path):
     assert len({same[0], *(done.made.fingerprint for done in others)}) == 5
 
 
+def test_where_the_prompt_ends_is_part_of_the_identity(workshop, tiny_chat, tmp_path):
+    """Samples are written from there on, so the same ids and masks with another end of the prompt are other pairs."""
+    text = (tiny_chat / "chat_template.jinja").read_text()
+    shorter = text.replace("'<|im_start|>assistant\\n'", "'<|im_start|>'")
+    specs = (workshop.tokenizer(tiny_chat, _template(tmp_path, t), train_on="assistant_turns") for t in (text, shorter))
+    data = workshop.rows([_row()])
+    one, other = (workshop.pairs(data, spec) for spec in specs)
+    assert (one.pairs.keys("chosen") == other.pairs.keys("chosen")).all()
+    assert one.pairs.prompt_lengths > other.pairs.prompt_lengths
+    assert one.made.fingerprint != other.made.fingerprint
+
+
 def test_keys_are_equal_where_ids_and_masks_are(workshop, tiny_chat):
     """The first two rows share a sequence; the third has the same words on the other side."""
     rows = [_row(), _row(rejected="Ask."), _row(chosen="No idea.", rejected="Because.")]
