@@ -259,6 +259,17 @@ def test_where_the_prompt_ends_is_part_of_the_identity(workshop, tiny_chat, tmp_
     assert one.made.fingerprint != other.made.fingerprint
 
 
+def test_the_token_that_ends_an_answer_is_part_of_the_identity(workshop, tiny_chat, tmp_path):
+    """It is no token of the pairs, whose template ends a turn as before; samples end there."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path / "ends")
+    data = workshop.rows([_row()])
+    one, other = (workshop.pairs(data, workshop.tokenizer(place)) for place in (tiny_chat, tmp_path / "ends"))
+    assert (one.pairs.keys("chosen") == other.pairs.keys("chosen")).all()
+    assert one.made.fingerprint != other.made.fingerprint
+
+
 def test_keys_are_equal_where_ids_and_masks_are(workshop, tiny_chat):
     """The first two rows share a sequence; the third has the same words on the other side."""
     rows = [_row(), _row(rejected="Ask."), _row(chosen="No idea.", rejected="Because.")]
