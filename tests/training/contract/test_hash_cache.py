@@ -113,6 +113,24 @@ def test_whatever_changes_a_file_is_seen(file, place, change):
     assert look(place, file) == ["weights"]
 
 
+def test_what_changes_while_it_is_hashed_is_hashed_again(file, place):
+    """Whether the bytes of before were read, or those of after."""
+
+    def read_before(files: Sequence[Path]) -> list[str]:
+        found = hash_files(files)
+        edit_and_set_the_time_back(file)
+        return found
+
+    def read_after(files: Sequence[Path]) -> list[str]:
+        edit_and_set_the_time_back(file)
+        return hash_files(files)
+
+    for slow in (read_before, read_after):
+        time.sleep(1.5 * SETTLE)
+        HashCache(place, SETTLE).digests("bytes", [file], slow)
+        assert look(place, file) == ["weights"]
+
+
 def test_touching_without_an_edit_costs_one_reading(file, place):
     settled(place, file)
     file.touch()

@@ -47,6 +47,11 @@ def test_other_weights_another_dtype_or_another_algorithm_make_another_rule(othe
     assert scoring_rule(*other) != RULE
 
 
+def test_shards_of_the_same_sums_and_other_tokens_are_two(store):
+    memo = Memo(store, RULE)
+    assert len({add(memo, {key(1): tokens}) for tokens in ([-1.0, -2.0], [-2.0, -1.0])}) == 2
+
+
 def test_an_empty_memo_knows_nothing(store):
     hits = Memo(store, RULE).lookup(as_array(key(1), key(2)))
     assert hits.found_Q.tolist() == [False, False]
