@@ -246,7 +246,7 @@ def test_muon_takes_the_defaults_of_the_documentation():
 
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
-        Recipe.model_validate(SHORT).training.seed = 1
+        Recipe.model_validate(SHORT).training.seed = 1  # type: ignore[misc]  # what mypy says as well
 
 
 def test_paths_are_taken_from_the_recipes_folder(tmp_path: Path):
