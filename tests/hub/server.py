@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif path.startswith("/blobs/"):
                 self._send_file(self._large(path.rpartition("/")[2]))
             elif match := _API.fullmatch(path):
-                self._api(*match.groups(), query=parse_qs(parts.query))
+                self._api(parse_qs(parts.query), *match.groups())
             elif match := _FILE.fullmatch(path):
                 self._resolve(*match.groups())
             else:
@@ -220,7 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit, repository.commits[commit]
 
-    def _api(self, kind: str, name: str, what: str | None, revision: str, query: dict[str, list[str]]) -> None:
+    def _api(self, query: dict[str, list[str]], kind: str, name: str, what: str | None, revision: str) -> None:
         commit, files = self._commit(kind, name, revision or "main")
         if what != "tree":
             about = {"id": name, "sha": commit, "tags": [], "siblings": [{"rfilename": path} for path in files]}

@@ -157,8 +157,8 @@ def test_code_of_a_repository_is_never_run(
     plain = {"hub": "org/small", "split": "test"}
     error = resident.refusal(recipe("org/code", plain, tokenization={"tokenizer": "org/model"}), "reference_logprobs")
     assert "needs code of its own" in error and "is never run" in error
-    about = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.T", "mine.T"]}}
-    about = json.dumps(json.loads(files["tokenizer_config.json"]) | about)
+    mine = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.T", "mine.T"]}}
+    about = json.dumps(json.loads(files["tokenizer_config.json"]) | mine)
     hub.commit("models/org/tokens", {**files, "mine.py": bomb, "tokenizer_config.json": about})
     error = resident.refusal(recipe("org/model", plain, tokenization={"tokenizer": "org/tokens"}), "tokenization_spec")
     assert "needs code of its own, which is never run" in error
