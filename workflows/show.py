@@ -13,6 +13,7 @@ from assets.graph import GRAPH
 from assets.pipeline import Pipeline
 from training.contract.events import Event
 from training.contract.fingerprint import short, shortened
+from workflows.comparison import MEASURES, Compared, Comparison
 from workflows.execution import RunReport
 from workflows.gc import Collection
 from workflows.inspection import InspectedRow, InspectedSide
@@ -127,6 +128,34 @@ def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) 
         work = ", ".join(f"{_count(count)} {name}" for name, count in asset.work.items())
         table.add_row(asset.asset, _coloured(asset.action), work, escape("\n".join(asset.causes)))
     console.print(table)
+
+
+def comparison(console: Console, found: Comparison) -> None:
+    """A row a recipe; behind each mean its difference to the first, bright where it is more than noise."""
+    settings = list(dict.fromkeys(name for each in found.recipes for name in each.settings))
+    table = Table("recipe", *map(escape, settings), "pairs", *MEASURES, title="Held-out pairs, as last evaluated")
+    for each in found.recipes:
+        values = [escape(each.settings.get(name) or "") for name in settings]
+        table.add_row(each.recipe, *values, str(each.pairs or ""), *(_compared(each, name) for name in MEASURES))
+    console.print(table)
+    for each in found.recipes:
+        for note in each.notes:
+            console.print(f"[yellow]{each.recipe}:[/] {escape(note)}")
+    if any(each.differences for each in found.recipes):
+        console.print(
+            f"Behind each value its difference to {found.against} on the same pairs ± one standard error; dim: less than two "
+            "of them, which may be chance. Margins are in nats, without beta. A loss stands where it is the same function."
+        )
+
+
+def _compared(each: Compared, measure: str) -> str:
+    if measure not in each.means:
+        return ""
+    value = f"{each.means[measure]:.4f}"
+    if (by := each.differences.get(measure)) is None:
+        return value
+    style = "bold" if abs(by.mean) > 2 * by.standard_error else "dim"
+    return f"{value} [{style}]{by.mean:+.4f} ± {by.standard_error:.4f}[/]"
 
 
 def verification(console: Console, found: Verification) -> None:
