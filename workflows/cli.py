@@ -94,7 +94,7 @@ def main() -> None:
 def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
     """Materialize a recipe: compute what changed, reuse the rest."""
     found = find_recipes(recipe)
-    reports = []
+    reports: list[RunReport] = []
     for loaded in found if variants else found[:1]:
         if variants:
             _people.print(f"[bold]{loaded.pipeline.name}[/]")
@@ -102,12 +102,14 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
             reports.append(materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select))
         if not as_json:
             show.run_report(Console(highlight=False), reports[-1])
+        if reports[-1].interrupted:
+            break
     if as_json:
         told = [_report_json(report) for report in reports]
         _print_json({"recipe": reports[0].recipe, "runs": told} if variants else told[0])
     if failed := [report.recipe for report in reports if not report.succeeded]:
         if variants:
-            _people.print(f"{len(failed)} of {len(reports)} failed: {', '.join(failed)}")
+            _people.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
         sys.exit(1)
 
 

@@ -91,10 +91,11 @@ def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterI
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
     artifact = services.store.open("evaluation", found)
     stood_on = ancestry(instance, pipeline, services.store, {"evaluation": found})
+    own_loss = str(stood_on["evaluation"].derivation.settings["loss"])
     return Evaluated(
         recipe=pipeline.name,
         settings=_settings(stood_on),
-        scale={kind: stood_on[kind].fingerprint for kind in scale_of(artifact)},
+        scale={kind: stood_on[kind].fingerprint for kind in scale_of(artifact)} | {"evaluation_spec": own_loss},
         values={name: by_pair(artifact, measure) for name, measure in MEASURES.items()},
         notes=_edited(pipeline, services, instance),
     )
