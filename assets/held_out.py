@@ -1,9 +1,10 @@
 """What an evaluation says of each held-out pair, for whoever compares two policies: the gate, and `pedigree compare`.
 
-A pair is known by the tokens of its two sequences, so two evaluations share those pairs that both saw in the same words.
+A pair is known by the tokens of its two sequences: two evaluations share those pairs that both saw in the same words, and
+one that stands in the data twice counts once.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,10 @@ def ancestry(
     return found
 
 
-def by_pair(evaluation: Artifact, value: Callable[[Row], float]) -> dict[str, float]:
-    """`value` of each row of the evaluation's table, by the pair's identity."""
+def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
+    """The rows of the evaluation's table, by the pair's identity."""
     rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
-    return {row["chosen_key"] + row["rejected_key"]: value(row) for row in rows}
+    return {row["chosen_key"] + row["rejected_key"]: row for row in rows}
 
 
 def loss(row: Row) -> float:
@@ -59,9 +60,9 @@ def accuracy(row: Row) -> float:
 
 
 def margin(row: Row) -> float:
-    """How much more of the chosen response the policy makes than of the rejected, against the reference, in nats.
+    """The log-ratio (policy over reference) of the chosen response less that of the rejected one, in nats.
 
-    The reward's margin over beta: so it can be compared among betas, and among losses.
+    It is the reward's margin before beta, so it can be compared among betas and among losses.
     """
     chosen, rejected = (row[f"policy_{side}_logprob"] - row[f"reference_{side}_logprob"] for side in _SIDES)
     return float(chosen - rejected)

@@ -13,11 +13,10 @@ from typing import Any
 
 import dagster as dg
 
-from assets import held_out
 from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
 from assets.graph import GRAPH, derivation
-from assets.held_out import ancestry, by_pair, scale_of
+from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
 from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
 from assets.realize import Log, latest_metadata, upstream
@@ -157,7 +156,8 @@ def _evaluation_of(store: Store, champion: Version) -> Artifact:
 def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
     """Held-out losses by pair. Where they are of another scale than the champion's, what both have is whether a
     pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
-    return by_pair(evaluation, held_out.loss if same_scale else lambda row: 1.0 - held_out.accuracy(row))
+    rows = rows_by_pair(evaluation)
+    return {pair: loss(row) if same_scale else 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import dagster as dg
 
-from assets.held_out import Ancestor, accuracy, ancestry, by_pair, loss, margin, scale_of
+from assets.held_out import Ancestor, accuracy, ancestry, loss, margin, rows_by_pair, scale_of
 from assets.pipeline import Pipeline, Services
 from assets.realize import data_version
 from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
@@ -90,13 +90,14 @@ def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterI
     if found is None:
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
     artifact = services.store.open("evaluation", found)
+    rows = rows_by_pair(artifact)
     stood_on = ancestry(instance, pipeline, services.store, {"evaluation": found})
     own_loss = str(stood_on["evaluation"].derivation.settings["loss"])
     return Evaluated(
         recipe=pipeline.name,
         settings=_settings(stood_on),
         scale={kind: stood_on[kind].fingerprint for kind in scale_of(artifact)} | {"evaluation_spec": own_loss},
-        values={name: by_pair(artifact, measure) for name, measure in MEASURES.items()},
+        values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
         notes=_edited(pipeline, services, instance),
     )
 
@@ -104,19 +105,19 @@ def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterI
 def _beside(first: Evaluated, each: Evaluated, differing: Sequence[str]) -> Compared:
     measures = [name for name in MEASURES if name != "loss" or each.scale == first.scale]
     pairs, shared = len(each.values["accuracy"]), len(each.values["accuracy"].keys() & first.values["accuracy"].keys())
+    comparable = each is not first and shared >= MIN_PAIRS
     notes = list(each.notes)
     if shared < max(pairs, len(first.values["accuracy"])):
         few = "" if shared >= MIN_PAIRS else f", which is too few to compare ({MIN_PAIRS})"
         notes.append(f"evaluated on other pairs than {first.recipe}: {shared} of {pairs} are common{few}")
-    comparable = each is not first and shared >= MIN_PAIRS
     return Compared(
         recipe=each.recipe,
         settings={name: each.settings.get(name) for name in differing},
         pairs=pairs,
         means={name: statistics.fmean(each.values[name].values()) for name in measures},
-        differences={name: paired_difference(each.values[name], first.values[name]) for name in measures}
-        if comparable
-        else {},
+        differences={
+            name: paired_difference(each.values[name], first.values[name]) for name in (measures if comparable else ())
+        },
         notes=notes,
     )
 
