@@ -70,8 +70,8 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
         )
     except dg.DagsterInvalidDefinitionError as error:
         raise RecipeError(
-            f"`automation.cron: {automation.cron}` with `automation.timezone: {automation.timezone}` is no schedule; "
-            'expected five fields such as "0 6 * * 1", Mondays at six, and a name such as Europe/Berlin'
+            f"{pipeline.name}: `automation.cron: {automation.cron}` with `automation.timezone: {automation.timezone}` is no "
+            'schedule; expected five fields such as "0 6 * * 1", Mondays at six, and a name such as Europe/Berlin'
         ) from error
 
 
