@@ -74,7 +74,7 @@ def test_a_variant_differs_where_it_says_so():
 def test_null_takes_a_field_away_and_its_default_counts():
     found = variant({"training": {"loss": {"type": "hinge", "label_smoothing": None}, "adapter": None}})
     assert (found.training.loss.type, found.training.loss.beta) == ("hinge", 0.3)
-    assert found.training.adapter is None and found.training.optimizer.betas == (0.9, 0.95)
+    assert found.training.adapter is None and found.training.optimizer.model_dump()["betas"] == (0.9, 0.95)
     assert variant({"training": None}).training == Recipe.model_fields["training"].default
 
 
