@@ -25,7 +25,9 @@ from sqlalchemy.exc import OperationalError
 
 from assets.graph import GRAPH
 from assets.page import write_page
-from model_registry.connection import is_server
+from assets.release import sole_decision
+from model_registry.connection import is_server, note_address, page
+from training.contract.durable import free_bytes
 from training.contract.errors import PedigreeError
 from workflows import show
 from workflows.execution import INTERRUPTED, RunReport, materialize
@@ -61,9 +63,9 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
             _fail(INTERRUPTED, PedigreeError.exit_code)
         except OSError as error:
-            _fail(f"{error}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
+            _fail(_refused(str(error)), PedigreeError.exit_code)
         except OperationalError as error:
-            _fail(f"a database refuses: {error.orig}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
+            _fail(_refused(f"a database refuses: {error.orig}"), PedigreeError.exit_code)
 
     return reported
 
@@ -77,8 +79,8 @@ def main() -> None:
     RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml.
     """
     warnings.filterwarnings("ignore", module=r"dagster.*")
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
     settle(pedigree_home())
 
 
@@ -176,9 +178,10 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
 @_reporting
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion of the registered model NAME champion again."""
-    registry = build_services(pedigree_home()).registry
-    left = registry.champion(name)
-    restored = registry.rollback(name)
+    services = build_services(pedigree_home())
+    with sole_decision(services.store, name):
+        left = services.registry.champion(name)
+        restored = services.registry.rollback(name)
     if as_json:
         _print_json({"model": name, "champion": restored.number, "rolled_back": left.number if left else None})
     else:
@@ -221,7 +224,9 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
     _people.print("Starting the web servers; this takes about half a minute.")
     with serving(*servers):
-        show.addresses(_people, dagster.address, tracking if len(servers) == 1 else servers[1].address)
+        if len(servers) > 1:
+            note_address(tracking, servers[1].address)
+        show.addresses(_people, dagster.address, page(tracking, "experiments"))
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 
@@ -242,6 +247,14 @@ def _instance() -> dg.DagsterInstance:
 
 def _print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def _refused(account: str) -> str:
+    home = pedigree_home()
+    return (
+        f"{account}; PEDIGREE_HOME is {home} ({free_bytes(home):,} bytes free); "
+        "what was finished is kept, and the same command goes on from there"
+    )
 
 
 def _fail(message: str, code: int) -> NoReturn:

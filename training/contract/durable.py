@@ -4,11 +4,15 @@ Everything made here has the permissions that the umask gives a new file or fold
 0700 instead, which a rename would carry into a store that a group shares.
 """
 
+import errno
 import os
 import secrets
 import shutil
 from pathlib import Path
 
+from training.contract.errors import StoreError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _ATTEMPTS = 100
 
 
@@ -87,6 +91,19 @@ def open_as_umask_says(folder: Path) -> None:
     for path in [folder, *folder.rglob("*")]:
         wanted = folder_mode if path.is_dir() else folder_mode & 0o666
         path.chmod(path.stat().st_mode & 0o7777 | wanted)
+
+
+def refusal(doing: str, place: Path, error: object) -> StoreError:
+    """What a person reads where the operating system does not take what is written to `place`."""
+    account = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
+    return StoreError(
+        f"{account}; make room and run again: what was finished is kept" if lacks_room(account) else account
+    )
+
+
+def lacks_room(account: str) -> bool:
+    """Whether an account of an error tells of a disk or a quota that is full: libraries have errors of their own for it."""
+    return any(os.strerror(number) in account for number in _NO_ROOM)
 
 
 def free_bytes(path: Path) -> int:
