@@ -36,7 +36,7 @@ from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
 from workflows.plan import plan as make_plan
 from workflows.recipes import LoadedRecipe, load_recipe, recipe_folder
-from workflows.resources import build_services, pedigree_home, settle
+from workflows.resources import build_services, dagster_instance, pedigree_home, settle
 from workflows.servers import dagster_server, free_port, mlflow_server, serving
 from workflows.verify import verify as do_verify
 
@@ -92,7 +92,7 @@ def main() -> None:
 def run(recipe: str, select: str | None, as_json: bool) -> None:
     """Materialize a recipe: compute what changed, reuse the rest."""
     loaded = _load(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
+    with show.Progress(_people) as progress, dagster_instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         report = materialize(loaded, services, instance, select)
     if as_json:
@@ -110,7 +110,7 @@ def run(recipe: str, select: str | None, as_json: bool) -> None:
 def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing, and why, as the files are at this moment."""
     loaded = _load(recipe)
-    with _instance() as instance:
+    with dagster_instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
     if as_json:
         _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
@@ -125,7 +125,7 @@ def status(recipe: str, as_json: bool) -> None:
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts; rows and tokens are made for it, no model runs."""
     loaded = _load(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
+    with show.Progress(_people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
     if as_json:
         _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
@@ -141,7 +141,7 @@ def plan(recipe: str, as_json: bool) -> None:
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe stands on again, and score some pairs again with the reference model."""
     loaded = _load(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
+    with show.Progress(_people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
     if as_json:
         _print_json(asdict(found))
@@ -161,7 +161,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
     loaded = _load(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
+    with show.Progress(_people) as progress, dagster_instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:
@@ -198,7 +198,7 @@ def rollback(name: str, as_json: bool) -> None:
 @_reporting
 def gc(delete: bool, as_json: bool) -> None:
     """Find what no registered version, no latest materialization and no running job refers to."""
-    with _instance() as instance:
+    with dagster_instance() as instance:
         found = collect(build_services(pedigree_home()), instance, delete)
     if as_json:
         _print_json(asdict(found))
@@ -220,6 +220,7 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     if recipes:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
     tracking = build_services(home).tracker.tracking_uri
+    dagster_instance().dispose()  # Dagster's own processes would make its tables all at once
     dagster = dagster_server(home, free_port(port))
     servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
     _people.print("Starting the web servers; this takes about half a minute.")
@@ -239,10 +240,6 @@ def _report_json(report: RunReport) -> dict[str, Any]:
     value = asdict(report)
     del value["samples"]
     return value
-
-
-def _instance() -> dg.DagsterInstance:
-    return dg.DagsterInstance.get()
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 Nothing is read from the environment when definitions are imported: a run asks when it starts.
 """
 
+import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -52,6 +53,16 @@ def settle(home: Path) -> None:
         raise StoreError(
             f"{home} cannot be used: {error}; set PEDIGREE_HOME (and DAGSTER_HOME, if you use it) to a folder you may write to"
         ) from error
+
+
+def dagster_instance() -> dg.DagsterInstance:
+    """Dagster's instance in DAGSTER_HOME, as `settle` left it.
+
+    One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
+    """
+    with open(Path(os.environ["DAGSTER_HOME"]) / "instance.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return dg.DagsterInstance.get()
 
 
 def build_services(home: Path, listener: Listener = ignore) -> Services:
