@@ -26,7 +26,7 @@ from sqlalchemy.exc import OperationalError
 from assets.graph import GRAPH
 from assets.page import write_page
 from assets.release import sole_decision
-from model_registry.connection import is_server, note_address, page
+from model_registry.connection import connect, is_server, note_address, page
 from training.contract.durable import free_bytes
 from training.contract.errors import PedigreeError
 from workflows import show
@@ -220,7 +220,9 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     if recipes:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
     tracking = build_services(home).tracker.tracking_uri
-    dagster_instance().dispose()  # Dagster's own processes would make its tables all at once
+    # The servers' processes would make the tables of a new home all at once.
+    dagster_instance().dispose()
+    connect(tracking)
     dagster = dagster_server(home, free_port(port))
     servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
     _people.print("Starting the web servers; this takes about half a minute.")

@@ -3,7 +3,6 @@
 Nothing is read from the environment when definitions are imported: a run asks when it starts.
 """
 
-import fcntl
 import os
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ import dagster as dg
 from assets.pipeline import Listener, Services, ignore
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
+from training.contract.durable import locked
 from training.contract.errors import StoreError
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
@@ -60,8 +60,7 @@ def dagster_instance() -> dg.DagsterInstance:
 
     One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
     """
-    with open(Path(os.environ["DAGSTER_HOME"]) / "instance.lock", "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(Path(os.environ["DAGSTER_HOME"]) / "instance.lock"):
         return dg.DagsterInstance.get()
 
 

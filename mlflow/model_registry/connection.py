@@ -11,6 +11,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 
+from training.contract.durable import locked
+
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 UI_VARIABLE = "PEDIGREE_MLFLOW_UI"
@@ -54,9 +56,11 @@ class Connection:
 
 
 def connect(uri: str) -> MlflowClient:
-    if uri.startswith(_SQLITE):
-        Path(uri.removeprefix(_SQLITE)).parent.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(uri)
+    """A client. Of a SQLite file it makes the tables, one process at a time: of two together one fails."""
+    if not uri.startswith(_SQLITE):
+        return MlflowClient(uri)
+    with locked(Path(f"{uri.removeprefix(_SQLITE)}.lock")):
+        return MlflowClient(uri)
 
 
 def brief_patience() -> contextlib.AbstractContextManager[None]:

@@ -4,10 +4,13 @@ Everything made here has the permissions that the umask gives a new file or fold
 0700 instead, which a rename would carry into a store that a group shares.
 """
 
+import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from training.contract.errors import StoreError
@@ -34,6 +37,15 @@ def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> No
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock in the file `path`, waiting for whoever has it: another process, or a thread that opened it as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sync_folder(folder: Path) -> None:

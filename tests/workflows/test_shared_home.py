@@ -1,0 +1,63 @@
+"""A home that several processes, and several users, come to at once."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from assets.process import is_alive, this_process
+from model_registry.connection import connect
+from workflows.resources import dagster_instance, settle
+
+
+def at_once(count: int, work) -> list[int | None]:
+    """The exit codes of `count` processes that begin `work` at the same moment."""
+    context = multiprocessing.get_context("fork")
+    gate = context.Barrier(count)
+
+    def begin() -> None:
+        gate.wait()
+        work()
+
+    processes = [context.Process(target=begin) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
+
+
+def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Dagster's tables were made several times over, and its database then had two versions: nobody could open it again."""
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
+    settle(tmp_path)
+    assert at_once(4, lambda: dagster_instance().dispose()) == [0] * 4
+    dagster_instance().dispose()
+
+
+@pytest.mark.slow
+def test_the_first_runs_of_a_database_may_come_together(tmp_path: Path):
+    assert at_once(2, lambda: connect(f"sqlite:///{tmp_path}/mlflow/mlflow.db")) == [0, 0]
+
+
+def test_a_process_lives_on_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch):
+    """What psutil says of a process's beginning is counted from the boot, whose date moves when somebody sets the clock."""
+    told = this_process()
+    assert is_alive(told)
+    monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: 1.0)
+    assert is_alive(told)
+
+
+def test_a_process_that_ended_and_one_that_has_its_number_are_told_apart():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    host, pid, began = this_process().rsplit(" ", 2)
+    assert not is_alive(f"{host} {ended.pid} {began}")
+    assert not is_alive(f"{host} {pid} {began}1"), "another process with the same number"
+    assert not is_alive(f"{host} {pid} another-boot+{began.rpartition('+')[2]}")
+    assert is_alive(f"elsewhere {os.getpid()} {began}"), "nobody here can know"
