@@ -10,6 +10,7 @@ from pathlib import Path
 import dagster as dg
 
 from assets.pipeline import Listener, Services, ignore
+from model_registry.moved import follow_move
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
 from training.contract.durable import locked
@@ -66,6 +67,8 @@ def dagster_instance() -> dg.DagsterInstance:
 
 def build_services(home: Path, listener: Listener = ignore) -> Services:
     address = tracking_uri(home, os.environ)
+    if address == tracking_uri(home, {}):
+        follow_move(Path(address.removeprefix("sqlite:///")), artifact_root(home))
     return Services(
         home=home,
         store=Store(home / "store"),

@@ -15,6 +15,7 @@ from training.contract.durable import locked
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+_LONG_SECONDS = 1.0
 UI_VARIABLE = "PEDIGREE_MLFLOW_UI"
 DEFAULT_PAGE = "http://127.0.0.1:5000"
 # The client sends a request again whose answer was lost. Of what makes something new there would then be two.
@@ -27,7 +28,7 @@ _SQLITE = "sqlite:///"
 class Connection:
     """A tracking server or database that may be away. `warn` is told, in one sentence, whatever does not work.
 
-    A failure is believed for as long as it took, so that a server which lets everybody wait is not asked ten times over.
+    Of a server that let this process wait, the failure is believed for as long as it took: it is not asked ten times over.
     """
 
     def __init__(self, uri: str, warn: Callable[[str], None]) -> None:
@@ -48,7 +49,8 @@ class Connection:
                 work(self.client)
         except Exception as error:  # whatever a database, a network or a disk can do
             ended = time.monotonic()
-            self._away_until = ended + (ended - started)
+            if _GAVE_UP.search(str(error)) and ended - started > _LONG_SECONDS:
+                self._away_until = ended + (ended - started)
             if not quiet:
                 self.warn(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, ended - started)}")
             return False

@@ -11,7 +11,7 @@ import pytest
 
 from assets.process import is_alive, this_process
 from model_registry.connection import connect
-from workflows.resources import dagster_instance, settle
+from workflows.resources import build_services, dagster_instance, settle
 
 
 def at_once(count: int, work) -> list[int | None]:
@@ -38,6 +38,30 @@ def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypa
     settle(tmp_path)
     assert at_once(4, lambda: dagster_instance().dispose()) == [0] * 4
     dagster_instance().dispose()
+
+
+def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: MLflow, asked where the run, the version and the next run lie."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    about = {"experiment": "demo", "params": {}, "tags": {}}
+    first = build_services(tmp_path / "alt 100% ü")
+    with first.tracker.run(key="a", name="a", **about) as run:
+        pass
+    client = connect(first.tracker.tracking_uri)
+    client.create_registered_model("demo")
+    client.create_model_version("demo", f"{client.get_run(run.run_id).info.artifact_uri}/policy", run.run_id)
+    (tmp_path / "alt 100% ü").rename(tmp_path / "new")
+    moved = build_services(tmp_path / "new")
+    client = connect(moved.tracker.tracking_uri)
+    below = f"{(tmp_path / 'new' / 'mlflow' / 'artifacts' / 'demo').as_uri()}/"
+    assert client.get_run(run.run_id).info.artifact_uri == f"{below}{run.run_id}/artifacts"
+    assert client.get_model_version("demo", "1").source == f"{below}{run.run_id}/artifacts/policy"
+    with moved.tracker.run(key="b", name="b", **about) as another:
+        pass
+    assert client.get_run(another.run_id).info.artifact_uri == f"{below}{another.run_id}/artifacts"
+    (tmp_path / "link").symlink_to("new")
+    build_services(tmp_path / "link")
+    assert client.get_run(run.run_id).info.artifact_uri.startswith(below), "another way to the same folder is no move"
 
 
 @pytest.mark.slow
