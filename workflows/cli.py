@@ -221,8 +221,8 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
     tracking = build_services(home).tracker.tracking_uri
     # The servers' processes would make the tables of a new home all at once.
-    dagster_instance().dispose()
-    connect(tracking)
+    with dagster_instance():
+        connect(tracking)
     dagster = dagster_server(home, free_port(port))
     servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
     _people.print("Starting the web servers; this takes about half a minute.")

@@ -5,6 +5,8 @@ Nothing is read from the environment when definitions are imported: a run asks w
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
@@ -13,7 +15,7 @@ from assets.pipeline import Listener, Services, ignore
 from model_registry.moved import follow_move
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
-from training.contract.durable import locked
+from training.contract.durable import locked, share_databases
 from training.contract.errors import StoreError
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
@@ -56,13 +58,22 @@ def settle(home: Path) -> None:
         ) from error
 
 
-def dagster_instance() -> dg.DagsterInstance:
-    """Dagster's instance in DAGSTER_HOME, as `settle` left it.
+@contextmanager
+def dagster_instance() -> Iterator[dg.DagsterInstance]:
+    """Dagster's instance in DAGSTER_HOME, as `settle` left it, for a while; its files are then the group's as others are.
 
     One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
     """
-    with locked(Path(os.environ["DAGSTER_HOME"]) / "instance.lock"):
-        return dg.DagsterInstance.get()
+    home = Path(os.environ["DAGSTER_HOME"])
+    lock = home / "instance.lock"
+    with locked(lock):
+        opened = dg.DagsterInstance.get()
+        share_databases(home, lock)
+    with opened as instance:
+        try:
+            yield instance
+        finally:
+            share_databases(home, lock)
 
 
 def build_services(home: Path, listener: Listener = ignore) -> Services:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 
-from training.contract.durable import locked
+from training.contract.durable import locked, share_databases
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -61,8 +61,11 @@ def connect(uri: str) -> MlflowClient:
     """A client. Of a SQLite file it makes the tables, one process at a time: of two together one fails."""
     if not uri.startswith(_SQLITE):
         return MlflowClient(uri)
-    with locked(Path(f"{uri.removeprefix(_SQLITE)}.lock")):
-        return MlflowClient(uri)
+    lock = Path(f"{uri.removeprefix(_SQLITE)}.lock")
+    with locked(lock):
+        client = MlflowClient(uri)
+        share_databases(lock.parent, lock)
+    return client
 
 
 def brief_patience() -> contextlib.AbstractContextManager[None]:

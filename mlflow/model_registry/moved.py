@@ -47,4 +47,4 @@ def _former_roots(connection: sqlite3.Connection, root: Path) -> set[str]:
 
 
 def _is_same(one: Path | None, other: Path) -> bool:
-    return one is not None and one.exists() and other.exists() and one.samefile(other)
+    return one is not None and one.resolve() == other.resolve()

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -31,13 +32,28 @@ def at_once(count: int, work) -> list[int | None]:
     return [process.exitcode for process in processes]
 
 
+@pytest.fixture
+def group_umask() -> Iterator[None]:
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("group_umask")
 def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Dagster's tables were made several times over, and its database then had two versions: nobody could open it again."""
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
     settle(tmp_path)
-    assert at_once(4, lambda: dagster_instance().dispose()) == [0] * 4
-    dagster_instance().dispose()
+
+    def open_it() -> None:
+        with dagster_instance():
+            pass
+
+    assert at_once(4, open_it) == [0] * 4
+    open_it()
+    databases = list((tmp_path / "dagster").rglob("*.db"))
+    assert len(databases) >= 3 and all(path.stat().st_mode & 0o020 for path in databases), "the group writes them too"
 
 
 def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -118,6 +118,19 @@ def lacks_room(account: str) -> bool:
     return any(os.strerror(number) in account for number in _NO_ROOM)
 
 
+def share_databases(folder: Path, like: Path) -> None:
+    """Give this user's SQLite files below `folder` at least the permissions of the file `like`.
+
+    SQLite makes files of 0644 at most, whatever the umask says; what it makes beside a file takes after that.
+    """
+    wanted = like.stat().st_mode & 0o666
+    for path in folder.rglob("*.db*"):
+        with contextlib.suppress(FileNotFoundError):  # journals come and go
+            found = path.stat()
+            if found.st_uid == os.geteuid() and found.st_mode & wanted != wanted:
+                path.chmod(found.st_mode & 0o7777 | wanted)
+
+
 def free_bytes(path: Path) -> int:
     """The free bytes of the filesystem that holds `path`, or will hold it."""
     return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
