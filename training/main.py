@@ -6,6 +6,7 @@ of a closed connection; the log has everybody's account.
 """
 
 import contextlib
+import errno
 import importlib
 import os
 import shutil
@@ -83,9 +84,12 @@ def _bind_to_launcher() -> None:
 
 def _in_our_words(job: Job, error: Exception) -> Exception:
     """A disk that is full, in whatever words a library tells it, as the error that a person can act on."""
-    if isinstance(error, PedigreeError) or not lacks_room("".join(traceback.format_exception(error))):
+    account = "".join(traceback.format_exception(error))
+    if isinstance(error, PedigreeError) or not lacks_room(account):
         return error
-    return refusal(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), error)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(account)
+    return refusal(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), os.strerror(errno.ENOSPC))
 
 
 def _report(job: Job, error: Exception) -> None:
