@@ -289,6 +289,7 @@ ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "reference.model": "a moved model",
     **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
+    "tokenization.revision": "needs the hub",
     "training.adapter.type": "has one value",
     "training.start_from": "needs a champion",
     **dict.fromkeys((f"training.loss.{name}" for name in ("gamma", "tau")), "belongs to another type of loss"),

@@ -143,6 +143,7 @@ MISTAKES = [
     ("data: {sources: [{path: a, hub: b/c}]}", "data.sources.0", "exactly one of `path`"),
     ("data: {sources: [{hub: b/c}]}", "data.sources.0", "needs a `split`"),
     ("data: {sources: [{path: a, split: train}]}", "data.sources.0", "belong to `hub`"),
+    ("tokenization: {revision: main}", "tokenization", "belongs to `tokenizer`"),
     ("data: {sources: [{path: a, format: csv}]}", "data.sources.0.format", "'auto'"),
     ("data: {sources: [{path: a}], validation_fraction: 1}", "data.validation_fraction", "less than 1"),
     ("tokenization: {max_length: 1}", "tokenization.max_length", "greater than or equal to 2"),
