@@ -1,9 +1,10 @@
 """Which process works on a run: written on the run as a tag, so that others can see whether it is still alive."""
 
+import os
 import platform
+from pathlib import Path
 
 import dagster as dg
-import psutil
 
 PROCESS_TAG = "pedigree/process"
 
@@ -15,17 +16,27 @@ def sign(context: dg.AssetExecutionContext) -> None:
 
 
 def this_process() -> str:
-    """Host, process id, and when the process began, since ids are used again."""
-    process = psutil.Process()
-    return f"{platform.node()} {process.pid} {process.create_time()}"
+    """Host, process id, and which boot and tick the process began at, since ids are used again."""
+    return f"{platform.node()} {os.getpid()} {_began(os.getpid())}"
 
 
 def is_alive(process: str) -> bool:
-    """Whether the process that `this_process` described is there; on another machine it counts as alive."""
+    """Whether the process that `this_process` described is there; on another machine it counts as alive.
+
+    Its beginning is compared in the kernel's ticks, not in the time of day: setting the clock moves that of every process.
+    """
     host, pid, began = process.rsplit(" ", 2)
     if host != platform.node():
         return True
     try:
-        return bool(psutil.Process(int(pid)).create_time() == float(began))
-    except psutil.NoSuchProcess:
+        return _began(int(pid)) == began
+    except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def _began(pid: int) -> str:
+    """The boot of this machine and the tick of it at which the process began. Raises OSError if there is none."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # proc(5): the fields after `pid (name)`, and the name may hold spaces and parentheses; the 22nd of all is the start
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return f"{boot}+{fields[19]}"

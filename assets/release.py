@@ -7,9 +7,10 @@ rolled back stays so: materializing it again promotes nothing. A policy that is 
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, BinaryIO
 
 import dagster as dg
 
@@ -23,7 +24,7 @@ from assets.realize import Log, latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
-from training.contract.fingerprint import short
+from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
 
@@ -40,19 +41,33 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
         candidate = _Candidate(pipeline, services, context.instance, above, run_id)
         changes = input_changes(context.instance, pipeline, "released_model")
-        known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
-        if known is not None and _has_decision(known):
-            return _result(candidate, known, "reused", started, changes)
-        version = _register(services, candidate, context.log)
-        decision = _decide(services, candidate, version)
-        context.log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
-        if decision.promote:
-            services.registry.set_alias(version.name, "champion", version.number)
-        verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
-        version = services.registry.tag(version, verdict)
-        return _result(candidate, version, "computed", started, changes, decision.figures)
+        with sole_decision(services.store, candidate.name):
+            version, outcome, figures = _release(services, candidate, context.log)
+        return _result(candidate, version, outcome, started, changes, figures)
 
     return released_model
+
+
+def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
+    """The right to move the aliases of the registered model `name`, waiting for whoever has it.
+
+    Two recipes may release into one model: the champion a candidate was compared with must be the one it replaces.
+    """
+    return store.lock("released_model", fingerprint("registered_model", name))
+
+
+def _release(services: Services, candidate: "_Candidate", log: Log) -> tuple[Version, str, dict[str, float]]:
+    """The candidate's version with the gate's decision, whether that was there already, and the decision's figures."""
+    known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
+    if known is not None and _has_decision(known):
+        return known, "reused", {}
+    version = _register(services, candidate, log)
+    decision = _decide(services, candidate, version)
+    log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
+    if decision.promote:
+        services.registry.set_alias(version.name, "champion", version.number)
+    verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
+    return services.registry.tag(version, verdict), "computed", decision.figures
 
 
 def is_decided(registry: Registry, pipeline: Pipeline, key: str) -> bool:
@@ -166,7 +181,7 @@ def _result(
     outcome: str,
     started: float,
     changes: list[str] | None,
-    figures: dict[str, float] | None = None,
+    figures: dict[str, float],
 ) -> dg.MaterializeResult:
     champion, reasons = version.tags.get(_DECISION_TAG, "no"), version.tags.get(_REASONS_TAG, "")
     if ROLLED_BACK_TAG in version.tags:
@@ -176,7 +191,7 @@ def _result(
         "changes": shown_changes(changes),
         "champion": champion,
         "reasons": reasons,
-        **(figures or {}),
+        **figures,
         "model_version": str(version.number),
         "model": f"models:/{version.name}/{version.number}",
         "mlflow": dg.MetadataValue.url(candidate.services.registry.link(version)),

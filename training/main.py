@@ -5,6 +5,8 @@ publishes it after. What goes wrong is written to `error.json` by the first rank
 of a closed connection; the log has everybody's account.
 """
 
+import contextlib
+import errno
 import importlib
 import os
 import shutil
@@ -15,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from training.contract.durable import free_bytes, lacks_room, refusal
 from training.contract.errors import PedigreeError
 from training.contract.events import EventWriter
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
@@ -48,7 +51,7 @@ def main(path: Path) -> int:
         with group(job.compute.device if job.distributed else "cpu") as members:
             make(job, members)
     except Exception as error:
-        _report(job, error)
+        _report(job, _in_our_words(job, error))
         return 1
     return 0
 
@@ -79,11 +82,22 @@ def _bind_to_launcher() -> None:
         sys.exit(f"the supervisor (process {supervisor}) of this job is gone; the job was cancelled")
 
 
+def _in_our_words(job: Job, error: Exception) -> Exception:
+    """A disk that is full, in whatever words a library tells it, as the error that a person can act on."""
+    account = "".join(traceback.format_exception(error))
+    if isinstance(error, PedigreeError) or not lacks_room(account):
+        return error
+    with contextlib.suppress(OSError):
+        sys.stderr.write(account)
+    return refusal(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), os.strerror(errno.ENOSPC))
+
+
 def _report(job: Job, error: Exception) -> None:
     """Tell the log, and error.json unless another rank was first."""
     expected = isinstance(error, PedigreeError)
     account = "" if expected else "".join(traceback.format_exception(error))
-    sys.stderr.write(account or f"{type(error).__name__}: {error}\n")
+    with contextlib.suppress(OSError):  # the log may lie on a disk that is full
+        sys.stderr.write(account or f"{type(error).__name__}: {error}\n")
     if isinstance(error, RuntimeError) and "RANK" in os.environ:
         # This is also what the end of another rank looks like from here. Killed, that one can say nothing: torchrun does,
         # and ends this rank while it waits.

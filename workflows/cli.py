@@ -25,7 +25,9 @@ from sqlalchemy.exc import OperationalError
 
 from assets.graph import GRAPH
 from assets.page import write_page
-from model_registry.connection import is_server
+from assets.release import sole_decision
+from model_registry.connection import connect, is_server, note_address, page
+from training.contract.durable import free_bytes
 from training.contract.errors import PedigreeError
 from workflows import show
 from workflows.comparison import compare as do_compare
@@ -36,7 +38,7 @@ from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
 from workflows.plan import plan as make_plan
 from workflows.recipes import find_recipe, find_recipes, recipe_folder
-from workflows.resources import build_services, pedigree_home, settle
+from workflows.resources import build_services, dagster_instance, pedigree_home, settle
 from workflows.servers import dagster_server, free_port, mlflow_server, serving
 from workflows.verify import verify as do_verify
 
@@ -63,9 +65,9 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
             _fail(INTERRUPTED, PedigreeError.exit_code)
         except OSError as error:
-            _fail(f"{error}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
+            _fail(_refused(str(error)), PedigreeError.exit_code)
         except OperationalError as error:
-            _fail(f"a database refuses: {error.orig}; PEDIGREE_HOME is {pedigree_home()}", PedigreeError.exit_code)
+            _fail(_refused(f"a database refuses: {error.orig}"), PedigreeError.exit_code)
 
     return reported
 
@@ -80,8 +82,8 @@ def main() -> None:
     behind it, one of its variants: demo/hinge.
     """
     warnings.filterwarnings("ignore", module=r"dagster.*")
-    for name in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
     settle(pedigree_home())
 
 
@@ -98,7 +100,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
     for loaded in found if variants else found[:1]:
         if variants:
             _people.print(f"[bold]{loaded.pipeline.name}[/]")
-        with show.Progress(_people) as progress, _instance() as instance:
+        with show.Progress(_people) as progress, dagster_instance() as instance:
             reports.append(materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select))
         if not as_json:
             show.run_report(Console(highlight=False), reports[-1])
@@ -120,7 +122,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
 def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing, and why, as the files are at this moment."""
     loaded = find_recipe(recipe)
-    with _instance() as instance:
+    with dagster_instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
     if as_json:
         _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
@@ -135,7 +137,7 @@ def status(recipe: str, as_json: bool) -> None:
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts; rows and tokens are made for it, no model runs."""
     loaded = find_recipe(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
+    with show.Progress(_people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
     if as_json:
         _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
@@ -151,7 +153,7 @@ def plan(recipe: str, as_json: bool) -> None:
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe stands on again, and score some pairs again with the reference model."""
     loaded = find_recipe(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
+    with show.Progress(_people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
     if as_json:
         _print_json(asdict(found))
@@ -171,7 +173,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
     loaded = find_recipe(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
+    with show.Progress(_people) as progress, dagster_instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:
@@ -192,7 +194,7 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
     One RECIPE alone stands for itself and all its variants.
     """
     found = find_recipes(recipes[0]) if len(recipes) == 1 else [find_recipe(recipe) for recipe in recipes]
-    with _instance() as instance:
+    with dagster_instance() as instance:
         services = build_services(pedigree_home())
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance) for loaded in found])
     if as_json:
@@ -207,9 +209,10 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
 @_reporting
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion of the registered model NAME champion again."""
-    registry = build_services(pedigree_home()).registry
-    left = registry.champion(name)
-    restored = registry.rollback(name)
+    services = build_services(pedigree_home())
+    with sole_decision(services.store, name):
+        left = services.registry.champion(name)
+        restored = services.registry.rollback(name)
     if as_json:
         _print_json({"model": name, "champion": restored.number, "rolled_back": left.number if left else None})
     else:
@@ -226,7 +229,7 @@ def rollback(name: str, as_json: bool) -> None:
 @_reporting
 def gc(delete: bool, as_json: bool) -> None:
     """Find what no registered version, no latest materialization and no running job refers to."""
-    with _instance() as instance:
+    with dagster_instance() as instance:
         found = collect(build_services(pedigree_home()), instance, delete)
     if as_json:
         _print_json(asdict(found))
@@ -248,11 +251,16 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     if recipes:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
     tracking = build_services(home).tracker.tracking_uri
+    # The servers' processes would make the tables of a new home all at once.
+    with dagster_instance():
+        connect(tracking)
     dagster = dagster_server(home, free_port(port))
     servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
     _people.print("Starting the web servers; this takes about half a minute.")
     with serving(*servers):
-        show.addresses(_people, dagster.address, tracking if len(servers) == 1 else servers[1].address)
+        if len(servers) > 1:
+            note_address(tracking, servers[1].address)
+        show.addresses(_people, dagster.address, page(tracking, "experiments"))
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 
@@ -263,12 +271,16 @@ def _report_json(report: RunReport) -> dict[str, Any]:
     return value
 
 
-def _instance() -> dg.DagsterInstance:
-    return dg.DagsterInstance.get()
-
-
 def _print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def _refused(account: str) -> str:
+    home = pedigree_home()
+    return (
+        f"{account}; PEDIGREE_HOME is {home} ({free_bytes(home):,} bytes free); "
+        "what was finished is kept, and the same command goes on from there"
+    )
 
 
 def _fail(message: str, code: int) -> NoReturn:

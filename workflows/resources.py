@@ -5,13 +5,17 @@ Nothing is read from the environment when definitions are imported: a run asks w
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
 
 from assets.pipeline import Listener, Services, ignore
+from model_registry.moved import follow_move
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
+from training.contract.durable import locked, share_databases
 from training.contract.errors import StoreError
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
@@ -54,8 +58,28 @@ def settle(home: Path) -> None:
         ) from error
 
 
+@contextmanager
+def dagster_instance() -> Iterator[dg.DagsterInstance]:
+    """Dagster's instance in DAGSTER_HOME, as `settle` left it, for a while; its files are then the group's as others are.
+
+    One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
+    """
+    home = Path(os.environ["DAGSTER_HOME"])
+    lock = home / "instance.lock"
+    with locked(lock):
+        opened = dg.DagsterInstance.get()
+        share_databases(home, lock)
+    with opened as instance:
+        try:
+            yield instance
+        finally:
+            share_databases(home, lock)
+
+
 def build_services(home: Path, listener: Listener = ignore) -> Services:
     address = tracking_uri(home, os.environ)
+    if address == tracking_uri(home, {}):
+        follow_move(Path(address.removeprefix("sqlite:///")), artifact_root(home))
     return Services(
         home=home,
         store=Store(home / "store"),

@@ -218,8 +218,8 @@ def inspected(console: Console, found: InspectedRow) -> None:
 
 
 def addresses(console: Console, dagster: str, mlflow: str) -> None:
-    """Where to look. MLflow's pages open in the mode for training runs, not in the one for traces."""
-    console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}/#/experiments?workflowType=machine_learning")
+    """Where to look."""
+    console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}", soft_wrap=True)
 
 
 def _tokens(side: InspectedSide) -> str:

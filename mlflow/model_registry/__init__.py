@@ -7,6 +7,7 @@
     registry.py     model versions, aliases, rollback
     package.py      the one part that needs torch; a process of its own, started by files.py
     files.py        the files of a version: weights that lie on the disk once
+    moved.py        addresses of artifacts, when the home lies elsewhere
     connection.py   how long to wait for a server, and how to name it without its password
 
 The folder above is a source root, not a package, so that `import mlflow` finds the installed library.

@@ -2,24 +2,38 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 
+from training.contract.durable import locked, share_databases
+
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
-LOCAL_PAGE = "http://127.0.0.1:5000"
+_LONG_SECONDS = 1.0
+UI_VARIABLE = "PEDIGREE_MLFLOW_UI"
+DEFAULT_PAGE = "http://127.0.0.1:5000"
+# The client sends a request again whose answer was lost. Of what makes something new there would then be two.
+_ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+# How requests' client says that it gave up, and why.
+_GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)$")
 _SQLITE = "sqlite:///"
 
 
 class Connection:
-    """A tracking server or database that may be away. `warn` is told, in one sentence, whatever does not work."""
+    """A tracking server or database that may be away. `warn` is told, in one sentence, whatever does not work.
+
+    Of a server that let this process wait, the failure is believed for as long as it took: it is not asked ten times over.
+    """
 
     def __init__(self, uri: str, warn: Callable[[str], None]) -> None:
         self.uri, self.warn = uri, warn
+        self._away_until = 0.0
 
     @cached_property
     def client(self) -> MlflowClient:
@@ -27,36 +41,59 @@ class Connection:
 
     def attempt(self, what: str, work: Callable[[MlflowClient], None], quiet: bool = False) -> bool:
         """Do `work` within seconds; gives whether it succeeded, and warns unless `quiet` where it did not."""
+        started = time.monotonic()
+        if started < self._away_until:
+            return False
         try:
             with brief_patience():
                 work(self.client)
         except Exception as error:  # whatever a database, a network or a disk can do
+            ended = time.monotonic()
+            if _GAVE_UP.search(str(error)) and ended - started > _LONG_SECONDS:
+                self._away_until = ended + (ended - started)
             if not quiet:
-                self.warn(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri)}")
+                self.warn(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, ended - started)}")
             return False
         return True
 
 
 def connect(uri: str) -> MlflowClient:
-    if uri.startswith(_SQLITE):
-        Path(uri.removeprefix(_SQLITE)).parent.mkdir(parents=True, exist_ok=True)
-    return MlflowClient(uri)
+    """A client. Of a SQLite file it makes the tables, one process at a time: of two together one fails."""
+    if not uri.startswith(_SQLITE):
+        return MlflowClient(uri)
+    lock = Path(f"{uri.removeprefix(_SQLITE)}.lock")
+    with locked(lock):
+        client = MlflowClient(uri)
+        share_databases(lock.parent, lock)
+    return client
+
+
+def brief_patience() -> contextlib.AbstractContextManager[None]:
+    """Let MLflow's client give up after seconds, unless the person who runs this has set its patience already.
+
+    An upload of a model through the same server keeps the long patience it needs.
+    """
+    return _environment({name: value for name, value in _BRIEF.items() if name not in os.environ})
+
+
+def unrepeated() -> contextlib.AbstractContextManager[None]:
+    """Let MLflow's client send each request once. After a failure, look whether it was served all the same."""
+    return _environment(_ONCE)
 
 
 @contextlib.contextmanager
-def brief_patience() -> Iterator[None]:
-    """Let MLflow's client give up after seconds, unless the person who runs this has set its patience already.
-
-    MLflow reads these settings from the environment at every request and takes them nowhere else, so they are set for
-    the duration of the call only: an upload of a model through the same server keeps the long patience it needs.
-    """
-    added = {name: value for name, value in _BRIEF.items() if name not in os.environ}
-    os.environ.update(added)
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """MLflow reads its settings from the environment at every request and takes them nowhere else."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def is_server(uri: str) -> bool:
@@ -65,12 +102,36 @@ def is_server(uri: str) -> bool:
 
 
 def page(uri: str, path: str = "") -> str:
-    """A page of MLflow's: on the tracking server, or, for a database, where `pedigree ui` serves it by default.
+    """A page of MLflow's: on the tracking server, or, for a database, where that is served.
 
     Without the last part, MLflow opens its pages in the form made for chat traces.
     """
-    address = shown(uri).rstrip("/") if is_server(uri) else LOCAL_PAGE
-    return f"{address}/#/{path}?workflowType=machine_learning"
+    address = shown(uri).rstrip("/") if is_server(uri) else served_at(uri, os.environ)
+    return f"{address.rstrip('/')}/#/{path}?workflowType=machine_learning"
+
+
+def served_at(uri: str, environ: Mapping[str, str]) -> str:
+    """The address of the pages over a database: PEDIGREE_MLFLOW_UI, else where they were last served.
+
+    Else where `pedigree ui` will serve them if nothing else has the port.
+    """
+    if told := environ.get(UI_VARIABLE):
+        return told
+    with contextlib.suppress(OSError):
+        if (note := _note_of_address(uri)) and (noted := note.read_text(encoding="utf-8").strip()):
+            return noted
+    return DEFAULT_PAGE
+
+
+def note_address(uri: str, address: str) -> None:
+    """Remember, beside a SQLite file, where its pages are served; links that are stored later lead there."""
+    if note := _note_of_address(uri):
+        note.write_text(address, encoding="utf-8")
+
+
+def _note_of_address(uri: str) -> Path | None:
+    path = uri.removeprefix(_SQLITE)
+    return None if path == uri else Path(path).with_name("served-at.txt")
 
 
 def shown(uri: str) -> str:
@@ -81,7 +142,13 @@ def shown(uri: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def reason(error: Exception, uri: str) -> str:
-    """The first line of what went wrong, without the password of `uri`."""
+def reason(error: Exception, uri: str, seconds: float) -> str:
+    """The first line of what went wrong, without the password of `uri`; of a server that is away, what to do."""
     first = next(iter(str(error).splitlines()), "") or type(error).__name__
-    return first.replace(uri.rstrip("/"), shown(uri).rstrip("/"))
+    text = first.replace(uri.rstrip("/"), shown(uri).rstrip("/"))
+    if (gave_up := _GAVE_UP.search(text)) is None:
+        return text
+    return (
+        f"no good answer in {seconds:.1f} s ({gave_up['cause']}); nothing that was computed is lost: run again once it "
+        "answers, or name another server in MLFLOW_TRACKING_URI"
+    )

@@ -11,12 +11,12 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from training.contract.errors import RegistryError
+from training.contract.staging import claim_folder, remove_abandoned
 
 MODEL_FOLDER = "model"
 _TOKENIZER_FOLDER = "components/tokenizer"
@@ -27,21 +27,32 @@ _CAUSE_CHARACTERS = 2000
 @contextlib.contextmanager
 def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator[Path]:
     """The policy as an MLflow model in a folder for a while, on the filesystem of `parent`. Raises RegistryError."""
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".package-", dir=parent) as staging:
-        folder = Path(staging) / "policy"
+    with scratch(parent) as staging:
+        folder = staging / "policy"
         _package(name, policy, tokenizer, folder)
         _adopt_weights(policy, folder / MODEL_FOLDER)
         _add_tokenizer(tokenizer, folder)
         yield folder
 
 
-def move_into_place(folder: Path, target: Path) -> None:
-    """Rename `folder` to `target`, on the same filesystem; what was there is an earlier attempt's and goes."""
-    with tempfile.TemporaryDirectory(prefix=".replaced-", dir=target.parent) as aside:
-        if target.exists():
-            os.rename(target, Path(aside) / target.name)
-        os.rename(folder, target)
+@contextlib.contextmanager
+def scratch(parent: Path) -> Iterator[Path]:
+    """An empty folder on the filesystem of `parent` for a while; those of processes that were killed go first."""
+    place = parent / ".staging"
+    place.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(place)
+    claim = claim_folder(place)
+    try:
+        yield claim.folder
+    finally:
+        claim.give_up()
+
+
+def move_into_place(folder: Path, target: Path, scratch: Path) -> None:
+    """Rename `folder` to `target`, on the same filesystem; what was there is an earlier attempt's and goes to `scratch`."""
+    if target.exists():
+        os.rename(target, scratch / f"replaced {target.name}")
+    os.rename(folder, target)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -7,7 +7,7 @@ version. A new champion records the version it replaces, so a rollback needs no 
 
 import contextlib
 import re
-import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,8 +20,8 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from model_registry.connection import connect, page, reason, shown
-from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged
+from model_registry.connection import brief_patience, connect, page, reason, shown, unrepeated
+from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged, scratch
 from model_registry.records import tags_of
 from training.contract.errors import RegistryError
 from training.contract.fingerprint import fingerprint, short
@@ -72,12 +72,18 @@ class Registry:
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
             return found
-        with self._asking(f"register {name}") as client:
+        with self._asking(f"store the files of {name}", patient=True) as client:
             source = self._store_files(client, name, policy, tokenizer or policy, run_id, _folder_name(name, identity))
+        with self._asking(f"register {name}") as client, unrepeated():
             if _registered(client, name) is None:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
-            return _version(client.create_model_version(name, source, run_id, known, description=description))
+            try:
+                return _version(client.create_model_version(name, source, run_id, known, description=description))
+            except MlflowException:
+                if found := self.find_version(name, identity):  # made, and the answer was lost
+                    return found
+                raise
 
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
         """The latest version of `name` that carries all of `tags`."""
@@ -162,12 +168,15 @@ class Registry:
         return connect(self.tracking_uri)
 
     @contextlib.contextmanager
-    def _asking(self, what: str) -> Iterator[MlflowClient]:
+    def _asking(self, what: str, patient: bool = False) -> Iterator[MlflowClient]:
+        """The client, for seconds; `patient` where files go through it, after it has just answered something else."""
+        started = time.monotonic()
         try:
-            yield self._client
+            with contextlib.nullcontext() if patient else brief_patience():
+                yield self._client
         except (MlflowException, SQLAlchemyError, OSError) as error:
-            place = shown(self.tracking_uri)
-            raise RegistryError(f"MLflow at {place} cannot {what}: {reason(error, self.tracking_uri)}") from error
+            cause = reason(error, self.tracking_uri, time.monotonic() - started)
+            raise RegistryError(f"MLflow at {shown(self.tracking_uri)} cannot {what}: {cause}") from error
 
     def _store_files(
         self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str, place: str
@@ -181,9 +190,11 @@ class Registry:
         if any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
             return source
         local = local_path(root)
-        with packaged(f"models:/{name}", policy, tokenizer, local or self._downloads) as folder:
+        # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
+        with packaged(f"models:/{name}", policy, tokenizer, local.parent if local else self._downloads) as folder:
             if local:
-                move_into_place(folder, local / place)
+                local.mkdir(parents=True, exist_ok=True)
+                move_into_place(folder, local / place, folder.parent)
             else:
                 client.log_artifacts(run_id, str(folder), place)
         return source
@@ -193,14 +204,14 @@ class Registry:
         target = self._downloads / version.name / str(version.number)
         if target.is_dir():
             return target
-        target.parent.mkdir(parents=True, exist_ok=True)
         with (
-            self._asking(f"download version {version.number} of {version.name}"),
-            tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as staging,
+            self._asking(f"download version {version.number} of {version.name}", patient=True),
+            scratch(self._downloads) as staging,
         ):
             source = f"{version.source}/{MODEL_FOLDER}"
-            fetched = download_artifacts(artifact_uri=source, dst_path=staging, tracking_uri=self.tracking_uri)
-            move_into_place(Path(fetched), target)
+            fetched = download_artifacts(artifact_uri=source, dst_path=str(staging), tracking_uri=self.tracking_uri)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            move_into_place(Path(fetched), target, staging)
         return target
 
 

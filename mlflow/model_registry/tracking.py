@@ -20,7 +20,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 
-from model_registry.connection import Connection, is_server, page
+from model_registry.connection import Connection, is_server, page, unrepeated
 from model_registry.records import DatasetUsed, flatten, tags_of
 from model_registry.run import RunPlan, TrackedRun
 
@@ -136,8 +136,10 @@ class Tracker:
     def _open(self, experiment: str, key: str, plan: RunPlan) -> Run:
         client = self._connection.client
         experiment_id = self._experiment(client, experiment)
-        runs = _runs(client, experiment_id, key)
-        return runs[0] if runs else client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
+        if runs := _runs(client, experiment_id, key):
+            return runs[0]
+        with unrepeated():  # if the answer is lost, the next delivery finds the run
+            return client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
 
     def _experiment(self, client: MlflowClient, name: str) -> str:
         """The experiment's id, new or not. One that was deleted by hand comes back, with what it held."""

@@ -227,3 +227,12 @@ def test_a_file_is_copied_where_it_cannot_be_linked(tmp_path: Path):
 )
 def test_only_an_address_on_this_machine_is_a_path(address: str, path: Path | None):
     assert local_path(address) == path
+
+
+def test_what_a_killed_registration_left_goes_with_the_next(registered: Registered, policy: Path):
+    """A copy of a model for each attempt that was killed would fill the disk."""
+    beside = local_path(MlflowClient(registered.uri).get_run(registered.run_id).info.artifact_uri).parent / ".staging"
+    (beside / "killed" / "policy").mkdir(parents=True)
+    (beside / "killed.lock").touch()
+    registered.registry.register("again", policy, registered.run_id, identity=IDENTITY, tags={})
+    assert list(beside.iterdir()) == []

@@ -1,5 +1,8 @@
 """A real `mlflow server`: tracking and registering through HTTP, and what its death in the middle of a training costs."""
 
+import re
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +51,8 @@ def test_a_run_and_a_version_through_http(server, policy: Path, tmp_path: Path, 
     folder = registry.resolve("models:/remote@champion")
     assert weights_identity(folder) == weights_identity(policy)
     assert registry.resolve("models:/remote/1") == folder
-    assert [path.name for path in (tmp_path / "downloads").iterdir()] == ["remote"]
+    assert {path.name for path in (tmp_path / "downloads").iterdir()} == {"remote", ".staging"}
+    assert list((tmp_path / "downloads" / ".staging").iterdir()) == []
     assert warnings == []
     assert not (tmp_path / "not used").exists()
 
@@ -74,9 +78,8 @@ def test_training_outlives_the_server_and_is_replayed(
         run.flush()
     assert time.monotonic() - started < 25, "a server that is gone costs seconds"
     assert not run.is_delivered
-    assert len(warnings) == 2, warnings
     assert "training goes on" in warnings[0]
-    assert "replay its events later" in warnings[1]
+    assert len(warnings) <= 2, "an outage is told once, and once more at the end unless it was told that moment"
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     assert tracker.find_run("remote", "b") is None
     assert not tracker.log_evaluation(run.run_id, {"eval/loss": 0.5}, 5)
@@ -104,5 +107,62 @@ def test_events_are_kept_while_no_run_could_even_be_made(tmp_path: Path, warning
             run.record({"event": "step", "time": 1.0, "step": number, "loss": 0.5})
     assert time.monotonic() - started < 15
     assert run.run_id is None
-    assert len(warnings) == 2
+    assert 1 <= len(warnings) <= 2
     assert "secret" not in "".join(warnings)
+
+
+class Wire:
+    """A wire to the server that is cut, once each, after the answer to a request whose head has one of `lost` in it."""
+
+    def __init__(self, port: int, lost: list[bytes]) -> None:
+        self._port, self._lost = port, lost
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.uri = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            ours, _ = self._listener.accept()
+            threading.Thread(target=self._carry, args=(ours,), daemon=True).start()
+
+    def _carry(self, ours: socket.socket) -> None:
+        """One request a connection: the server's answer ends it, since it is asked to close."""
+        with ours, socket.create_connection(("127.0.0.1", self._port)) as theirs:
+            request = _read_request(ours)
+            theirs.sendall(request.replace(b"keep-alive", b"close"))
+            answer = b"".join(iter(lambda: theirs.recv(65536), b""))
+            for part in self._lost:
+                if part in request.partition(b"\r\n")[0]:
+                    self._lost.remove(part)
+                    return
+            ours.sendall(answer)
+
+
+def _read_request(connection: socket.socket) -> bytes:
+    head = b""
+    while b"\r\n\r\n" not in head:
+        head += connection.recv(65536)
+    length = re.search(rb"(?i)content-length: *([0-9]+)", head)
+    while length and len(head.partition(b"\r\n\r\n")[2]) < int(length[1]):
+        head += connection.recv(65536)
+    return head
+
+
+def test_what_was_made_though_the_answer_was_lost_is_made_once(
+    server, policy: Path, tmp_path: Path, warnings: list[str]
+):
+    """MLflow's client repeats a request whose answer did not come: that gave two runs, and two versions, of one policy."""
+    lost = [b"runs/create", b"model-versions/create"]
+    wire = Wire(server.port, lost)
+    tracker = Tracker(wire.uri, None, warnings.append)
+    with tracker.run(key="d", **ABOUT) as run:
+        pass
+    assert run.is_delivered
+    version = Registry(wire.uri, tmp_path).register(
+        "lost", policy, run.run_id, identity={"pedigree.policy": "d"}, tags={}
+    )
+    assert lost == []
+    client = MlflowClient(server.uri)
+    place = client.get_experiment_by_name("remote").experiment_id
+    assert len(client.search_runs([place], "tags.`pedigree.key` = 'd'")) == 1
+    assert [found.version for found in client.search_model_versions("name = 'lost'")] == [str(version.number)] == ["1"]

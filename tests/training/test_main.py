@@ -119,3 +119,13 @@ def test_a_process_whose_supervisor_is_gone_does_nothing(make_job: MakeJob, monk
     with pytest.raises(SystemExit, match=f"process {gone.pid}"):
         main(job.path)
     assert not job.events.exists()
+
+
+def test_a_full_disk_is_told_with_what_to_do_and_without_a_traceback(make_job: MakeJob) -> None:
+    """/dev/full takes nothing, as a disk without a free byte."""
+    job = make_job()
+    job.events.parent.mkdir(parents=True, exist_ok=True)
+    job.events.symlink_to("/dev/full")
+    said = failure(job)
+    assert (said.type, said.traceback) == ("StoreError", "")
+    assert "bytes free" in said.message and "No space left on device; make room and run again" in said.message

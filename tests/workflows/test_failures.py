@@ -1,5 +1,6 @@
 """Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
@@ -7,8 +8,11 @@ import huggingface_hub.constants
 import pytest
 
 from assets.pipeline import Services
+from assets.release import sole_decision
+from model_registry.registry import Alias, Registry
 from tests.workflows.conftest import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
+from training.contract.removal import is_held
 from workflows.execution import RunReport, materialize
 from workflows.recipes import load_recipe
 
@@ -63,3 +67,26 @@ def test_the_report_has_our_words_not_those_of_the_library_below(folder, service
     assert (
         error.startswith("`reference.model: nobody/nothing` is neither a folder") and "HF_HUB_OFFLINE is set" in error
     )
+
+
+class Watched(Registry):
+    """Notes at each move of an alias whether somebody holds the right to decide."""
+
+    def watch(self, lock: Path) -> "Watched":
+        self.lock = lock
+        self.held: list[bool] = []
+        return self
+
+    def set_alias(self, name: str, alias: Alias, number: int) -> None:
+        self.held.append(is_held(self.lock))
+        super().set_alias(name, alias, number)
+
+
+def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, services):
+    """Else two candidates are compared with one champion, and the second replaces the first unseen."""
+    with sole_decision(services.store, "split") as lock:
+        registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(Path(lock.name))
+    report = run(folder, replace(services, registry=registry), None, 0.25)
+    assert report.succeeded
+    assert registry.held == [True, True], "candidate, then champion"
+    assert not is_held(registry.lock)

@@ -4,11 +4,18 @@ Everything made here has the permissions that the umask gives a new file or fold
 0700 instead, which a rename would carry into a store that a group shares.
 """
 
+import contextlib
+import errno
+import fcntl
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from training.contract.errors import StoreError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _ATTEMPTS = 100
 
 
@@ -30,6 +37,15 @@ def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> No
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock in the file `path`, waiting for whoever has it: another process, or a thread that opened it as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def sync_folder(folder: Path) -> None:
@@ -87,6 +103,32 @@ def open_as_umask_says(folder: Path) -> None:
     for path in [folder, *folder.rglob("*")]:
         wanted = folder_mode if path.is_dir() else folder_mode & 0o666
         path.chmod(path.stat().st_mode & 0o7777 | wanted)
+
+
+def refusal(doing: str, place: Path, error: object) -> StoreError:
+    """What a person reads where the operating system does not take what is written to `place`."""
+    account = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
+    return StoreError(
+        f"{account}; make room and run again: what was finished is kept" if lacks_room(account) else account
+    )
+
+
+def lacks_room(account: str) -> bool:
+    """Whether an account of an error tells of a disk or a quota that is full: libraries have errors of their own for it."""
+    return any(os.strerror(number) in account for number in _NO_ROOM)
+
+
+def share_databases(folder: Path, like: Path) -> None:
+    """Give this user's SQLite files below `folder` at least the permissions of the file `like`.
+
+    SQLite makes files of 0644 at most, whatever the umask says; what it makes beside a file takes after that.
+    """
+    wanted = like.stat().st_mode & 0o666
+    for path in folder.rglob("*.db*"):
+        with contextlib.suppress(FileNotFoundError):  # journals come and go
+            found = path.stat()
+            if found.st_uid == os.geteuid() and found.st_mode & wanted != wanted:
+                path.chmod(found.st_mode & 0o7777 | wanted)
 
 
 def free_bytes(path: Path) -> int:

@@ -19,18 +19,16 @@ The file is JSON with a checksum of its own. It is read once and replaced in one
 the others wrote; an unreadable one counts as empty, and one that cannot be written only costs time.
 """
 
-import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.contract.durable import write_durably
+from training.contract.durable import locked, write_durably
 from training.contract.fingerprint import canonical_json
 
 SETTLE_SECONDS = 2.0
@@ -84,7 +82,7 @@ class HashCache:
         if not fresh:
             return
         try:
-            with _locked(self._path.with_name(self._path.name + ".lock")):
+            with locked(self._path.with_name(self._path.name + ".lock")):
                 entries = _without_lost_files(_read(self._path))
                 entries[kind] = entries.get(kind, {}) | fresh
                 write_durably(self._path, _serialized(entries))
@@ -123,11 +121,3 @@ def _read(path: Path) -> Entries:
         return {}
     entries: Entries = content["entries"]
     return entries
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -44,8 +44,8 @@ class Failure(BaseModel):
     traceback: str
 
     def write_first(self, path: Path) -> None:
-        """Write it to `path`, unless another account is there."""
-        with contextlib.suppress(FileExistsError), open(path, "x", encoding="utf-8") as file:
+        """Write it to `path`, unless another account is there, or the disk is full: the launcher then says so."""
+        with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
             file.write(self.model_dump_json(indent=2))
 
 

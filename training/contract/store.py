@@ -16,7 +16,6 @@ staging folder whose lock nobody holds, and the next one that stages something r
 """
 
 import contextlib
-import errno
 import fcntl
 import functools
 import importlib.metadata
@@ -32,9 +31,10 @@ from typing import Any, BinaryIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from training.contract.durable import (
-    free_bytes,
+    lacks_room,
     new_folder,
     open_as_umask_says,
+    refusal,
     rename_new,
     sync_folder,
     sync_tree,
@@ -55,7 +55,6 @@ from training.contract.manifest import (
 from training.contract.staging import claim_folder, remove_abandoned
 
 _LIBRARIES = ("torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -175,8 +174,8 @@ class Store:
         try:
             yield claim.folder
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                raise self._refusal("write an artifact", error) from error
+            if lacks_room(str(error)):
+                raise refusal("write an artifact", self.root, error) from error
             raise
         finally:
             claim.give_up()
@@ -224,10 +223,7 @@ class Store:
         try:
             yield
         except OSError as error:
-            raise self._refusal(doing, error) from error
-
-    def _refusal(self, doing: str, error: OSError) -> StoreError:
-        return StoreError(f"cannot {doing} in {self.root} ({free_bytes(self.root):,} bytes free): {error}")
+            raise refusal(doing, self.root, error) from error
 
     def _has_intact(self, kind: str, fingerprint: str) -> bool:
         """Whether these contents are there and whole; broken ones go out of the way of those that take their place."""

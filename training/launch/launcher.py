@@ -14,6 +14,7 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
+from training.contract.durable import free_bytes, refusal
 from training.contract.errors import JobFailed
 from training.contract.events import Event, Follower
 from training.contract.job import Failure, Job
@@ -69,18 +70,25 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
 
 
 def prepare(job: Job) -> None:
-    """Write job.json and remove what an earlier attempt said, but for the events of steps that checkpoints have kept."""
-    job.write()
-    job.error.unlink(missing_ok=True)
-    if not job.checkpoints.exists():
-        job.events.unlink(missing_ok=True)
+    """Write job.json and remove what an earlier attempt said, but for the events of steps that checkpoints have kept.
+
+    Raises StoreError where the disk does not take it.
+    """
+    try:
+        job.write()
+        job.error.unlink(missing_ok=True)
+        if not job.checkpoints.exists():
+            job.events.unlink(missing_ok=True)
+    except OSError as error:
+        raise refusal(f"describe the {job.kind} job", job.folder, error) from error
 
 
 def _explain(job: Job, log: Path, status: int) -> str:
     failure = _read_failure(job.error)
     if failure is None:
         text = _tail(log)
-        return f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log} ends with\n{_last_lines(text)}"
+        account = f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log}"
+        return f"{account} ({free_bytes(job.folder):,} bytes free there) ends with\n{_last_lines(text)}"
     place = "" if failure.rank is None else f" on {_rank(job, failure.rank)}"
     account = f"the {job.kind} job failed{place}: {failure.type}: {failure.message}; its log is {log}"
     return f"{account}\n{failure.traceback.rstrip()}" if failure.traceback else account

@@ -1,0 +1,103 @@
+"""A home that several processes, and several users, come to at once."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assets.process import is_alive, this_process
+from model_registry.connection import connect
+from workflows.resources import build_services, dagster_instance, settle
+
+
+def at_once(count: int, work) -> list[int | None]:
+    """The exit codes of `count` processes that begin `work` at the same moment."""
+    context = multiprocessing.get_context("fork")
+    gate = context.Barrier(count)
+
+    def begin() -> None:
+        gate.wait()
+        work()
+
+    processes = [context.Process(target=begin) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
+
+
+@pytest.fixture
+def group_umask() -> Iterator[None]:
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("group_umask")
+def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Dagster's tables were made several times over, and its database then had two versions: nobody could open it again."""
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
+    settle(tmp_path)
+
+    def open_it() -> None:
+        with dagster_instance():
+            pass
+
+    assert at_once(4, open_it) == [0] * 4
+    open_it()
+    databases = list((tmp_path / "dagster").rglob("*.db"))
+    assert len(databases) >= 3 and all(path.stat().st_mode & 0o020 for path in databases), "the group writes them too"
+
+
+def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Oracle: MLflow, asked where the run, the version and the next run lie."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    about: dict[str, Any] = {"experiment": "demo", "params": {}, "tags": {}}
+    first = build_services(tmp_path / "alt 100% ü")
+    with first.tracker.run(key="a", name="a", **about) as run:
+        pass
+    client = connect(first.tracker.tracking_uri)
+    client.create_registered_model("demo")
+    client.create_model_version("demo", f"{client.get_run(run.run_id).info.artifact_uri}/policy", run.run_id)
+    (tmp_path / "alt 100% ü").rename(tmp_path / "new")
+    moved = build_services(tmp_path / "new")
+    client = connect(moved.tracker.tracking_uri)
+    below = f"{(tmp_path / 'new' / 'mlflow' / 'artifacts' / 'demo').as_uri()}/"
+    assert client.get_run(run.run_id).info.artifact_uri == f"{below}{run.run_id}/artifacts"
+    assert client.get_model_version("demo", "1").source == f"{below}{run.run_id}/artifacts/policy"
+    with moved.tracker.run(key="b", name="b", **about) as another:
+        pass
+    assert client.get_run(another.run_id).info.artifact_uri == f"{below}{another.run_id}/artifacts"
+    (tmp_path / "link").symlink_to("new")
+    build_services(tmp_path / "link")
+    assert client.get_run(run.run_id).info.artifact_uri.startswith(below), "another way to the same folder is no move"
+
+
+@pytest.mark.slow
+def test_the_first_runs_of_a_database_may_come_together(tmp_path: Path):
+    assert at_once(2, lambda: connect(f"sqlite:///{tmp_path}/mlflow/mlflow.db")) == [0, 0]
+
+
+def test_a_process_lives_on_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch):
+    """What psutil says of a process's beginning is counted from the boot, whose date moves when somebody sets the clock."""
+    told = this_process()
+    assert is_alive(told)
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: 1.0)
+    assert is_alive(told)
+
+
+def test_a_process_that_ended_and_one_that_has_its_number_are_told_apart():
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    host, pid, began = this_process().rsplit(" ", 2)
+    assert not is_alive(f"{host} {ended.pid} {began}")
+    assert not is_alive(f"{host} {pid} {began}1"), "another process with the same number"
+    assert not is_alive(f"{host} {pid} another-boot+{began.rpartition('+')[2]}")
+    assert is_alive(f"elsewhere {os.getpid()} {began}"), "nobody here can know"
