@@ -4,6 +4,7 @@ What it was stands in the store, frozen: the derivation of its key, and for a to
 tokenizer's files. Neither torch nor transformers is needed to compare them. The words for each kind:
 
     preference_source    preferences.jsonl differs (1,092 -> 1,147 rows read); extra.jsonl added
+                         org/pairs at commit cd34: data/train.jsonl differs
     base_model           model.safetensors differs; config rope_theta 10000.0 -> 500000.0
     tokenization_spec    chat template changed: line 14; tokenizer gained token <|tool|>; max_length 128 -> 256
     *_spec               loss.beta 0.1 -> 0.2
@@ -12,7 +13,6 @@ tokenizer's files. Neither torch nor transformers is needed to compare them. The
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
@@ -30,6 +30,7 @@ from training.contract.store import Record, Store
 NO_RECORD = "the record of how it was made is no longer in the store"
 _INPUT_TAG, _CODE_TAG = "dagster/input_data_version/", "dagster/code_version"
 _LONGEST_SECTION = 160
+_MOST_FILES = 5
 
 
 def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
@@ -44,7 +45,7 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     if found.asset == "preference_source":
         words += _data_changes(record, found)
     elif found.asset == "base_model":
-        words += _model_changes(before, now, found.places["folder"])
+        words += _model_changes(before, found)
     elif found.asset == "tokenization_spec":
         words += _tokenization_changes(store, record, found)
     else:
@@ -113,13 +114,32 @@ def _data_changes(record: Record, found: Found) -> Iterator[str]:
         elif old_files[name]["sha256"] != new_files[name]["sha256"]:
             rows = rows or count_source_rows(found)
             yield f"{name} differs{_row_counts(known.get(name), rows[name])}"
-    old_hubs, new_hubs = ([source for source in sources if isinstance(source, dict)] for sources in (old, new))
-    yield from setting_changes(_by_number(old_hubs), _by_number(new_hubs))
+    commits = [source["revision"] for source in found.places["hub"]]
+    yield from _hub_changes(_by_number(old), _by_number(new), commits)
     if old_files.keys() == new_files.keys() and list(old_files) != list(new_files):
         yield "the order of the files changed"
 
 
-def _by_number(hubs: list[dict[str, Any]]) -> dict[str, Any]:
+def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequence[str]) -> Iterator[str]:
+    """What of the hub's data sets is different: which they are, and of each that stayed its files."""
+    whole = [{name: {**hub, "files": None} for name, hub in hubs.items()} for hubs in (old, new)]
+    yield from setting_changes(*whole)
+    for (name, about), commit in zip(new.items(), commits, strict=True):
+        if name not in old or old[name]["hub"] != about["hub"]:
+            continue
+        was, now = old[name]["files"], about["files"]
+        words = [
+            f"{file} {'removed' if file not in now else 'added' if file not in was else 'differs'}"
+            for file in sorted(was.keys() | now.keys())
+            if was.get(file) != now.get(file)
+        ]
+        if words:
+            more = [f"and {len(words) - _MOST_FILES:,} more"] if len(words) > _MOST_FILES else []
+            yield f"{about['hub']} at commit {short(commit)}: {', '.join([*words[:_MOST_FILES], *more])}"
+
+
+def _by_number(sources: list[Any]) -> dict[str, Any]:
+    hubs = [source for source in sources if isinstance(source, dict)]
     return {"hub data set" if len(hubs) == 1 else f"hub data set {n}": hub for n, hub in enumerate(hubs, 1)}
 
 
@@ -127,10 +147,16 @@ def _row_counts(before: int | None, now: int | None) -> str:
     return "" if before is None or now is None else f" ({before:,} -> {now:,} rows read)"
 
 
-def _model_changes(before: dict[str, Any], now: dict[str, Any], folder: Path) -> Iterator[str]:
-    if before.get("weights") != now.get("weights"):
-        names = sorted(file.name for file in folder.glob("*.safetensors"))
-        yield f"{names[0]} differs" if len(names) == 1 else f"the weights in {len(names)} files differ"
+def _model_changes(before: dict[str, Any], found: Found) -> Iterator[str]:
+    now = found.derivation.settings
+    if found.fingerprint is None:
+        yield f"{now['hub']} is at commit {short(now['commit'])}, which is not downloaded yet"
+        return
+    commit = found.places["commit"]
+    at = f" at commit {short(commit)}" if commit else ""
+    if before["weights"] != now["weights"]:
+        names = sorted(file.name for file in found.places["folder"].glob("*.safetensors"))
+        yield f"{names[0]} differs{at}" if len(names) == 1 else f"the weights in {len(names)} files differ{at}"
     for words in setting_changes(before["config"], now["config"]):
         yield f"config {words}"
 

@@ -30,7 +30,7 @@ def _data(recipe: Recipe) -> Settings:
 
 
 def _tokenization(recipe: Recipe) -> Settings:
-    return recipe.tokenization.model_dump(mode="json", exclude={"tokenizer", "chat_template"})
+    return recipe.tokenization.model_dump(mode="json", exclude={"tokenizer", "revision", "chat_template"})
 
 
 def _training(recipe: Recipe) -> Settings:
@@ -87,7 +87,7 @@ GRAPH: dict[str, Node] = {
     "preference_source": Node(
         "sources",
         frozenset({"json"}),
-        "Preference files or a hub data set, as they are now. The data version is the fingerprint of their bytes.",
+        "Preference files or a hub data set, as they are now. The data version is the fingerprint of their contents.",
     ),
     "base_model": Node(
         "sources",

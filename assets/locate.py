@@ -2,31 +2,55 @@
 
 Whoever asks sees the world as it is at that moment. Only hashes of files that nobody wrote since are remembered, and only
 for those who look: a body, which records what it sees, gives no cache.
+
+Of a data set of the hub the list of its data files counts, by the hash each has there, and what its card says of configs; so
+another commit that only changes the text of the card is the same data. A model's weights count, from wherever they are; so
+those of the hub are downloaded, unless somebody only looks.
 """
 
+import json
+import re
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from huggingface_hub import HfApi, snapshot_download
+import yaml
 
+from assets.named_model import NamedModel
 from model_registry.registry import Registry
-from training.contract.errors import DataError, ModelError
-from training.contract.files import TOKENIZER_FILES, DataFile, data_files, tokenizer_files
+from training.contract.errors import DataError, HubError, ModelError
+from training.contract.files import TOKENIZER_FILES, DataFile, data_files, is_readable, tokenizer_files
 from training.contract.fingerprint import fingerprint, hash_files
 from training.contract.hash_cache import HashCache
+from training.contract.hub import CARD, CARD_FILES, Emit, Repository
 from training.contract.recipe import DataSource, Recipe
 from training.contract.weights import weights_fingerprint, weights_identity
 
-_MODEL_FILES = ["*.safetensors", "config.json", "generation_config.json", "*.safetensors.index.json"]
+_MODEL_FILES = ("*.safetensors", "*config.json", "*.safetensors.index.json")
+_OTHER_WEIGHTS = ("*/*", "consolidated*")  # copies of the weights for other programs than transformers
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+_HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
+_LOADED_WITH = ("config.json",)  # by which transformers knows a tokenizer's class where its own config does not say
+
+
+@dataclass(frozen=True)
+class AbsentModel:
+    """A model of the hub at a commit that is not on this machine, of which nothing else is known."""
+
+    hub: str
+    commit: str
 
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """A model folder of this machine. `identity`: its config's fields and the sha256 of its tensors."""
+    """A model folder of this machine. `identity`: its config's fields and the sha256 of its tensors.
+
+    `commit`: of a model of the hub, where its revision is.
+    """
 
     folder: Path
     identity: dict[str, Any]
+    commit: str | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -44,7 +68,7 @@ class LocatedTokenizer:
 
 @dataclass(frozen=True)
 class LocatedData:
-    """The preference sources, ready to be read. `identity`: for files their sha256 in order, for the hub the commit.
+    """The preference sources, ready to be read. `identity`: for files their sha256 in order, for the hub its own hashes.
 
     `files`: the local files of each source, in that order, with their sha256; none for one of the hub.
     """
@@ -61,11 +85,28 @@ class LocatedData:
         )
 
 
-def locate_base_model(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel:
-    """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors."""
-    reference = recipe.reference
-    folder = _model_folder("reference.model", reference.model, reference.revision, _MODEL_FILES, registry)
-    return LocatedModel(folder, weights_identity(folder, cache))
+def locate_base_model(recipe: Recipe, registry: Registry, emit: Emit | None = None) -> LocatedModel:
+    """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors.
+
+    A model of the hub is downloaded; `emit` hears of it.
+    """
+    named = _named_model(recipe)
+    if not named.is_of_hub:
+        return LocatedModel(folder := named.local_folder(registry), weights_identity(folder))
+    commit, folder = named.downloaded(_MODEL_FILES, _OTHER_WEIGHTS, emit)
+    return LocatedModel(folder, _identity_of_download(named, commit, folder), commit)
+
+
+def glimpse_base_model(recipe: Recipe, registry: Registry, cache: HashCache) -> LocatedModel | AbsentModel:
+    """The same for those who only look: nothing large is downloaded, and remembered hashes are believed."""
+    named = _named_model(recipe)
+    if not named.is_of_hub:
+        return LocatedModel(folder := named.local_folder(registry), weights_identity(folder, cache))
+    commit = named.commit()
+    found = named.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
+    if found is None:
+        return AbsentModel(named.address, commit)
+    return LocatedModel(found, _identity_of_download(named, commit, found, cache), commit)
 
 
 def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel | None:
@@ -79,13 +120,17 @@ def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None 
 
 def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:
     """The tokenizer's folder and the template file. Raises ModelError or DataError that names the recipe's field."""
-    field, address, revision = "tokenization.tokenizer", recipe.tokenization.tokenizer, None
-    if address is None:
-        field, address, revision = "reference.model", recipe.reference.model, recipe.reference.revision
-    folder = _model_folder(field, address, revision, list(TOKENIZER_FILES), registry)
+    settings = recipe.tokenization
+    own = settings.tokenizer and NamedModel("tokenization.tokenizer", settings.tokenizer, settings.revision)
+    named = own or _named_model(recipe)
+    if named.is_of_hub:
+        _, folder = named.downloaded((*TOKENIZER_FILES, *_LOADED_WITH))
+    else:
+        folder = named.local_folder(registry)
     files = tokenizer_files(folder)
     if not files:
-        raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json (set `tokenization.tokenizer`)")
+        place = f"`{named.field}: {named.address}`" if named.is_of_hub else folder
+        raise ModelError(f"{place} holds no tokenizer; expected tokenizer.json (set `tokenization.tokenizer`)")
     template = recipe.tokenization.chat_template
     if template is not None and not Path(template).is_file():
         raise DataError(f"there is no file {template}; `tokenization.chat_template` names a Jinja file or is null")
@@ -111,18 +156,36 @@ def _locate_source(source: DataSource, cache: HashCache | None) -> tuple[dict[st
         found = data_files(source.path)
         hashes = zip(found, _hashed([file.path for file in found], cache), strict=True)
         files = [file.model_copy(update={"sha256": sha}) for file, sha in hashes]
-        identity = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
+        identity: Any = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
         return described, identity, files
     assert source.hub is not None
     try:
-        commit = HfApi().dataset_info(source.hub, revision=source.revision).sha
-    except Exception as error:  # whatever the hub's client raises, its text is the cause
-        raise DataError(
-            f"the data set {source.hub!r} (revision {source.revision or 'main'}) cannot be reached: {error}; "
-            f"look at `data.sources` and at the network; a private one needs HF_TOKEN"
-        ) from error
-    pinned = {"hub": source.hub, "config": source.config, "split": source.split, "commit": commit}
-    return {**described, "revision": commit}, pinned, []
+        commit, identity = _hub_identity(source, Repository(source.hub, "dataset", source.revision))
+    except HubError as error:
+        raise DataError(f"`data.sources`: {error}") from error
+    return {**described, "revision": commit}, identity, []
+
+
+def _hub_identity(source: DataSource, repository: Repository) -> tuple[str, dict[str, Any]]:
+    """The commit, and what of it decides which rows are read: data files by their hash, and how they are divided."""
+    commit = repository.commit()
+    listed = repository.files(commit)
+    counting = {name: blob for name, blob in listed.items() if is_readable(PurePath(name)) or name in CARD_FILES[1:]}
+    card = (repository.fetch(commit, [CARD]) / CARD).read_text(errors="replace") if CARD in listed else ""
+    chosen = {"hub": source.hub, "config": source.config, "split": source.split}
+    return commit, {**chosen, "configs": _configs(card), "files": counting}
+
+
+def _configs(card: str) -> Any:
+    """What the card says of configs and splits, in the YAML before its text; that YAML as it is where it cannot be read."""
+    header = _HEADER.match(card)
+    if header is None:
+        return None
+    try:
+        said = yaml.safe_load(header[1])
+    except yaml.YAMLError:
+        return header[1]
+    return json.loads(json.dumps(said.get("configs"), default=str)) if isinstance(said, dict) else None
 
 
 def _hashed(files: list[Path], cache: HashCache | None) -> list[str]:
@@ -130,17 +193,19 @@ def _hashed(files: list[Path], cache: HashCache | None) -> list[str]:
     return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
 
 
-def _model_folder(field: str, address: str, revision: str | None, patterns: list[str], registry: Registry) -> Path:
-    if address.startswith("models:/"):
-        return registry.resolve(address)
-    if Path(address).is_absolute():
-        if not Path(address).is_dir():
-            raise ModelError(f"there is no folder {address}; `{field}` is a folder beside the recipe, or a hub id")
-        return Path(address)
+def _named_model(recipe: Recipe) -> NamedModel:
+    return NamedModel("reference.model", recipe.reference.model, recipe.reference.revision)
+
+
+def _identity_of_download(
+    named: NamedModel, commit: str, folder: Path, cache: HashCache | None = None
+) -> dict[str, Any]:
+    """What is no model in a folder of the hub's cache is explained by what the repository has, not by the folder."""
     try:
-        return Path(snapshot_download(address, revision=revision, allow_patterns=patterns))
-    except Exception as error:  # whatever the hub's client raises, its text is the cause
+        return weights_identity(folder, cache)
+    except ModelError as error:
+        found = sorted(name for name in named.repository.files(commit) if name.endswith(_WEIGHT_SUFFIXES))
         raise ModelError(
-            f"`{field}: {address}` is neither a folder beside the recipe nor a model of the hub that can be reached: "
-            f"{error}; a private one needs HF_TOKEN"
+            f"`{named.field}: {named.address}` cannot be used: {error}; the weights in that repository: "
+            f"{', '.join(found) or 'none'}"
         ) from error

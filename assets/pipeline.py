@@ -21,10 +21,23 @@ OWNER = "team:preference-tuning"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A recipe (its local paths absolute) under the name that begins its asset keys."""
+    """A recipe (its local paths absolute) under the name that begins its asset keys.
 
-    name: str
+    `family` is the name of the recipe's folder, which a variant shares with the recipe that it is a variant of.
+    """
+
+    family: str
     recipe: Recipe
+    variant: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.family if self.variant is None else f"{self.family}-{self.variant}"
+
+    @property
+    def argument(self) -> str:
+        """What stands for it on the command line."""
+        return self.family if self.variant is None else f"{self.family}/{self.variant}"
 
     @property
     def identifier(self) -> str:

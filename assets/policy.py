@@ -68,7 +68,7 @@ class _Tracking:
     def links(self, made: Realized) -> dict[str, Any]:
         """The run's id for whoever comes after; a run that is not there, or misses something, is replayed first."""
         derivation = made.artifact.derivation
-        run_id = self._services.tracker.find_run(self._pipeline.name, derivation.key)
+        run_id = self._services.tracker.find_run(self._pipeline.family, derivation.key)
         if run_id is None:
             with self._run(derivation, made.artifact.json("recipe.json")) as run:
                 run.replay(read_events(made.artifact.file("events.jsonl")))
@@ -83,7 +83,7 @@ class _Tracking:
         pairs = upstream(self._context, self._pipeline, self._services, "tokenized_pairs")
         tags = {name: source.fingerprint for name, source in derivation.inputs.items()}
         return self._services.tracker.run(
-            experiment=self._pipeline.name,
+            experiment=self._pipeline.family,  # a recipe's runs and its variants' stand beside each other
             key=derivation.key,
             name=f"{self._pipeline.name}-{short(derivation.key)}",
             params=recipe,

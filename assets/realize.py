@@ -24,9 +24,11 @@ from assets.world import Found, count_source_rows
 from training.contract.errors import CorruptArtifact, StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
+from training.contract.hub import check_files
 from training.contract.job import Input, Job, JobKind
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Made, Store
+from training.contract.weights import weight_files
 from training.launch.launcher import run_job
 
 # A model or a checkpoint that is not what was published is refused; anything else can be made again without loss.
@@ -173,7 +175,9 @@ def record_found(
 
 
 def _facts(found: Found) -> dict[str, Any]:
+    """What is told of a source that is recorded for the first time; a new model of the hub is what the hub promised."""
     if found.asset == "base_model":
+        check_files([*weight_files(found.places["folder"]), found.places["folder"] / "config.json"])
         weights = found.derivation.settings["weights"]
         return {name: weights[name] for name in ("tensors", "bytes")}
     if found.asset != "preference_source":
@@ -251,6 +255,17 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
             f"materialized from {short(artifact.fingerprint)}; materialize {pipeline.name}/base_model and what follows it"
         )
     return located.folder
+
+
+def told_to(log: Log, services: Services, asset: str) -> Services:
+    """The same services, with a listener that writes into `log` as well what it hears of `asset`."""
+    events = _EventLog(log, asset)
+
+    def hear(event: Event) -> None:
+        events.hear(event)
+        services.listener(event)
+
+    return replace(services, listener=hear)
 
 
 def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Log) -> None:

@@ -12,19 +12,18 @@ from functools import cached_property
 from typing import Any
 
 import dagster as dg
-import pyarrow.parquet as pq
 
 from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
 from assets.graph import GRAPH, derivation
+from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
 from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import Log, latest_derivation, latest_metadata, upstream
+from assets.realize import Log, latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
 from training.contract.fingerprint import short
-from training.contract.loss import Loss
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
 
@@ -90,14 +89,9 @@ class _Candidate:
     @cached_property
     def lineage(self) -> dict[str, str]:
         """The fingerprint of every artifact it stands on, by kind, found by walking up the latest materializations."""
-        found: dict[str, str] = {}
-        waiting = [(name, artifact.fingerprint) for name, artifact in self.above.items()]
-        while waiting:
-            kind, fingerprint = waiting.pop()
-            if found.setdefault(kind, fingerprint) == fingerprint:
-                how = latest_derivation(self.instance, self.pipeline, self.services.store, kind, fingerprint)
-                waiting += [(source.kind, source.fingerprint) for source in how.inputs.values()]
-        return found
+        heads = {name: artifact.fingerprint for name, artifact in self.above.items()}
+        found = ancestry(self.instance, self.pipeline, self.services.store, heads)
+        return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
 
 
 def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
@@ -138,7 +132,7 @@ def _decide(services: Services, candidate: _Candidate, version: Version) -> Deci
     gate = candidate.pipeline.recipe.release.gate
     theirs = None if champion is None else _evaluation_of(services.store, champion)
     same_scale = champion is None or all(
-        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind] for kind in _scale(evaluation)
+        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind] for kind in scale_of(evaluation)
     )
     return decide(
         _losses(evaluation, same_scale),
@@ -159,21 +153,11 @@ def _evaluation_of(store: Store, champion: Version) -> Artifact:
         ) from error
 
 
-def _scale(evaluation: Artifact) -> tuple[str, ...]:
-    """What decides the scale of a held-out loss; the other pairs too, where a pair's loss depends on them."""
-    loss = Loss.model_validate(evaluation.derivation.settings["loss"])
-    of_batch = ("tokenized_pairs",) if loss.depends_on_batch else ()
-    return ("reference_model", "evaluation_spec", *of_batch)
-
-
 def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
     """Held-out losses by pair. Where they are of another scale than the champion's, what both have is whether a
     pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
-    rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
-    return {
-        row["chosen_key"] + row["rejected_key"]: row["loss"] if same_scale else float(row["margin"] <= 0)
-        for row in rows
-    }
+    rows = rows_by_pair(evaluation)
+    return {pair: loss(row) if same_scale else 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(

@@ -1,7 +1,7 @@
 """The two assets that stand for the world outside: preference data and the base model.
 
-They copy nothing. Materializing one looks at the files (or asks the hub for the commit) and records what was there; its
-data version is the fingerprint of the bytes. They are ordinary assets rather than Dagster's observable source assets,
+They copy nothing. Materializing one looks at the files (or asks the hub, and downloads a model) and records what was there;
+its data version is the fingerprint of the contents. They are ordinary assets rather than Dagster's observable source assets,
 because one run can hold an observation or materializations, not both, and a retrain must begin by looking.
 """
 
@@ -9,7 +9,7 @@ import dagster as dg
 
 from assets.metadata import table
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import record_found
+from assets.realize import record_found, told_to
 from assets.world import look, named_files
 
 
@@ -38,12 +38,14 @@ def preference_source(pipeline: Pipeline) -> dg.AssetsDefinition:
 def base_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     @declare(pipeline, "base_model")
     def base_model(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        found = look(pipeline, services, "base_model")
+        found = look(pipeline, told_to(context.log, services, "base_model"), "base_model")
         made = record_found(services, found, context.instance, pipeline)
+        commit = found.places["commit"]
         return made.result(
             {
                 "model": dg.MetadataValue.path(str(found.places["folder"])),
                 "config": dg.MetadataValue.json(found.derivation.settings["config"]),
+                **({} if commit is None else {"commit": commit}),
             }
         )
 

@@ -3,13 +3,24 @@
 Their bodies, `pedigree status` and `pedigree plan` all ask here, so that none of them sees another world than the others.
 """
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from assets.counting import count_rows
 from assets.graph import GRAPH, derivation
-from assets.locate import LocatedTokenizer, locate_base_model, locate_champion, locate_data, locate_tokenizer
-from assets.pipeline import Pipeline, Services
+from assets.locate import (
+    AbsentModel,
+    LocatedModel,
+    LocatedTokenizer,
+    glimpse_base_model,
+    locate_base_model,
+    locate_champion,
+    locate_data,
+    locate_tokenizer,
+)
+from assets.pipeline import Listener, Pipeline, Services
 from training.contract.fingerprint import fingerprint
 from training.contract.hash_cache import HashCache
 from training.contract.job import JobKind
@@ -20,7 +31,7 @@ ROOTS = tuple(name for name, node in GRAPH.items() if not node.needs)
 
 @dataclass(frozen=True)
 class Found:
-    """How the asset would be made, and what it would be: `fingerprint` is None where only a job can tell.
+    """How the asset would be made, and what it would be: `fingerprint` is None where only a job, or a download, can tell.
 
     `files` is what its artifact holds where no job writes it, `places` where the things lie that it names, and
     `tokenizer` the tokenizer of a tokenization spec.
@@ -45,7 +56,7 @@ class Found:
 def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
     """`asset`, one of `ROOTS`, as the world is now. Raises what looking raises: DataError, ModelError, RegistryError.
 
-    With a `cache`, files that nobody wrote since they were hashed are not read.
+    With a `cache`, files that nobody wrote since they were hashed are not read, and no model is downloaded.
     """
     if asset == "preference_source":
         return _preference_source(pipeline, cache)
@@ -66,8 +77,12 @@ def hash_cache(services: Services) -> HashCache:
 
 
 def count_source_rows(found: Found) -> dict[str, int | None]:
-    """The rows of every file of a `preference_source`, by the name it has in `named_files`."""
-    return {name: count_rows(place) for name, place in found.places["files"].items()}
+    """The rows of every file of a `preference_source`, by the name it has in `named_files`, and of every hub data set.
+
+    Those of the hub are not known before they are downloaded, to be read.
+    """
+    files = {name: count_rows(place) for name, place in found.places["files"].items()}
+    return files | {f"{source['hub']} ({source['split']}) {n}": None for n, source in enumerate(found.places["hub"], 1)}
 
 
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
@@ -93,18 +108,30 @@ def _preference_source(pipeline: Pipeline, cache: HashCache | None) -> Found:
             "sources": located.sources,
             "listed": [[file.model_dump(mode="json") for file in files] for files in located.files],
             "files": dict(zip(named_files(located.identity), paths, strict=True)),
+            "hub": [source for source in located.sources if source["hub"]],
         },
     )
 
 
 def _base_model(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:
-    located = locate_base_model(pipeline.recipe, services.registry, cache)
+    if cache is None:
+        hear = partial(_hear, services.listener, "base_model")
+        located: LocatedModel | AbsentModel = locate_base_model(pipeline.recipe, services.registry, hear)
+    else:
+        located = glimpse_base_model(pipeline.recipe, services.registry, cache)
+    if isinstance(located, AbsentModel):
+        return Found(derivation("base_model", {}, asdict(located)), None)
     return Found(
         derivation("base_model", {}, located.identity),
         located.fingerprint,
         {"identity.json": located.identity},
-        {"folder": located.folder},
+        {"folder": located.folder, "commit": located.commit},
     )
+
+
+def _hear(listener: Listener, asset: str, event: str, **fields: Any) -> None:
+    """Tell of a download as a job tells of its work."""
+    listener({"event": event, "time": time.time(), "asset": asset, **fields})
 
 
 def _tokenization_spec(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:

@@ -94,14 +94,14 @@ def build_table(sequences: Sequences, memo: Memo, dtype: str) -> LogProbTable:
 
 
 def _demand_coverage(sequences: Sequences, hits: Hits) -> None:
-    """Every sequence has one finite value over as many tokens as its mask trains."""
+    """Every sequence has one value, which is finite as all that the memo keeps, over as many tokens as its mask trains."""
     if len(missing := np.flatnonzero(~hits.found_Q)):
         raise TrainingError(
             f"{len(missing)} of {len(sequences)} sequences have no reference log-prob after scoring, first "
             f"{sequences.name(missing[0])}; the store lost shards meanwhile: run again"
         )
     expected_S = np.array([int(sequences.read(i).mask_T.sum()) for i in range(len(sequences))], dtype=np.int64)
-    if len(wrong := np.flatnonzero((hits.counts_Q != expected_S) | ~np.isfinite(hits.sums_Q))):
+    if len(wrong := np.flatnonzero(hits.counts_Q != expected_S)):
         first = wrong[0]
         raise TrainingError(
             f"{len(wrong)} of {len(sequences)} sequences have a wrong reference log-prob, first "

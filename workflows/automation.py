@@ -70,8 +70,8 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
         )
     except dg.DagsterInvalidDefinitionError as error:
         raise RecipeError(
-            f"`automation.cron: {automation.cron}` with `automation.timezone: {automation.timezone}` is no schedule; "
-            'expected five fields such as "0 6 * * 1", Mondays at six, and a name such as Europe/Berlin'
+            f"{pipeline.name}: `automation.cron: {automation.cron}` with `automation.timezone: {automation.timezone}` is no "
+            'schedule; expected five fields such as "0 6 * * 1", Mondays at six, and a name such as Europe/Berlin'
         ) from error
 
 
@@ -131,12 +131,15 @@ def _causes(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance
 def _is_recorded(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Found, key: str) -> bool:
     if found.fingerprint is not None:
         return data_version(instance, pipeline.key(found.asset)) == found.fingerprint
+    if found.job is None:
+        return False  # a model that is not downloaded yet: the run does it
     record = services.store.record(found.asset, key)
     return record is not None and _files(record.derivation.settings) == _files(found.derivation.settings)
 
 
 def _identity(found: Found) -> Any:
-    return found.fingerprint or _files(found.derivation.settings)
+    settings = found.derivation.settings
+    return found.fingerprint or (settings if found.job is None else _files(settings))
 
 
 def _files(settings: dict[str, Any]) -> dict[str, Any]:

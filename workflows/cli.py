@@ -28,12 +28,14 @@ from assets.page import write_page
 from model_registry.connection import is_server
 from training.contract.errors import PedigreeError
 from workflows import show
+from workflows.comparison import compare as do_compare
+from workflows.comparison import last_evaluated
 from workflows.execution import INTERRUPTED, RunReport, materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
 from workflows.plan import plan as make_plan
-from workflows.recipes import LoadedRecipe, load_recipe, recipe_folder
+from workflows.recipes import find_recipe, find_recipes, recipe_folder
 from workflows.resources import build_services, pedigree_home, settle
 from workflows.servers import dagster_server, free_port, mlflow_server, serving
 from workflows.verify import verify as do_verify
@@ -74,7 +76,8 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.
 
-    RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml.
+    RECIPE is the name of a recipe in workflows/defs, or the path of any folder that holds a defs.yaml; with / and a name
+    behind it, one of its variants: demo/hinge.
     """
     warnings.filterwarnings("ignore", module=r"dagster.*")
     for name in ("alembic", "mlflow.store.db.utils"):
@@ -85,19 +88,28 @@ def main() -> None:
 @main.command()
 @_recipe
 @click.option("--select", type=click.Choice(list(GRAPH)), help="Only this asset and what it stands on.")
+@click.option("--variants", is_flag=True, help="The recipe, then its variants; one that fails does not stop the rest.")
 @_as_json
 @_reporting
-def run(recipe: str, select: str | None, as_json: bool) -> None:
+def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
     """Materialize a recipe: compute what changed, reuse the rest."""
-    loaded = _load(recipe)
-    with show.Progress(_people) as progress, _instance() as instance:
-        services = build_services(pedigree_home(), progress.hear)
-        report = materialize(loaded, services, instance, select)
+    found = find_recipes(recipe)
+    reports: list[RunReport] = []
+    for loaded in found if variants else found[:1]:
+        if variants:
+            _people.print(f"[bold]{loaded.pipeline.name}[/]")
+        with show.Progress(_people) as progress, _instance() as instance:
+            reports.append(materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select))
+        if not as_json:
+            show.run_report(Console(highlight=False), reports[-1])
+        if reports[-1].interrupted:
+            break
     if as_json:
-        _print_json(_report_json(report))
-    else:
-        show.run_report(Console(highlight=False), report)
-    if not report.succeeded:
+        told = [_report_json(report) for report in reports]
+        _print_json({"recipe": reports[0].recipe, "runs": told} if variants else told[0])
+    if failed := [report.recipe for report in reports if not report.succeeded]:
+        if variants:
+            _people.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
         sys.exit(1)
 
 
@@ -107,7 +119,7 @@ def run(recipe: str, select: str | None, as_json: bool) -> None:
 @_reporting
 def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing, and why, as the files are at this moment."""
-    loaded = _load(recipe)
+    loaded = find_recipe(recipe)
     with _instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
     if as_json:
@@ -122,7 +134,7 @@ def status(recipe: str, as_json: bool) -> None:
 @_reporting
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts; rows and tokens are made for it, no model runs."""
-    loaded = _load(recipe)
+    loaded = find_recipe(recipe)
     with show.Progress(_people) as progress, _instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
     if as_json:
@@ -138,7 +150,7 @@ def plan(recipe: str, as_json: bool) -> None:
 @_reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe stands on again, and score some pairs again with the reference model."""
-    loaded = _load(recipe)
+    loaded = find_recipe(recipe)
     with show.Progress(_people) as progress, _instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
     if as_json:
@@ -158,7 +170,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 @_reporting
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
-    loaded = _load(recipe)
+    loaded = find_recipe(recipe)
     with show.Progress(_people) as progress, _instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         found = inspect_row(loaded.pipeline, services, instance, row, score)
@@ -168,6 +180,25 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
         _print_json(asdict(found))
     else:
         show.inspected(Console(highlight=False), found)
+
+
+@main.command()
+@click.argument("recipes", nargs=-1, required=True)
+@_as_json
+@_reporting
+def compare(recipes: tuple[str, ...], as_json: bool) -> None:
+    """What was last evaluated, side by side: settings that differ, results, and the paired differences to the first.
+
+    One RECIPE alone stands for itself and all its variants.
+    """
+    found = find_recipes(recipes[0]) if len(recipes) == 1 else [find_recipe(recipe) for recipe in recipes]
+    with _instance() as instance:
+        services = build_services(pedigree_home())
+        comparison = do_compare([last_evaluated(loaded.pipeline, services, instance) for loaded in found])
+    if as_json:
+        _print_json(asdict(comparison))
+    else:
+        show.comparison(Console(highlight=False), comparison)
 
 
 @main.command()
@@ -224,10 +255,6 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         show.addresses(_people, dagster.address, tracking if len(servers) == 1 else servers[1].address)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
-
-
-def _load(recipe: str) -> LoadedRecipe:
-    return load_recipe(recipe_folder(recipe))
 
 
 def _report_json(report: RunReport) -> dict[str, Any]:

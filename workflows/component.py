@@ -1,6 +1,12 @@
-"""`type: workflows.PreferenceTuning`: a recipe's file becomes twelve assets, a job, a schedule and a sensor."""
+"""`type: workflows.PreferenceTuning`: a recipe's file becomes a pipeline, and one more for each of its variants.
+
+A pipeline is twelve assets, jobs, a schedule and sensors. Its name begins its asset keys, and with `-` as `_` the names of
+its jobs, so no two pipelines may share it: neither two of one file nor those of recipes beside each other.
+"""
 
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Self
 
 import dagster as dg
@@ -9,7 +15,7 @@ from pydantic import BaseModel
 from assets import data, evaluation, policy, reference, release, sources, specs
 from assets.pipeline import Pipeline
 from training.contract.errors import RecipeError
-from training.contract.recipe import Recipe
+from training.contract.variants import RecipeFile
 from workflows.automation import retraining
 from workflows.recipe_file import refuse_repeated_keys
 
@@ -34,33 +40,53 @@ _BUILDERS = (
 class PreferenceTuning(dg.Component):
     """Keeps a preference-tuned language model up to date with its data, its base model and its recipe.
 
-    The attributes are a `Recipe`; Dagster validates them and names file, line and field of what is wrong. The folder's
-    name is the pipeline's.
+    The attributes are a `RecipeFile`; Dagster validates them and names file, line and field of what is wrong. The folder's
+    name is the pipeline's, and begins those of its variants.
     """
 
-    def __init__(self, pipeline: Pipeline):
-        self.pipeline = pipeline
+    def __init__(self, pipelines: Sequence[Pipeline]):
+        self.pipelines = pipelines
 
     @classmethod
     def get_model_cls(cls) -> type[BaseModel]:
-        return Recipe
+        return RecipeFile
 
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
         refuse_repeated_keys(context.path / RECIPE_FILE)
-        if not isinstance(attributes, Recipe):
+        if not isinstance(attributes, RecipeFile):
             raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
         if not _NAME.fullmatch(context.path.name):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
             )
-        return cls(Pipeline(context.path.name, attributes.located_at(context.path)))
+        pipelines = [
+            Pipeline(context.path.name, recipe.located_at(context.path), variant)
+            for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]
+        ]
+        _refuse_clashes(context.path, pipelines)
+        return cls(pipelines)
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        return pipeline_definitions(self.pipeline)
+        return dg.Definitions.merge(*(pipeline_definitions(pipeline) for pipeline in self.pipelines))
 
 
 def pipeline_definitions(pipeline: Pipeline) -> dg.Definitions:
     """The assets of a pipeline with its job, schedule and sensor."""
     assets = [build(pipeline) for build in _BUILDERS]
     return dg.Definitions.merge(dg.Definitions(assets=assets), retraining(pipeline))
+
+
+def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
+    """Raises RecipeError for a variant with the name of another one, or of a recipe in a folder beside this one."""
+    beside = [file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}")]
+    taken = {name.replace("-", "_"): f"the recipe {name}" for name in sorted(beside)}
+    for pipeline in pipelines:
+        if pipeline.variant is None:
+            continue
+        if pipeline.identifier in taken:
+            raise RecipeError(
+                f"{folder / RECIPE_FILE}: variants.{pipeline.variant}: its pipeline would be {pipeline.name}, the name "
+                f"of {taken[pipeline.identifier]} (- and _ count as one): rename one of them"
+            )
+        taken[pipeline.identifier] = f"the variant {pipeline.variant}"

@@ -49,6 +49,11 @@ class RunReport:
     model_version: str | None
     samples: list[dict[str, str]]
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody stopped it: then nothing that was to follow shall."""
+        return any(asset.error == INTERRUPTED for asset in self.assets)
+
 
 def with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
     """The assets that a run of `asset` goes through: itself and everything it stands on; all of them for None.

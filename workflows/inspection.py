@@ -112,7 +112,7 @@ class _Inspector:
             name = self._pipeline.name
             raise UsageError(
                 f"{name}/reference_logprobs is of other pairs than {name}/tokenized_pairs {short(pairs.fingerprint)}, so "
-                f"row {row} cannot be scored; run `pedigree run {name}` first"
+                f"row {row} cannot be scored; run `pedigree run {self._pipeline.argument}` first"
             )
         if (base := base_of(inputs["policy"], self._services.store)) is not None:
             inputs["reference_model"] = base
@@ -125,7 +125,9 @@ class _Inspector:
         artifact = self._materialized(asset)
         if artifact is None:
             name = self._pipeline.name
-            raise UsageError(f"{name}/{asset} was never materialized; run `pedigree run {name}` first")
+            raise UsageError(
+                f"{name}/{asset} was never materialized; run `pedigree run {self._pipeline.argument}` first"
+            )
         return artifact
 
     def _materialized(self, asset: str) -> Artifact | None:

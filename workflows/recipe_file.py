@@ -14,8 +14,10 @@ from pydantic import BaseModel, ValidationError
 
 from training.contract.errors import RecipeError
 from training.contract.recipe import Recipe
+from training.contract.variants import RecipeFile
 
 _LONGEST_VALUE = 80
+_TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
 
 
 def refuse_repeated_keys(file: Path) -> None:
@@ -71,13 +73,14 @@ def _words(name: str, fault: Any) -> str:
         case "missing":
             return "it is missing, and has no default"
         case "value_error":
-            return str(fault["msg"]).removeprefix("Value error, ")
+            hint = _TAKE_AWAY if name.startswith("variants.") else ""
+            return str(fault["msg"]).removeprefix("Value error, ") + hint
     return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, found {_shown(fault['input'])}"
 
 
 def _unknown(name: str) -> str:
     *section, field = name.split(".")
-    known = _fields(Recipe, section)
+    known = _fields(Recipe, section[2:]) if section[:1] == ["variants"] else _fields(RecipeFile, section)
     near = difflib.get_close_matches(field, known, n=1)
     return f"there is no such field; did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
 

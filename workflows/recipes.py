@@ -1,4 +1,7 @@
-"""Finding recipes: a name under `workflows/defs/`, or the path of any folder that holds a `defs.yaml`."""
+"""Finding recipes: a name under `workflows/defs/`, or the path of any folder that holds a `defs.yaml`.
+
+A file holds one pipeline or more: the recipe's own and those of its variants, which are named behind it, `demo/hinge`.
+"""
 
 import os
 from dataclasses import dataclass
@@ -21,34 +24,64 @@ class LoadedRecipe:
     definitions: dg.Definitions
 
 
+def find_recipe(text: str) -> LoadedRecipe:
+    """The recipe that `text` names, or the variant. Raises what loading raises."""
+    return find_recipes(text)[0]
+
+
+def find_recipes(text: str) -> list[LoadedRecipe]:
+    """The recipe that `text` names and its variants; where `/` and a name stand behind it, that variant alone."""
+    above, _, variant = text.rstrip("/").rpartition("/")
+    if _folder(text) is None and (folder := _folder(above)) is not None:
+        return [load_recipe(folder, variant)]
+    return load_recipes(recipe_folder(text))
+
+
 def recipe_folder(text: str) -> Path:
     """The folder that `text` names. Raises UsageError with the known names if there is none."""
-    for folder in (DEFS / text, Path(text)):
-        if (folder / RECIPE_FILE).is_file():
-            return folder.resolve()
+    if (folder := _folder(text)) is not None:
+        return folder
     known = ", ".join(sorted(p.parent.name for p in DEFS.glob(f"*/{RECIPE_FILE}"))) or "none"
     raise UsageError(f"{text!r} is neither a recipe of this project ({known}) nor a folder with a {RECIPE_FILE}")
 
 
-def load_recipe(folder: Path) -> LoadedRecipe:
-    """The pipeline in `folder` and its definitions. Raises RecipeError with file, line and field of what is wrong."""
+def load_recipe(folder: Path, variant: str | None = None) -> LoadedRecipe:
+    """The recipe in `folder`, or its variant. Raises UsageError with the known variants, and as `load_recipes` does."""
+    found = {loaded.pipeline.variant: loaded for loaded in load_recipes(folder)}
+    if variant not in found:
+        known = ", ".join(name for name in found if name is not None) or "none"
+        raise UsageError(f"the recipe {folder.name} has no variant {variant!r}; there is {known}")
+    return found[variant]
+
+
+def load_recipes(folder: Path) -> list[LoadedRecipe]:
+    """The recipe in `folder` and its variants, in the order of the file.
+
+    Raises RecipeError with file, line and field of what is wrong.
+    """
     place = ModuleType(folder.name)
     place.__path__ = [str(folder)]
     place.__file__ = None
     tree = dg.ComponentTree.from_module(place, folder)
     try:
         components = tree.get_all_components(of_type=PreferenceTuning)
-        definitions = [pipeline_definitions(component.pipeline) for component in components]
+        pipelines = [pipeline for component in components for pipeline in component.pipelines]
+        found = [LoadedRecipe(pipeline, pipeline_definitions(pipeline)) for pipeline in pipelines]
     except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
         raise RecipeError(explained(folder / RECIPE_FILE, error)) from error
     if len(components) != 1:
         raise RecipeError(
             f"{folder / RECIPE_FILE} holds {len(components)} components of type workflows.PreferenceTuning, expected one"
         )
-    return LoadedRecipe(components[0].pipeline, definitions[0])
+    return found
 
 
 def extra_recipes() -> list[Path]:
     """The folders in PEDIGREE_RECIPES, separated like PATH: recipes outside the project that the web UI shall show."""
     listed = os.environ.get("PEDIGREE_RECIPES", "")
     return [recipe_folder(text) for text in listed.split(os.pathsep) if text]
+
+
+def _folder(text: str) -> Path | None:
+    folders = (DEFS / text, Path(text)) if text else ()
+    return next((folder.resolve() for folder in folders if (folder / RECIPE_FILE).is_file()), None)

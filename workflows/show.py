@@ -13,6 +13,7 @@ from assets.graph import GRAPH
 from assets.pipeline import Pipeline
 from training.contract.events import Event
 from training.contract.fingerprint import short, shortened
+from workflows.comparison import MEASURES, Compared, Comparison
 from workflows.execution import RunReport
 from workflows.gc import Collection
 from workflows.inspection import InspectedRow, InspectedSide
@@ -127,6 +128,39 @@ def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) 
         work = ", ".join(f"{_count(count)} {name}" for name, count in asset.work.items())
         table.add_row(asset.asset, _coloured(asset.action), work, escape("\n".join(asset.causes)))
     console.print(table)
+
+
+def comparison(console: Console, found: Comparison) -> None:
+    """A row a recipe; below each mean its difference to the first, bright where it is more than noise."""
+    first = next((each for each in found.recipes if each.recipe == found.against), None)
+    table = Table(title="As last evaluated" + (f", on {first.pairs} held-out pairs" if first else ""))
+    for name in ("recipe", "settings"):
+        table.add_column(name, overflow="fold")
+    for name in MEASURES:
+        table.add_column(name, no_wrap=True)
+    for each in found.recipes:
+        told = each.settings.items() if first in (each, None) else each.settings.items() - first.settings.items()
+        lines = (f"{name.removeprefix('training.')} {value or '-'}" for name, value in sorted(told))
+        table.add_row(each.recipe, escape("\n".join(lines)), *(_compared(each, name) for name in MEASURES))
+    console.print(table)
+    for each in found.recipes:
+        for note in each.notes:
+            console.print(f"[yellow]{each.recipe}:[/] {escape(note)}")
+    if any(each.differences for each in found.recipes):
+        console.print(
+            f"Below a value: its difference to {found.against} on the same pairs ± one standard error, dim where it is less "
+            "than two of them: chance explains it. Margins are in nats, before beta. A loss is told where it is the same one."
+        )
+
+
+def _compared(each: Compared, measure: str) -> str:
+    if measure not in each.means:
+        return "other loss" if each.means else ""
+    value = f"{each.means[measure]:.3f}"
+    if (by := each.differences.get(measure)) is None:
+        return value
+    style = "bold" if abs(by.mean) > 2 * by.standard_error else "dim"
+    return f"{value}\n[{style}]{by.mean:+.3f} ± {by.standard_error:.3f}[/]"
 
 
 def verification(console: Console, found: Verification) -> None:

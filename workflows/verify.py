@@ -56,7 +56,9 @@ def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance,
     verifier = _Verifier(pipeline, services, instance)
     artifacts = [verified for asset in GRAPH if (verified := verifier.asset(asset)) is not None]
     if not artifacts:
-        raise UsageError(f"nothing of {pipeline.name} was ever materialized; run `pedigree run {pipeline.name}` first")
+        raise UsageError(
+            f"nothing of {pipeline.name} was ever materialized; run `pedigree run {pipeline.argument}` first"
+        )
     whole = all(asset.ok for asset in artifacts)
     inputs = verifier.scoring_inputs() if rows and whole else None
     if inputs is None:

@@ -24,6 +24,21 @@ Losses = Mapping[str, float]
 
 
 @dataclass(frozen=True)
+class PairedDifference:
+    """How much more one has than another on the same pairs, on average, with the standard error of that."""
+
+    pairs: int
+    mean: float
+    standard_error: float
+
+
+def paired_difference(values: Losses, others: Losses) -> PairedDifference:
+    """`values` minus `others`, by pair, on those that both have: at least two."""
+    gains = [values[pair] - others[pair] for pair in sorted(values.keys() & others.keys())]
+    return PairedDifference(len(gains), statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains)))
+
+
+@dataclass(frozen=True)
 class Decision:
     """`reasons` are sentences for people; `figures` the numbers they rest on."""
 
@@ -84,8 +99,8 @@ def _compare(candidate: Losses, champion: Losses, figures: dict[str, float]) -> 
     ours, theirs = {pair: candidate[pair] for pair in shared}, {pair: champion[pair] for pair in shared}
     if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
         return False, broken
-    gains = [theirs[pair] - ours[pair] for pair in shared]
-    gain, error = statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains))
+    better = paired_difference(theirs, ours)
+    gain, error = better.mean, better.standard_error
     figures |= {
         "candidate_loss": rounded(statistics.fmean(ours.values()), len(shared)),
         "champion_loss": rounded(statistics.fmean(theirs.values()), len(shared)),

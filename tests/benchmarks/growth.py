@@ -118,10 +118,13 @@ def _write_model(point: Point, folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def _made_up(point: Point) -> list[tuple[list[int], ...]]:
+def _made_up(point: Point) -> list[tuple[list[int], list[int], list[int]]]:
     random = np.random.default_rng(0)
-    lengths = (PROMPT, point.response, point.response)
-    return [tuple(random.integers(point.vocabulary, size=n).tolist() for n in lengths) for _ in range(point.pairs)]
+
+    def tokens(count: int) -> list[int]:
+        return [int(token) for token in random.integers(point.vocabulary, size=count)]
+
+    return [(tokens(PROMPT), tokens(point.response), tokens(point.response)) for _ in range(point.pairs)]
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ def profile_steps(job: Job) -> Counter[str]:
         found.update(shares(watch.events()))
         return taken
 
-    Stepper.step = watched  # type: ignore[method-assign]
-    logprobs.lay_out = ranged("lay out", logprobs.lay_out)
+    Stepper.step = watched  # type: ignore[method-assign, assignment]
+    logprobs.lay_out = ranged("lay out", logprobs.lay_out)  # type: ignore[attr-defined]
     AttentionInterface.register(attention.SHARED_PREFIX, ranged("attention", attention.attend))
     with group("cpu") as alone:
         entry.make(job, alone)
@@ -131,7 +131,7 @@ def main() -> int:
     threads = arguments.threads
     with tempfile.TemporaryDirectory() as folder:
         workload, pairs = prepare(arguments.data, Path(folder))
-        scored = workload.run(reference_job(workload, pairs))
+        scored = workload.do(reference_job(workload, pairs))
         job = policy_job(workload, pairs, scored, arguments.micro_tokens)
         cost = run("measured", str(job.path), threads=threads)
         told = list(phases(job, cost))

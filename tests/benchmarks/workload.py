@@ -20,16 +20,14 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
-from training import main
+from tests.training.workshop import Workshop
 from training.contract.fingerprint import fingerprint, sequence_key
-from training.contract.job import Input, Job, JobKind
+from training.contract.job import Job
 from training.contract.manifest import Derivation
 from training.contract.recipe import Compute, Dtype, Reference, Tokenization, Training
 from training.contract.store import Artifact, Made, Store
-from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.packing import Batches, train_items
-from training.distributed import group
 from training.objective import pair_tokens
 
 PAIRS = 64
@@ -46,10 +44,9 @@ DTYPE = Reference(model="").dtype
 
 
 @dataclass(frozen=True)
-class Workload:
+class Workload(Workshop):
     """Where everything is, and how jobs are run."""
 
-    folder: Path
     compute: Compute = ON_CPU
 
     @property
@@ -59,37 +56,6 @@ class Workload:
     @property
     def order(self) -> Path:
         return self.folder / "order.json"
-
-    def run(self, job: Job) -> Artifact:
-        """Do `job` here and now, and give what it made."""
-        with group("cpu") as alone:
-            main.make(job, alone)
-        made = Store(job.store).find(job.artifact, job.derivation.key)
-        assert made is not None
-        return made
-
-    def job(
-        self,
-        kind: JobKind,
-        artifact: str,
-        inputs: dict[str, Artifact | Path],
-        settings: dict[str, Any],
-        locations: dict[str, Any] | None = None,
-    ) -> Job:
-        job = Job(
-            kind=kind,
-            artifact=artifact,
-            code_version="1",
-            inputs={name: _as_input(name, given) for name, given in inputs.items()},
-            settings=settings,
-            locations=locations or {},
-            compute=self.compute,
-            recipe={},
-            store=self.folder / "store",
-            folder=self.folder / "jobs" / artifact,
-        )
-        job.write()
-        return job
 
 
 Rows = Callable[[Path], list[Any]]
@@ -113,14 +79,14 @@ def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Wor
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(data)), encoding="utf-8")
     _write_base(data / "tokenizers" / "mistral-v3", workload.base)
-    where = {"sources": [{"path": str(folder / "rows.jsonl"), "format": "auto"}]}
+    where: dict[str, Any] = {"sources": [{"path": str(folder / "rows.jsonl"), "format": "auto"}]}
     read = {"formats": ["auto"], "validation_fraction": 0.0}
-    raw = workload.run(workload.job("preferences", "raw_preferences", {}, read, where))
+    raw = workload.do(workload.job("preferences", "raw_preferences", {}, read, where))
     rules = Tokenization(max_length=MAX_LENGTH, over_length="error").model_dump(exclude={"tokenizer", "chat_template"})
     where = {"tokenizer": str(workload.base), "revision": None, "chat_template": None}
-    spec = workload.run(workload.job("tokenizer", "tokenization_spec", {}, rules, where))
+    spec = workload.do(workload.job("tokenizer", "tokenization_spec", {}, rules, where))
     inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
-    pairs = workload.run(workload.job("pairs", "tokenized_pairs", inputs, {}))
+    pairs = workload.do(workload.job("pairs", "tokenized_pairs", inputs, {}))
     _write_order(workload, raw, pairs)
     return workload, pairs
 
@@ -206,10 +172,3 @@ def _write_order(workload: Workload, raw: Artifact, artifact: Artifact) -> None:
     order = [int(pairs.rows[item]) for step in range(1, found.steps_per_epoch + 1) for item in found.batch(step)]
     rows = pq.read_table(raw.file("preferences.parquet"), columns=["prompt", "chosen", "rejected"]).to_pylist()
     workload.order.write_text(json.dumps([rows[row] for row in order]), encoding="utf-8")
-
-
-def _as_input(name: str, given: Artifact | Path) -> Input:
-    if isinstance(given, Artifact):
-        return Input(kind=given.manifest.kind, fingerprint=given.fingerprint, folder=given.folder)
-    weights = weights_fingerprint(weights_identity(given))
-    return Input(kind=name, fingerprint=fingerprint(name, {"weights": weights}), folder=given)

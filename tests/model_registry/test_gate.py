@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from model_registry.gate import MIN_PAIRS, decide, rounded
+from model_registry.gate import MIN_PAIRS, decide, paired_difference, rounded
 
 losses = st.lists(st.floats(0, 50), min_size=MIN_PAIRS, max_size=60)
 
@@ -33,6 +33,12 @@ def test_better_by_more_than_a_standard_error_is_promoted_with_its_figures():
         "on 16 shared pairs the loss is 0.2 lower than the champion's; "
         "to be released it must be lower by more than one standard error, 0.02582"
     ]
+
+
+def test_a_paired_difference_is_on_what_both_have():
+    found = paired_difference(CHAMPION | {"old": 100.0}, BETTER | {"new": -100.0})
+    assert (found.pairs, found.mean) == (16, pytest.approx(0.2))
+    assert found.standard_error == pytest.approx(0.1 / math.sqrt(15))
 
 
 def test_better_by_less_than_a_standard_error_is_not():

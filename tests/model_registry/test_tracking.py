@@ -102,6 +102,7 @@ def test_a_failure_of_the_job_is_the_state_of_the_run_and_goes_on_its_way(tracke
         run.record(step(1))
         raise ValueError("out of memory")
     assert client.get_run(run.run_id).info.status == "FAILED"
+    assert tracker.find_run("demo", "a" * 64) is None, "it has not all that it was to have"
 
 
 def test_another_key_or_recipe_is_another_run(tracker: Tracker):

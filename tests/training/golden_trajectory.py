@@ -30,7 +30,7 @@ from training.loop import run
 
 FILE = Path(__file__).parent / "golden" / "trajectory.json"
 SERIES = ("loss", "rewards/margins", "grad_norm")
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "loss": {"beta": 0.5},
     "batch_size": 8,
     "micro_tokens": 128,

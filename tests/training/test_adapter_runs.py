@@ -63,7 +63,7 @@ def test_only_the_adapter_has_gradients_state_and_a_place_in_checkpoints(tiny_wo
     job = tiny_world.job("policy", with_adapter(max_steps=2), checkpoint_every=2)
     tune(job)
     [file] = job.checkpoints.rglob("*.safetensors")
-    saved = {state: set() for state in ("weights", "exp_avg", "exp_avg_sq", "step")}
+    saved: dict[str, set[str]] = {state: set() for state in ("weights", "exp_avg", "exp_avg_sq", "step")}
     for piece in load_file(file):
         state, name = piece.rpartition("@")[0].split("/", 1)
         saved[state].add(name)

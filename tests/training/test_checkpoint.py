@@ -16,15 +16,16 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
-from tests.training.runs import ALONE
 from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
 from training.contract.optimizer import AdamW
+from training.distributed import Group
 from training.optim import Optimizers, build_optimizer
 from training.pieces import Held, PieceReader, piece_of, write_pieces
 from training.saver import Saver
 
+ALONE = Group(0, 1, torch.device("cpu"))
 JOB = Derivation(kind="policy", code_version="1", inputs={}, settings={"beta": 0.1})
 SHAPES = {"a.weight": (5, 3), "b": (4,), "c": (1, 2)}
 
@@ -197,6 +198,20 @@ def test_half_a_checkpoint_is_not_used(tmp_path: Path, damage: str):
     assert resumed(checkpoints, notes).step == 5 and len(notes) == 1
 
 
+def test_what_takes_the_place_of_a_corrupt_one_may_be_corrupt_too(tmp_path: Path):
+    checkpoints = saved(tmp_path, 5, 10)
+    for _ in range(2):
+        flip_a_bit(place(tmp_path, 10) / "rank-00000.safetensors")
+        assert resumed(checkpoints, []).step == 5
+        saved(tmp_path, 10)
+    assert resumed(checkpoints).step == 10
+
+
+def test_a_step_that_was_saved_may_be_saved_again(tmp_path: Path):
+    """As the last one is, by a run that is asked to stop after it has saved it."""
+    assert resumed(saved(tmp_path, 5, 10, 10)).step == 10
+
+
 def test_all_corrupt_is_none(tmp_path: Path):
     checkpoints = saved(tmp_path, 5)
     flip_a_bit(place(tmp_path, 5) / "rank-00000.safetensors")
@@ -271,8 +286,11 @@ def test_a_full_disk_at_the_manifest_commits_nothing(tmp_path: Path, room: Any):
 
 
 RANK = """
+import errno
+import os
 import resource
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -286,35 +304,50 @@ from training.saver import Saver
 
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-saver = Saver(Checkpoints(Path(sys.argv[3]), JOB), Group(rank, 2, torch.device("cpu")))
+group = Group(rank, 2, torch.device("cpu"))
 most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-if rank == 1:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
-saver.start(10, Toy(10, rank, 2).state, {})
-resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-try:
-    saver.finish()
-except StoreError as error:
-    print(error)
+
+
+LATE = {"as it is sealed": "rank-00001.unsealed", "at the manifest": ".manifest.json-"}
+
+
+def refuse_late(event, arguments):
+    if event == "open" and any(when in str(arguments[0]) and name in str(arguments[0]) for when, name in LATE.items()):
+        time.sleep(1)  # as a disk takes, or a hash: meanwhile the training goes on
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+sys.addaudithook(refuse_late)
+for when in ("at once", *LATE):
+    saver = Saver(Checkpoints(Path(sys.argv[3], when), JOB), group)
+    if rank == 1 and when == "at once":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+    saver.start(10, Toy(10, rank, 2).state, {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    try:
+        saver.finish()
+    except StoreError as error:
+        print(error)
 dist.destroy_process_group()
 """
 
 
 def test_where_one_rank_finds_no_room_all_say_so_and_nobody_waits_for_it(tmp_path: Path):
-    checkpoints = saved(tmp_path / "checkpoints", 5)
+    """Rank 1 as it writes its file, or later, in the thread that seals it; rank 0 at the very end, for the manifest."""
+    checkpoints = [saved(tmp_path / when, 5) for when in ("at once", "as it is sealed", "at the manifest")]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    places = [str(tmp_path / "store"), str(tmp_path / "checkpoints")]
-    commands = [[sys.executable, "-c", RANK, str(rank), *places] for rank in range(2)]
+    commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(tmp_path)] for rank in range(2)]
     root = Path(__file__).parents[2]
     ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, env=environment, cwd=root, text=True) for c in commands]
     try:
-        accounts = [rank.communicate(timeout=120)[0] for rank in ranks]
+        accounts = [process.communicate(timeout=120)[0].splitlines() for process in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()
     assert accounts[0] == accounts[1]
-    assert "rank 1 cannot save the checkpoint of step 10" in accounts[0] and "rank 0" not in accounts[0]
-    assert resumed(checkpoints).step == 5
+    for account, before, rank in zip(accounts[0], checkpoints, (1, 1, 0), strict=True):
+        assert account.startswith(f"rank {rank} cannot save the checkpoint of step 10") and "; rank" not in account
+        assert resumed(before).step == 5
 
 
 def test_an_optimizer_goes_on_as_if_it_had_not_stopped():

@@ -259,3 +259,18 @@ def test_two_processes_are_one(tiny_world, forker, batch_size: int):
     accuracies = [[e["rewards/accuracies"] for e in told(job)][1:] for job in (both, alone)]
     assert accuracies[0] == accuracies[1]
     assert told(both, "eval")[-1]["eval/loss"] == pytest.approx(told(alone, "eval")[-1]["eval/loss"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_each_rank_draws_its_own_dropout(tmp_path, world_builder, forker):
+    """All pairs are equal, so that two ranks with the same random numbers would say what one says alone of one pair."""
+
+    def alike(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{**examples[0], "row": e["row"], "split": e["split"]} for e in examples]
+
+    world = world_builder(tmp_path, attention_dropout=0.3, arrange=alike)
+    alone = world.job("policy", settings(batch_size=1, max_steps=1), "alone")
+    both = world.job("policy", settings(batch_size=2, max_steps=1), "both")
+    tune(alone)
+    published(both, forker.run(both, 2))
+    assert told(both)[0]["logps/chosen"] != pytest.approx(told(alone)[0]["logps/chosen"], abs=1e-4)

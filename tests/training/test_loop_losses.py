@@ -14,11 +14,14 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 from tests.training import runs
-from tests.training.runs import BETA, RATE, SIDES, TIMED, losses, published, told, tune
+from tests.training.runs import ALONE, BETA, RATE, SIDES, TIMED, losses, published, told, tune
 from training.contract.errors import TrainingError
+from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import LossType
+from training.data.batches import Pairs
 from training.data.packing import epoch_order
+from training.tails import with_tails
 
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps
 MPO = [{"type": "sigmoid", "weight": 0.8}, {"type": "bco_pair", "weight": 0.2}, {"type": "sft", "weight": 0.5}]
@@ -111,7 +114,8 @@ NAIVE: list[tuple[dict[str, Any], Callable[[Naive, list[Tensor]], Tensor]]] = [
 def naive_losses(world: Any, of_batch: Callable[[Naive, list[Tensor]], Tensor], steps: int) -> Iterator[float]:
     model, frozen = (AutoModelForCausalLM.from_pretrained(world.model) for _ in range(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPS, weight_decay=0.0, foreach=False)
-    count, memory = len(world.split("train")), []
+    count = len(world.split("train"))
+    memory: list[Tensor] = []
     for step in range(steps):
         epoch, at = divmod(step, math.ceil(count / 8))
         value = of_batch(Naive(world, model, frozen, epoch_order(count, 0, epoch)[at * 8 :][:8]), memory)
@@ -130,8 +134,12 @@ def test_losses_are_those_of_a_naive_loop(tiny_world, loss, of_batch):
     assert losses(job) == pytest.approx(list(naive_losses(tiny_world, of_batch, 6)), abs=3e-6)
 
 
-EVERY = [{"type": kind} for kind in LossType if kind.traits.compares_responses]
-FILLED = {"exo_pair": {"label_smoothing": 0.01}, "mixture": {"of": MPO}, "simpo": {"beta": 2.0}}
+EVERY: list[dict[str, Any]] = [{"type": kind} for kind in LossType if kind.traits.compares_responses]
+FILLED: dict[str, dict[str, Any]] = {
+    "exo_pair": {"label_smoothing": 0.01},
+    "mixture": {"of": MPO},
+    "simpo": {"beta": 2.0},
+}
 
 
 @pytest.mark.parametrize("loss", [loss | FILLED.get(loss["type"], {}) for loss in EVERY], ids=lambda loss: loss["type"])
@@ -210,6 +218,26 @@ def test_tokens_that_the_memo_lost_are_scored_again(tiny_world):
     assert [e["text"] for e in told(job, "note")] == said
 
 
+def test_tails_of_some_pairs_are_those_of_plain_transformers(tiny_world):
+    """Those of the held-out pairs, of which the memo knows nothing yet: their sequences alone are scored."""
+    job, pairs = tiny_world.job("policy", settings({"ld_alpha": 0.3})), Pairs.open(tiny_world.pairs)
+    held_out = pairs.indices("validation")
+    table = LogProbTable.read(tiny_world.reference, len(pairs))
+    found = with_tails(table, pairs, held_out, job, ALONE, EventWriter(job.events)).tails_P2
+    model, expected = AutoModelForCausalLM.from_pretrained(tiny_world.model), np.full((len(pairs), 2), np.nan)
+    for at in held_out:
+        common = table.tokens_P2[at].min()
+        for column, side in enumerate(SIDES):
+            ids, mask = (torch.tensor(tiny_world.examples[at][f"{side}_{part}"]) for part in ("ids", "mask"))
+            with torch.no_grad():
+                logits = model(input_ids=ids[None]).logits[0, :-1]
+            tokens = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0][mask[1:]]
+            expected[at, column] = tokens[common:].sum()
+    assert found == pytest.approx(expected, abs=1e-4, nan_ok=True)
+    [said] = [e["text"] for e in told(job, "note")]
+    assert said == "the memo no longer knows the tokens of 14 sequences: scoring them again"
+
+
 def test_a_table_of_another_model_is_refused_whatever_the_loss(tiny_world):
     """SimPO has no reference; the table still says what the policy's log-probs are before it has learned anything."""
     table = LogProbTable.read(tiny_world.reference, 45)
@@ -226,7 +254,7 @@ def test_evaluation_leaves_the_weights_of_pairs_out(tiny_world):
     assert told(job)[0]["loss"] < 0.5 * math.log(2)
 
 
-COUPLED = {
+COUPLED: dict[str, dict[str, Any]] = {
     "aot": {"type": "aot", "ld_alpha": 0.3},
     "unpaired": {"type": "mixture", "of": [{"type": "aot_unpaired"}, *MPO]},
     "wpo": {"type": "bco_pair", "weighting": "wpo"},

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.test_loop import settings, told
+from tests.training.runs import settings, told
 from tests.training.test_waits import stepper_of
 from training.agreement import Flags
 from training.contract.events import EventWriter

@@ -17,7 +17,7 @@ from training.losses.evidence import PairLogProbs
 from training.losses.preference import preference_loss
 from training.proof import Proof, prove_zero_margin
 
-FILLED = {
+FILLED: dict[str, dict[str, Any]] = {
     "exo_pair": {"label_smoothing": 0.01},
     "robust": {"label_smoothing": 0.3},
     "mixture": {"of": [{"type": "sppo_hard"}, {"type": "aot"}, {"type": "sft"}]},

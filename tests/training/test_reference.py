@@ -26,7 +26,6 @@ from training.contract.logprob_table import TABLE_FILE, LogProbTable
 from training.contract.memo import Memo
 from training.contract.recipe import Parallel
 from training.contract.store import Artifact, Store
-from training.data import pairs, preferences, template
 from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, Pairs
 from training.model.scoring import Prompts, shared_batches
 
@@ -50,9 +49,9 @@ class Oracle:
     def pairs(self, train_on: str = "last_response") -> Artifact:
         settings = {"train_on": train_on, "max_length": MAX_LENGTH, "over_length": "error", "template_kwargs": {}}
         where = {"tokenizer": str(self.model), "revision": None, "chat_template": None}
-        spec = self.workshop.do(template.run, self.workshop.job("tokenizer", "tokenization_spec", {}, settings, where))
+        spec = self.workshop.do(self.workshop.job("tokenizer", "tokenization_spec", {}, settings, where))
         inputs = {"raw_preferences": self.raw, "tokenization_spec": spec}
-        return self.workshop.do(pairs.run, self.workshop.job("pairs", "tokenized_pairs", inputs, {}))
+        return self.workshop.do(self.workshop.job("pairs", "tokenized_pairs", inputs, {}))
 
     def job(self, of: Artifact | Path) -> Job:
         return self.workshop.job(
@@ -76,7 +75,7 @@ def oracle(shared_data: Path, tmp_path_factory, workshop_at: Callable[[Path], An
     workshop = workshop_at(root)
     where = {"sources": [{"path": str(root / "rows.jsonl"), "format": "auto"}]}
     settings = {"formats": ["auto"], "validation_fraction": 0.3}
-    raw = workshop.do(preferences.run, workshop.job("preferences", "raw_preferences", {}, settings, where))
+    raw = workshop.do(workshop.job("preferences", "raw_preferences", {}, settings, where))
     assert raw.details["counts"]["pairs"] == len(rows) > 300
     return Oracle(workshop, shared_data, rows, raw)
 
@@ -84,7 +83,7 @@ def oracle(shared_data: Path, tmp_path_factory, workshop_at: Callable[[Path], An
 @pytest.fixture(scope="module")
 def last_response(oracle: Oracle) -> tuple[Artifact, Artifact]:
     of = oracle.pairs()
-    return of, oracle.workshop.do(reference.run, oracle.job(of))
+    return of, oracle.workshop.do(oracle.job(of))
 
 
 def worst_difference(oracle: Oracle, table: Artifact, field: str, which: Callable[[dict[str, Any]], bool]) -> float:
@@ -112,7 +111,7 @@ def test_it_agrees_with_float64_one_sequence_at_a_time(oracle, last_response):
 @pytest.mark.slow
 def test_it_agrees_where_the_template_says_what_is_trained(oracle):
     meta = [json.loads(line) for line in (oracle.data / "preferences-real.meta.jsonl").read_text().splitlines()]
-    table = oracle.workshop.do(reference.run, oracle.job(oracle.pairs("assistant_turns")))
+    table = oracle.workshop.do(oracle.job(oracle.pairs("assistant_turns")))
     single = [meta[row["row"]]["turns"] == 1 for row in oracle.rows]
     assert sum(single) > 100
     assert worst_difference(oracle, table, "mask_logp", lambda row: meta[row["row"]]["turns"] == 1) < TOLERANCE
@@ -138,7 +137,7 @@ def test_details_and_progress_tell_what_was_done(oracle, last_response):
 @pytest.mark.slow
 def test_a_second_time_everything_is_known_and_the_bits_are_the_same(oracle, last_response):
     of, table = last_response
-    again = oracle.workshop.do(reference.run, oracle.job(of))
+    again = oracle.workshop.do(oracle.job(of))
     assert (again.details["hits"], again.details["scored"]) == (table.details["sequences"], 0)
     assert again.fingerprint == table.fingerprint
 
@@ -184,7 +183,7 @@ def few(oracle: Oracle, last_response: tuple[Artifact, Artifact], tmp_path_facto
 
 @pytest.fixture(scope="module")
 def undisturbed(oracle: Oracle, few: Path, tmp_path_factory) -> Artifact:
-    return oracle.workshop.do(reference.run, copy_of(oracle.job(few), tmp_path_factory.mktemp("undisturbed")))
+    return oracle.workshop.do(copy_of(oracle.job(few), tmp_path_factory.mktemp("undisturbed")))
 
 
 def write_pairs(folder: Path, table: pa.Table) -> None:
@@ -229,7 +228,7 @@ def test_a_killed_pass_keeps_what_it_had_and_ends_with_the_same_bits(oracle, few
         killed.send_signal(signal.SIGKILL)
     assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
     kept = len(store.fingerprints(f"memo/{rule}"))
-    resumed = oracle.workshop.do(reference.run, job)
+    resumed = oracle.workshop.do(job)
     assert 0 < resumed.details["hits"] < resumed.details["sequences"] and kept >= 3
     assert resumed.fingerprint == undisturbed.fingerprint
 
@@ -254,7 +253,7 @@ def workshop(tmp_path, workshop_at):
 
 
 def test_the_table_is_that_of_plain_transformers(tiny_world, workshop):
-    made = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    made = workshop.do(tiny_job(tiny_world, workshop))
     found = LogProbTable.read(made.folder, len(tiny_world.examples))
     plain = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
     for side in ("chosen", "rejected"):
@@ -271,7 +270,7 @@ def test_a_response_in_many_pairs_is_scored_once(tiny_world, workshop):
             examples[11][f"rejected_{field}"] = examples[0][f"chosen_{field}"]
 
     rewrite(tiny_world, share)
-    made = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    made = workshop.do(tiny_job(tiny_world, workshop))
     assert made.details["sequences"] == made.details["scored"] == 2 * len(tiny_world.examples) - 10
     table = LogProbTable.read(made.folder, len(tiny_world.examples))
     assert len({*table.chosen_logprobs[:10], table.rejected_logprobs[11]}) == 1
@@ -280,10 +279,10 @@ def test_a_response_in_many_pairs_is_scored_once(tiny_world, workshop):
 def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_world, workshop):
     everything = list(tiny_world.examples)
     rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), everything[:40]))
-    first = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    first = workshop.do(tiny_job(tiny_world, workshop))
     before = LogProbTable.read(first.folder, 40)
     rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), everything[::-1]))
-    second = workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    second = workshop.do(tiny_job(tiny_world, workshop))
     after = LogProbTable.read(second.folder, len(everything))
     assert (second.details["hits"], second.details["scored"]) == (80, 2 * len(everything) - 80)
     assert after.chosen_logprobs[::-1][:40].tolist() == before.chosen_logprobs.tolist()
@@ -291,32 +290,32 @@ def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_worl
 
 @pytest.mark.parametrize("change", ["dtype", "weights"])
 def test_another_dtype_or_other_weights_know_nothing_of_each_other(tiny_world, workshop, tmp_path, change):
-    workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    workshop.do(tiny_job(tiny_world, workshop))
     job = tiny_job(tiny_world, workshop, "bfloat16" if change == "dtype" else "float32")
     if change == "weights":
         model = job.inputs["reference_model"].model_copy(update={"fingerprint": "1" * 64})
         job = job.model_copy(update={"inputs": {**job.inputs, "reference_model": model}})
-    assert workshop.do(reference.run, job).details["hits"] == 0
+    assert workshop.do(job).details["hits"] == 0
 
 
 def test_a_broken_shard_is_scored_again_and_said_so(tiny_world, workshop):
     job = tiny_job(tiny_world, workshop)
-    first = workshop.do(reference.run, job)
+    first = workshop.do(job)
     (shard,) = (job.store / "memo").glob("*/*/index.safetensors")
     content = bytearray(shard.read_bytes())
     content[-2] ^= 64
     shard.write_bytes(content)
-    second = workshop.do(reference.run, job)
+    second = workshop.do(job)
     assert second.details["hits"] == 0 and second.fingerprint == first.fingerprint
     assert any("set aside" in e["text"] for e in read_events(job.events) if e["event"] == "note")
 
 
 def test_a_count_that_is_not_the_masks_is_refused_with_its_row(tiny_world, workshop):
     """As another mask under the same key would make it: a stale cache."""
-    workshop.do(reference.run, tiny_job(tiny_world, workshop))
+    workshop.do(tiny_job(tiny_world, workshop))
     rewrite(tiny_world, lambda examples: examples[3]["chosen_mask"].__setitem__(-1, False))
     with pytest.raises(TrainingError, match=r"1 of \d+ sequences .* the chosen response of row 103"):
-        workshop.do(reference.run, tiny_job(tiny_world, workshop))
+        workshop.do(tiny_job(tiny_world, workshop))
 
 
 def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_world, workshop):
@@ -325,14 +324,14 @@ def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_worl
     save_file(weights, tiny_world.model / "model.safetensors", metadata={"format": "pt"})
     job = tiny_job(tiny_world, workshop)
     with pytest.raises(TrainingError, match=r"not finite, first in the (chosen|rejected) response of row \d+"):
-        workshop.do(reference.run, job)
+        workshop.do(job)
     assert not (job.store / "memo").exists()
 
 
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
     sequences = memoized.Sequences.of(Pairs.open(tiny_world.pairs))
     with pytest.raises(TrainingError, match=r"90 of 90 sequences have no reference log-prob"):
-        reference.build_table(sequences, Memo(Store(workshop.root / "store"), "a" * 64), "float32")
+        reference.build_table(sequences, Memo(Store(workshop.folder / "store"), "a" * 64), "float32")
 
 
 def random_prompts(count: int) -> tuple[np.ndarray, Prompts]:

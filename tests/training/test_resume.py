@@ -4,7 +4,7 @@ One job is killed again and again, each time a little later, and goes on from wh
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -84,9 +84,21 @@ def test_killed_while_a_file_grows(world: Any, forker: Any, calm: Artifact):
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any, way: str):
+    """And where the last checkpoint is not what it was in a part that only rank 1 reads, both go on from the one before."""
     names = (f"calm-{way}", f"killed-{way}")
     calm, job = (world.job("policy", SETTINGS, name, parallel=way, **COMPUTE) for name in names)
-    disturbed = disturb(forker, job, ({"step": 5}, {"touch": 25}, {"step": 17}), world=2)
+
+    def ends() -> Iterator[dict[str, float]]:
+        yield {"step": 5}
+        yield {"touch": 25}
+        yield {"step": 17}
+        file = max(job.checkpoints.glob("*/step-????????")) / "rank-00001.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    disturbed = disturb(forker, job, ends(), world=2)
+    assert any("is not used" in note["text"] for note in told(disturbed, "note"))
     assert_same(disturbed, published(calm, forker.run(calm, 2)))
 
 

@@ -1,12 +1,17 @@
 """What a rank does to a checkpoint's folder, and in which order: as soon as all seals are there, rank 0 renames it."""
 
 import json
+import os
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from tests.training.test_checkpoint import ALONE, JOB, Toy
+from training.checkpoint import Checkpoints
 from training.contract.fingerprint import hash_files
-from training.saver import _seal
+from training.saver import Saver, _seal
 
 TOUCHED: list[tuple[str, str]] = []
 WATCHED: set[str] = set()
@@ -34,3 +39,23 @@ def test_a_seal_is_the_last_touch_of_the_folder(tmp_path: Path):
     assert TOUCHED[-1] == ("os.rename", str(seal))
     assert ("open", str(tmp_path)) in TOUCHED  # the folder was synced, before
     assert json.loads(seal.read_text()) == {"bytes": 6, "sha256": hash_files([file])[0]}
+
+
+def test_whatever_a_save_renames_is_on_the_disk_before_and_its_name_after(tmp_path: Path):
+    """By the order of calls in its thread. Across a power cut only what was synced counts."""
+    called: list[str] = []
+
+    def note_call(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function in (os.fsync, os.replace, os.rename):
+            called.append(function.__name__)
+
+    saver = Saver(Checkpoints(tmp_path, JOB), ALONE)
+    threading.setprofile(note_call)
+    try:
+        saver.start(5, Toy(5).state, {})
+    finally:
+        threading.setprofile(None)
+    saver.finish()
+    pieces_and_folder_then_seal = ["fsync", "fsync", "replace"]
+    manifest_then_its_name = ["fsync", "replace", "fsync"]
+    assert called == pieces_and_folder_then_seal + manifest_then_its_name + ["rename", "fsync"]

@@ -39,8 +39,8 @@ aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
 SILENT = EventWriter(None)
 MPO = [{"type": "sigmoid", "weight": 0.8}, {"type": "bco_pair", "weight": 0.2}, {"type": "sft", "weight": 0.5}]
-EVERY = [{"type": kind} for kind in LossType if kind.traits.compares_responses]
-FILLED = {"exo_pair": {"label_smoothing": 0.01}, "mixture": {"of": MPO}}
+EVERY: list[dict[str, Any]] = [{"type": kind} for kind in LossType if kind.traits.compares_responses]
+FILLED: dict[str, dict[str, Any]] = {"exo_pair": {"label_smoothing": 0.01}, "mixture": {"of": MPO}}
 LOSSES = [loss | FILLED.get(loss["type"], {}) for loss in EVERY]
 LOSSES += [{"ld_alpha": 0.3}, {"weighting": "wpo"}, {"divergence": {"type": "js"}}, {"type": "aot", "ld_alpha": 0.5}]
 

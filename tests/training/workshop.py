@@ -1,25 +1,24 @@
 """Real jobs, done in this process, each published in one store."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.training.runs import ALONE
-from training.contract.events import EventWriter
+from training import main
 from training.contract.job import Input, Job, JobKind
 from training.contract.recipe import Compute
-from training.contract.store import Artifact, Made, Store
-from training.distributed import Group
+from training.contract.store import Artifact, Store
 
-Work = Callable[[Job, Group, EventWriter], Made]
+ON_CPU = Compute(device="cpu")
 
 
 @dataclass(frozen=True)
 class Workshop:
     """Does real jobs, one after the other and in this process, and publishes what they make in a store of its own."""
 
-    root: Path
+    folder: Path
+    compute: Compute = ON_CPU
 
     def job(
         self,
@@ -37,18 +36,20 @@ class Workshop:
             inputs={name: _as_input(name, given) for name, given in inputs.items()},
             settings=settings,
             locations=locations or {},
-            compute=Compute(device="cpu"),
+            compute=self.compute,
             recipe={},
-            store=self.root / "store",
-            folder=self.root / "jobs" / artifact,
+            store=self.folder / "store",
+            folder=self.folder / "jobs" / artifact,
         )
         job.write()
         return job
 
-    def do(self, work: Work, job: Job) -> Artifact:
-        job.staging.mkdir(parents=True, exist_ok=True)
-        made = work(job, ALONE, EventWriter(job.events))
-        return Store(job.store).publish(job.staging, job.derivation, made)
+    @staticmethod
+    def do(job: Job) -> Artifact:
+        main.make(job, ALONE)
+        made = Store(job.store).find(job.artifact, job.derivation.key)
+        assert made is not None
+        return made
 
 
 def _as_input(name: str, given: Artifact | Path) -> Input:

@@ -7,19 +7,25 @@ what its process calls. Dagster's records are in memory, MLflow's in a SQLite fi
 
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import dagster as dg
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import model_registry.files
 from assets.graph import GRAPH
 from assets.pipeline import Services
+from model_registry.package import package
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
+from tests.workflows.conftest import write_recipe
 from training import main
 from training.contract.job import Job
 from training.contract.store import Store
@@ -87,6 +93,20 @@ class Ground:
         """Make what the first run of the recipe gave the latest that Dagster knows of again."""
         for record in self.records[name]:
             self.instance.report_runless_asset_event(record)
+
+
+@contextmanager
+def run_in(place: Path, maker: ModuleType, recipes: dict[str, dict[str, Any]]) -> Iterator[Ground]:
+    """A home below `place` in which these recipes were run once; what packages a model is called, not started."""
+    (home := place / "home").mkdir()
+    folders = {name: write_recipe(place / "recipes" / name, recipe) for name, recipe in recipes.items()}
+    with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
+        patch.setattr(model_registry.files, "_package", package)
+        ground = Ground(home, services_in(home), instance, folders)
+        for name, folder in folders.items():
+            write_inputs(folder, maker)
+            ground.run_once(name)
+        yield ground
 
 
 def write_inputs(folder: Path, maker: ModuleType) -> None:

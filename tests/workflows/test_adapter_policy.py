@@ -5,18 +5,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import dagster as dg
 import mlflow.transformers
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-import model_registry.files
 from assets.graph import GRAPH
-from model_registry.package import package
 from tests.workflows.conftest import write_recipe
-from tests.workflows.in_process import Ground, services_in, write_inputs
+from tests.workflows.in_process import Ground, run_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
@@ -40,14 +37,7 @@ ADAPTED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
-    place = tmp_path_factory.mktemp("adapted")
-    (home := place / "home").mkdir()
-    folder = place / "recipes" / "adapted"
-    write_inputs(write_recipe(folder, ADAPTED), demo_maker)
-    with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
-        patch.setattr(model_registry.files, "_package", package)  # what a process of its own does, done here
-        made = Ground(home, services_in(home), instance, {"adapted": folder})
-        made.run_once("adapted")
+    with run_in(tmp_path_factory.mktemp("adapted"), demo_maker, {"adapted": ADAPTED}) as made:
         yield made
 
 

@@ -7,19 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import dagster as dg
 import pytest
 from mlflow import MlflowClient
 
-import model_registry.files
 from assets.realize import data_version
 from assets.world import look
-from model_registry.package import package
 from model_registry.registry import Registry
 from tests.workflows import edits
-from tests.workflows.conftest import write_recipe
 from tests.workflows.edits import World, data_lines, field, fields, retokenizer
-from tests.workflows.in_process import Ground, services_in, write_inputs
+from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
 from training.contract.errors import UsageError
 from training.contract.fingerprint import short
@@ -34,14 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
-    place = tmp_path_factory.mktemp("edited")
-    (home := place / "home").mkdir()
-    folder = place / "recipes" / "plain"
-    write_inputs(write_recipe(folder, PLAIN), demo_maker)
-    with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
-        patch.setattr(model_registry.files, "_package", package)  # what a process of its own does, done here
-        made = Ground(home, services_in(home), instance, {"plain": folder})
-        made.run_once("plain")
+    with run_in(tmp_path_factory.mktemp("edited"), demo_maker, {"plain": PLAIN}) as made:
         yield made
 
 

@@ -155,6 +155,13 @@ class Conditions:
             for check in self._checks(asset):
                 self.report_check(asset, check, passed=True)
 
+    def begin(self, asset):
+        """A run of `asset` that has begun."""
+        job, keys = definitions_of(self.folder).resolve_implicit_global_asset_job_def(), {self.pipeline.key(asset)}
+        return self.instance.create_run_for_job(
+            job.get_subset(asset_selection=keys), asset_selection=frozenset(keys), status=dg.DagsterRunStatus.STARTED
+        )
+
     def report_check(self, asset, check, passed):
         evaluation = dg.AssetCheckEvaluation(
             asset_key=self.pipeline.key(asset), check_name=check, passed=passed, metadata={}
@@ -211,6 +218,17 @@ def test_a_failed_blocking_check_stops_what_follows_until_it_passes(conditions):
     assert [conditions.tick(), conditions.tick()] == [set(), set()]
     conditions.report_check("raw_preferences", "quarantine_within_limit", passed=True)
     assert conditions.tick() == BELOW_ROWS - {"raw_preferences"}
+    assert conditions.tick() == set()
+
+
+def test_what_is_being_made_is_asked_for_once_its_run_has_ended(conditions):
+    """With what reads it: a run of the recipe as it was before has nothing to say about the one of now."""
+    run = conditions.begin("policy")
+    write_recipe(conditions.folder, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    assert conditions.tick() == {"training_spec", "evaluation_spec"}
+    assert conditions.tick() == set()
+    conditions.instance.report_run_canceled(run)
+    assert conditions.tick() == {"policy", "evaluation", "released_model"}
     assert conditions.tick() == set()
 
 

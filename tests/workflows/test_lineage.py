@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -33,7 +34,7 @@ def stale(looking: Looker) -> dict[str, list[str]]:
     return {asset: causes for asset, (state, causes) in judged(looking).items() if state == "stale"}
 
 
-def change_json(looking: Looker, name: str, change: Callable[[dict], None]) -> None:
+def change_json(looking: Looker, name: str, change: Callable[[dict[str, Any]], None]) -> None:
     path = looking.folder / "base" / name
     content = json.loads(path.read_text())
     change(content)

@@ -28,18 +28,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
-import dagster as dg
 import pytest
 from pydantic import BaseModel
 
-import model_registry.files
 from assets.graph import GRAPH
 from assets.pipeline import Services
 from assets.realize import latest_metadata
 from assets.world import ROOTS
-from model_registry.package import package
 from tests.workflows import edits
-from tests.workflows.conftest import write_recipe
 from tests.workflows.edits import (
     Edit,
     SetFields,
@@ -52,7 +48,7 @@ from tests.workflows.edits import (
     retokenizer,
     template,
 )
-from tests.workflows.in_process import PAIRS, Ground, services_in, write_inputs
+from tests.workflows.in_process import PAIRS, Ground, run_in, services_in
 from training.contract.loss import Divergence, Term
 from training.contract.optimizer import AdamW
 from training.contract.recipe import Recipe
@@ -81,18 +77,7 @@ TUNED: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
-    place = tmp_path_factory.mktemp("truth")
-    home = place / "home"
-    home.mkdir()
-    folders = {name: place / "recipes" / name for name in ("plain", "tuned")}
-    for name, attributes in (("plain", PLAIN), ("tuned", TUNED)):
-        write_inputs(write_recipe(folders[name], attributes), demo_maker)
-    with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
-        # What a process of its own does, done here.
-        patch.setattr(model_registry.files, "_package", package)
-        made = Ground(home, services_in(home), instance, folders)
-        for name in folders:
-            made.run_once(name)
+    with run_in(tmp_path_factory.mktemp("truth"), demo_maker, {"plain": PLAIN, "tuned": TUNED}) as made:
         yield made
 
 
@@ -289,6 +274,7 @@ ELSEWHERE = {
     **dict.fromkeys(("data.sources.path", "tokenization.tokenizer", "tokenization.chat_template"), "moved files"),
     "reference.model": "a moved model",
     **dict.fromkeys((f"data.sources.{name}" for name in ("hub", "config", "split", "revision")), "needs the hub"),
+    "tokenization.revision": "needs the hub",
     "training.adapter.type": "has one value",
     "training.start_from": "needs a champion",
     **dict.fromkeys((f"training.loss.{name}" for name in ("gamma", "tau")), "belongs to another type of loss"),

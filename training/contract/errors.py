@@ -6,6 +6,7 @@
     ├── DataError                 input files that cannot be read or change meanwhile, too much in quarantine
     ├── TemplateError             a chat template or tokenizer that cannot be used as the recipe asks
     ├── ModelError                weights that are missing, incomplete or of an unsupported kind
+    ├── HubError                  a repository of the Hugging Face hub that cannot be had, or is not what the hub promised
     ├── StoreError                an artifact that cannot be written or published
     │   └── CorruptArtifact       an artifact whose bytes are not those its manifest promises
     ├── TrainingError             a run that must not go on: step-0 proof failed, non-finite loss or gradient
@@ -38,6 +39,10 @@ class TemplateError(PedigreeError):
 
 
 class ModelError(PedigreeError):
+    pass
+
+
+class HubError(PedigreeError):
     pass
 
 

@@ -5,7 +5,7 @@ changes, comes or goes between the two never becomes part of something that carr
 """
 
 import glob
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from pydantic import BaseModel, ConfigDict
 
@@ -13,6 +13,7 @@ from training.contract.errors import DataError
 from training.contract.fingerprint import hash_file, short
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+PACKED = ".gz"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -54,6 +55,16 @@ def data_files(path: str) -> list[DataFile]:
     return [_readable(match.relative_to(fixed).as_posix(), match) for match in matches]
 
 
+def data_suffix(path: PurePath) -> str:
+    """The extension that says how a data file is read, of what is packed in a .gz the one before."""
+    suffix = path.suffix.lower()
+    return PurePath(path.stem).suffix.lower() if suffix == PACKED else suffix
+
+
+def is_readable(path: PurePath) -> bool:
+    return data_suffix(path) in SUFFIXES
+
+
 def tokenizer_files(folder: Path) -> dict[str, Path]:
     """The files in `folder` that decide how text becomes tokens, by name."""
     return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
@@ -76,7 +87,7 @@ def _folder_files(folder: Path) -> list[DataFile]:
     files = [
         DataFile(name=name.as_posix(), path=path)
         for name, path in found
-        if path.suffix.lower() in SUFFIXES and not any(part.startswith(".") for part in name.parts)
+        if is_readable(path) and not any(part.startswith(".") for part in name.parts)
     ]
     if not files:
         seen = ", ".join(str(name) for name, _ in found[:_NUMBER_OF_NAMES]) or "nothing"
@@ -85,9 +96,11 @@ def _folder_files(folder: Path) -> list[DataFile]:
 
 
 def _readable(name: str, path: Path) -> DataFile:
-    if path.suffix.lower() not in SUFFIXES:
+    if not is_readable(path):
         known = ", ".join(SUFFIXES)
-        raise DataError(f"{path} has the extension {path.suffix or 'none'!r}; expected one of {known}")
+        raise DataError(
+            f"{path} has the extension {path.suffix or 'none'!r}; expected one of {known}, plain or with .gz"
+        )
     return DataFile(name=name, path=path)
 
 

@@ -9,7 +9,7 @@ time, the times in nanoseconds. It is believed only while all five are the same.
   its last change was at least `settle_seconds` before it was hashed. Every later edit then falls into a later tick. This is
   Git's answer to its "racy" index entries. A file that is younger, or that claims to be from the future, is hashed each
   time until it is old enough.
-* What changes while it is being hashed is not remembered.
+* What changes while it is being hashed is remembered under what was said of it before, which is never said again.
 
 Three things go unseen: a bit that the disk lost (nobody wrote, so no time changed), a program that writes through a
 shared memory mapping or is still in the midst of one huge write in place, and a file server whose clock is behind ours by
@@ -68,7 +68,7 @@ class HashCache:
                 {
                     str(file.absolute()): (before[file], digest)
                     for file, digest in fresh.items()
-                    if now - _changed_ns(before[file]) >= self._settle_ns and _stamp(file) == before[file]
+                    if now - _changed_ns(before[file]) >= self._settle_ns
                 },
             )
             found |= fresh

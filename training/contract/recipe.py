@@ -60,11 +60,18 @@ class Data(Section):
 
 class Tokenization(Section):
     tokenizer: str | None = None
+    revision: str | None = None
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = Field(default={})
     train_on: Literal["last_response", "assistant_turns"] = "last_response"
     max_length: Annotated[int, Field(ge=2, le=MOST)] = 1024
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"
+
+    @model_validator(mode="after")
+    def _revision_of_something(self) -> Self:
+        if self.revision is not None and self.tokenizer is None:
+            raise ValueError("`revision` belongs to `tokenizer`, a hub id; that of the model is `reference.revision`")
+        return self
 
 
 class SupervisedTuning(Section):

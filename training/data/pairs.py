@@ -3,7 +3,7 @@
     pairs.arrow       the pairs (training/data/batches.py has the columns and the reader)
     tokenizer/        the tokenizer that made them
 
-The fingerprint covers rows, splits, ids, masks and the token that ends a sampled answer, and nothing else: an edit of the
+The fingerprint covers rows, splits, ids, masks, where prompts end, and the token that ends a sampled answer: an edit of the
 template or of the data that changes no token leaves everything that is made from the pairs as it is. The rows of
 `raw_preferences` that are not among the pairs were dropped; how many and why is in the details, which belong to this
 derivation, while the files belong to everyone who made the same tokens.

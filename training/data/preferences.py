@@ -28,8 +28,9 @@ from training.contract.job import Job
 from training.contract.recipe import DataSource
 from training.contract.store import Made
 from training.data.formats import FORMATS, detect
+from training.data.hub_files import hub_files
 from training.data.messages import Message, Pair, Quarantined
-from training.data.readers import Record, SourceFile, open_source
+from training.data.readers import Record, SourceFile, open_files
 from training.distributed import Group
 
 PREFERENCES_FILE, QUARANTINE_FILE = "preferences.parquet", "quarantine.parquet"
@@ -62,12 +63,13 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     """
     assert group.world == 1, "reading preferences is the work of one process"
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
+    listed = _listed(job, sources, events)
     events.phase("reading preferences")
     files = _distinctly_named(
         [
             (file, name)
-            for source, opened, name in zip(sources, _listed(job, sources), job.settings["formats"], strict=True)
-            for file in open_source(source, opened)
+            for opened, name in zip(listed, job.settings["formats"], strict=True)
+            for file in open_files(opened)
         ]
     )
     with _Collector(job.staging, job.settings["validation_fraction"]) as collector:
@@ -176,10 +178,16 @@ class _ParquetRows:
         self._rows = []
 
 
-def _listed(job: Job, sources: Sequence[DataSource]) -> list[list[DataFile]]:
-    if "files" in job.locations:
-        return [[DataFile.model_validate(file) for file in files] for files in job.locations["files"]]
-    return [data_files(source.path) if source.path else [] for source in sources]
+def _listed(job: Job, sources: Sequence[DataSource], events: EventWriter) -> list[list[DataFile]]:
+    """The files of each source: those that were listed and hashed before, or those of a hub's data set, downloaded now."""
+    given = job.locations.get("files", [None] * len(sources))
+    return [_files(source, known, events) for source, known in zip(sources, given, strict=True)]
+
+
+def _files(source: DataSource, given: list[Any] | None, events: EventWriter) -> list[DataFile]:
+    if source.path is None:
+        return hub_files(source, events)
+    return data_files(source.path) if given is None else [DataFile.model_validate(file) for file in given]
 
 
 def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:

@@ -1,31 +1,35 @@
-"""Rows out of files and hub data sets, each with its place; what cannot even be parsed comes as a problem of that row.
+"""Rows out of files, each with its place; what cannot even be parsed comes as a problem of that row.
 
     .jsonl  .ndjson   a JSON object a line; bytes are split at "\\n" only, since U+2028 is content
     .json             a list of objects (or, as many publish it, JSON lines)
     .parquet          a record a row
     .csv              a header, then a record a row; every value is text
-    hub data sets     through `datasets.load_dataset`, with its cache and its authentication
+    .gz               one of these, packed
 
-Which files a source's path stands for, and in what order, is decided before by `data_files`; each is compared, once it is
-read, with the sha256 it had then.
+Which files a source stands for, and in what order, is decided before: by `data_files`, which gives those of a path, or by
+`hub_files`, which gives those of a hub's data set. Each is compared, once it is read, with the sha256 it had then.
 """
 
 import csv
+import gzip
 import json
 import re
+import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
-from training.contract.files import DataFile, check_unchanged
-from training.contract.recipe import DataSource
+from training.contract.files import PACKED, DataFile, check_unchanged, data_suffix
 from training.data.messages import Quarantined, Reason, Row
 
 _BATCH_ROWS = 1024
@@ -50,18 +54,16 @@ class Record:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file, or one hub data set: the name it has in the result, the place people know it by, and its records."""
+    """One file: the name it has in the result, the place people know it by, and its records."""
 
     name: str
     place: str
     read: Callable[[], Iterator[Record]]
 
 
-def open_source(source: DataSource, files: Sequence[DataFile]) -> list[SourceFile]:
-    """The `files` of a source in their order, or its hub data set; reading one that has changed raises DataError."""
-    if source.hub is not None:
-        return [_hub_file(source)]
-    return [SourceFile(file.name, str(file.path), _reader(file)) for file in files]
+def open_files(files: Sequence[DataFile]) -> list[SourceFile]:
+    """The `files` of a source in their order; reading one that has changed raises DataError."""
+    return [SourceFile(file.name, str(file.path), partial(_guarded, file)) for file in files]
 
 
 def parse_row(line: int, text: str) -> Record:
@@ -172,36 +174,28 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 }
 
 
-def _reader(file: DataFile) -> Callable[[], Iterator[Record]]:
-    return lambda: _guarded(_READERS[file.path.suffix.lower()], file)
-
-
-def _guarded(read: Callable[[Path], Iterator[Record]], file: DataFile) -> Iterator[Record]:
+def _guarded(file: DataFile) -> Iterator[Record]:
+    read = _READERS[data_suffix(file.path)]
     try:
-        yield from read(file.path)
-    except OSError as error:
-        reason = error.strerror or error
+        with _unpacked(file.path) as plain:
+            yield from read(plain)
+    except (OSError, EOFError, zlib.error) as error:  # of the last two kinds: what is packed is not whole
+        reason = getattr(error, "strerror", None) or error
         raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its rights") from error
     if file.sha256 is not None:
         check_unchanged(file.path, file.sha256)
 
 
-def _hub_file(source: DataSource) -> SourceFile:
-    assert source.hub is not None
-    name = source.hub
-    return SourceFile(name, f"{name} ({source.split})", lambda: _read_hub(source))
-
-
-def _read_hub(source: DataSource) -> Iterator[Record]:
-    try:
-        rows = datasets.load_dataset(source.hub, source.config, split=source.split, revision=source.revision)
-    except Exception as error:  # the library raises of many kinds: no such set, split or revision, no network, no right
-        raise DataError(
-            f"the data set {source.hub} (config {source.config}, split {source.split}, revision {source.revision}) "
-            f"cannot be loaded: {error}; look at its name, or download it and use `path`"
-        ) from error
-    for number, row in enumerate(rows, start=1):
-        yield Record(number, row)
+@contextmanager
+def _unpacked(path: Path) -> Iterator[Path]:
+    """`path`, or a temporary file with what is packed in it."""
+    if path.suffix.lower() != PACKED:
+        yield path
+        return
+    with NamedTemporaryFile(prefix=f"{path.stem}.") as plain, gzip.open(path) as packed:
+        shutil.copyfileobj(packed, plain)
+        plain.flush()
+        yield Path(plain.name)
 
 
 def _skip_blank(text: str, position: int) -> int:

@@ -39,8 +39,10 @@ def load_tokenizer(location: str, revision: str | None = None) -> PreTrainedToke
     except (
         Exception
     ) as error:  # the library raises of many kinds: no such folder, id or revision, a broken file, no network
+        own_code = "trust_remote_code" in str(error)
+        why = "it needs code of its own, which is never run" if own_code else error
         raise TemplateError(
-            f"the tokenizer {location} cannot be loaded: {error}; set `tokenization.tokenizer` to a folder with "
+            f"the tokenizer {location} cannot be loaded: {why}; set `tokenization.tokenizer` to a folder with "
             "tokenizer.json and tokenizer_config.json, or to a hub id"
         ) from error
     if not tokenizer.is_fast:

@@ -76,8 +76,6 @@ def refusal(model: PreTrainedModel, training: bool) -> str | None:
         return f"layers of type {', '.join(sorted(unknown))} are not known"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "attention scores are capped (attn_logit_softcapping)"
-    if getattr(config, "use_bidirectional_attention", None):
-        return "attention is bidirectional"
     if found := _rope_types(config) & {"dynamic", "longrope"}:
         return f"rotary positions of type {found.pop()} depend on the longest sequence of a row"
     return None

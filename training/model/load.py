@@ -36,7 +36,7 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"the model in {folder} cannot be loaded: {error}") from error
+        raise ModelError(f"the model in {folder} {_why_not(error)}") from error
     problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if found := {name: keys for name, keys in problems.items() if keys}:
         shown = "; ".join(
@@ -44,6 +44,16 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
         )
         raise ModelError(f"the weights in {folder} do not fit its config.json: {shown}")
     return model.to(device).eval()
+
+
+def _why_not(error: Exception) -> str:
+    """What transformers says, but for its advice to run the code of a repository."""
+    if "trust_remote_code" not in str(error):
+        return f"cannot be loaded: {error}"
+    return (
+        "needs code of its own (`auto_map` in its config.json), which is never run; expected an architecture that "
+        "transformers has"
+    )
 
 
 def _form(folder: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -113,6 +113,24 @@ def test_whatever_changes_a_file_is_seen(file, place, change):
     assert look(place, file) == ["weights"]
 
 
+def test_what_changes_while_it_is_hashed_is_hashed_again(file, place):
+    """Whether the bytes of before were read, or those of after."""
+
+    def read_before(files: Sequence[Path]) -> list[str]:
+        found = hash_files(files)
+        edit_and_set_the_time_back(file)
+        return found
+
+    def read_after(files: Sequence[Path]) -> list[str]:
+        edit_and_set_the_time_back(file)
+        return hash_files(files)
+
+    for slow in (read_before, read_after):
+        time.sleep(1.5 * SETTLE)
+        HashCache(place, SETTLE).digests("bytes", [file], slow)
+        assert look(place, file) == ["weights"]
+
+
 def test_touching_without_an_edit_costs_one_reading(file, place):
     settled(place, file)
     file.touch()
@@ -121,6 +139,13 @@ def test_touching_without_an_edit_costs_one_reading(file, place):
 
 def test_a_young_file_is_read_each_time_until_it_is_old_enough(file, place):
     """The rule against edits within one tick of the clock, which leave the same times behind."""
+    assert look(place, file) == look(place, file) == ["weights"]
+    settled(place, file)
+
+
+def test_a_file_of_an_old_time_that_came_just_now_is_young_too(file, place):
+    """As `cp -p` and `tar` leave them: what was written before it within the same tick has the same times."""
+    os.utime(file, ns=(0, 10**18))
     assert look(place, file) == look(place, file) == ["weights"]
     settled(place, file)
 

@@ -47,6 +47,11 @@ def test_other_weights_another_dtype_or_another_algorithm_make_another_rule(othe
     assert scoring_rule(*other) != RULE
 
 
+def test_shards_of_the_same_sums_and_other_tokens_are_two(store):
+    memo = Memo(store, RULE)
+    assert len({add(memo, {key(1): tokens}) for tokens in ([-1.0, -2.0], [-2.0, -1.0])}) == 2
+
+
 def test_an_empty_memo_knows_nothing(store):
     hits = Memo(store, RULE).lookup(as_array(key(1), key(2)))
     assert hits.found_Q.tolist() == [False, False]
@@ -107,7 +112,8 @@ _KEYS = st.builds(lambda head, tail: head * 8 + tail * 24, _BYTE, _BYTE)
 @settings(max_examples=25, deadline=None)
 @given(shards=st.lists(st.lists(_KEYS, unique=True, max_size=6), max_size=4), asked=st.lists(_KEYS, max_size=20))
 def test_it_is_a_dictionary(tmp_path_factory, shards, asked):
-    memo, known = Memo(Store(tmp_path_factory.mktemp("store")), RULE), {}
+    memo = Memo(Store(tmp_path_factory.mktemp("store")), RULE)
+    known: dict[bytes, list[float]] = {}
     for keys in shards:
         rows = {k: [-float(k[0]), -float(k[-1])] for k in keys}
         add(memo, rows)
@@ -183,13 +189,29 @@ def test_a_broken_copy_of_the_tokens_gives_way_to_a_whole_one(store):
     memo = Memo(store, RULE)
     shards = [add(memo, {key(1): [-1.0, -2.0], key(n): [-9.0]}) for n in (2, 3)]
     damage_bit(store.folder(memo.kind, min(shards)), "tokens.safetensors")
-    assert Memo(store, RULE, [].append).token_logprobs(key(1)).tolist() == [-1.0, -2.0]
+    said: list[str] = []
+    assert Memo(store, RULE, said.append).token_logprobs(key(1)).tolist() == [-1.0, -2.0]
+    assert len(said) == 1 and min(shards) in said[0]
+
+
+def test_a_broken_shard_that_another_process_set_aside_is_forgotten(store):
+    """Both had opened it; who is second finds nothing in its place, and has nothing to say."""
+    writer = Memo(store, RULE)
+    broken = add(writer, {key(1): [-1.0]})
+    said: list[list[str]] = [[], []]
+    first, second = (Memo(store, RULE, told.append) for told in said)
+    assert first.lookup(as_array(key(1))).found_Q.all() and second.lookup(as_array(key(1))).found_Q.all()
+    damage_bit(store.folder(writer.kind, broken), "tokens.safetensors")
+    assert first.token_logprobs(key(1)) is None and second.token_logprobs(key(1)) is None
+    assert [len(told) for told in said] == [1, 0]
+    assert not second.lookup(as_array(key(1))).found_Q.any()
 
 
 def test_sums_of_tails_are_those_of_the_tokens(store):
     """From any token on, of rows in several shards, the same row with several beginnings, against plain slices."""
     rng = np.random.default_rng(0)
-    memo, known = Memo(store, RULE), {}
+    memo = Memo(store, RULE)
+    known: dict[bytes, list[float]] = {}
     for size in (40, 1, 17):
         rows = {rng.bytes(32): (-rng.random(rng.integers(0, 9))).astype(np.float32).tolist() for _ in range(size)}
         add(memo, rows)
@@ -219,13 +241,16 @@ def test_a_shard_is_opened_once_in_a_process(store):
     (store.folder(memo.kind, name) / MANIFEST).write_text("{}")
     add(memo, {key(2): [-2.0]})
     assert memo.lookup(as_array(key(1), key(2))).found_Q.all()
-    assert Memo(store, RULE, [].append).lookup(as_array(key(1), key(2))).found_Q.tolist() == [False, True]
+    said: list[str] = []
+    assert Memo(store, RULE, said.append).lookup(as_array(key(1), key(2))).found_Q.tolist() == [False, True]
+    assert len(said) == 1 and name in said[0]
 
 
 def test_many_rows_in_many_shards_in_any_order(store):
     """More shards than rows in some, ragged tokens, keys in no order: against the plain dictionary."""
     rng = np.random.default_rng(0)
-    memo, known = Memo(store, RULE), {}
+    memo = Memo(store, RULE)
+    known: dict[bytes, list[float]] = {}
     for size in (1, 0, 300, 2, 57):
         rows = {rng.bytes(32): rng.normal(size=rng.integers(0, 5)).astype(np.float32).tolist() for _ in range(size)}
         add(memo, rows)
@@ -239,6 +264,17 @@ def test_many_rows_in_many_shards_in_any_order(store):
     for k in asked[:40]:
         tokens = memo.token_logprobs(k)
         assert (tokens is None) == (k not in known) and (tokens is None or tokens.tolist() == known[k])
+
+
+def test_a_million_unknown_keys_before_and_after_those_that_are_known(store):
+    """More than are looked up at a time: 0.6 million, a known one, as many again, and the other."""
+    memo, rng = Memo(store, RULE), np.random.default_rng(0)
+    add(memo, {key(1): [-1.0], key(2): [-2.0, -4.0]})
+    unknown = rng.integers(256, size=(600_000, 32), dtype=np.uint8)
+    asked = np.concatenate([unknown, as_array(key(1)), unknown[::-1], as_array(key(2))])
+    hits, tails = memo.lookup(asked), memo.tail_sums(asked, np.ones(len(asked), np.int64))
+    assert np.flatnonzero(hits.found_Q).tolist() == [600_000, 1_200_001]
+    assert hits.sums_Q[hits.found_Q].tolist() == [-1.0, -6.0] and tails[hits.found_Q].tolist() == [0.0, -4.0]
 
 
 PASS = """

@@ -143,6 +143,7 @@ MISTAKES = [
     ("data: {sources: [{path: a, hub: b/c}]}", "data.sources.0", "exactly one of `path`"),
     ("data: {sources: [{hub: b/c}]}", "data.sources.0", "needs a `split`"),
     ("data: {sources: [{path: a, split: train}]}", "data.sources.0", "belong to `hub`"),
+    ("tokenization: {revision: main}", "tokenization", "belongs to `tokenizer`"),
     ("data: {sources: [{path: a, format: csv}]}", "data.sources.0.format", "'auto'"),
     ("data: {sources: [{path: a}], validation_fraction: 1}", "data.validation_fraction", "less than 1"),
     ("tokenization: {max_length: 1}", "tokenization.max_length", "greater than or equal to 2"),
@@ -245,7 +246,7 @@ def test_muon_takes_the_defaults_of_the_documentation():
 
 def test_a_recipe_cannot_be_changed():
     with pytest.raises(ValidationError, match="frozen"):
-        Recipe.model_validate(SHORT).training.seed = 1
+        Recipe.model_validate(SHORT).training.seed = 1  # type: ignore[misc]  # what mypy says as well
 
 
 def test_paths_are_taken_from_the_recipes_folder(tmp_path: Path):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -153,7 +154,7 @@ def at_every_call(place: Path, prepare: Callable[[Store], None]) -> None:
     for fatal in range(1, len(steps) + 1):
         store = Store(place / str(fatal))
         prepare(store)
-        assert in_child(lambda store=store, fatal=fatal: by_system_calls(store, Steps(fatal))) == KILLED
+        assert in_child(partial(by_system_calls, store, Steps(fatal))) == KILLED
         outcomes.add(store.find("policy", DERIVATION.key) is not None)
         demand_nothing_or_all(store)
         assert prepare is nothing or store.open("policy", OTHER)
@@ -167,7 +168,7 @@ def at_random_lines(place: Path, prepare: Callable[[Store], None]) -> None:
         store = Store(place / str(number))
         prepare(store)
         fatal = draw.randint(1, steps)
-        assert in_child(lambda store=store, fatal=fatal: by_lines(store, Steps(fatal))) == KILLED
+        assert in_child(partial(by_lines, store, Steps(fatal))) == KILLED
         demand_nothing_or_all(store)
 
 
@@ -175,7 +176,7 @@ def while_repairing(place: Path, prepare: Callable[[Store], None]) -> None:
     for fatal in range(1, len(count_steps(place, by_system_calls, prepare)) + 1, 3):
         store = Store(place / str(fatal))
         prepare(store)
-        assert in_child(lambda store=store, fatal=fatal: by_system_calls(store, Steps(fatal))) == KILLED
+        assert in_child(partial(by_system_calls, store, Steps(fatal))) == KILLED
         publish(store)
         demand_nothing_or_all(store)
 

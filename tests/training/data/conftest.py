@@ -1,4 +1,4 @@
-"""Runs the three data jobs as a launched process would, each into the staging folder of a store of its own."""
+"""Runs the three data jobs as a launched process would, each in a store of its own."""
 
 import json
 from pathlib import Path
@@ -8,13 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.training import workshop as general
-from tests.training.runs import ALONE
-from tests.training.workshop import Work
-from training.contract.events import EventWriter
 from training.contract.files import DataFile
 from training.contract.job import Job, JobKind
-from training.contract.store import Made
-from training.data import pairs, preferences, template
+from training.contract.store import Artifact
 from training.data.batches import Pairs
 
 CHATML = (
@@ -26,10 +22,10 @@ CHATML = (
 
 
 class Done:
-    """What a job left: its answer, its folder and its tables."""
+    """What a job left: its artifact, its events and its tables."""
 
-    def __init__(self, made: Made, job: Job):
-        self.made, self.folder, self.events = made, job.staging, job.events
+    def __init__(self, made: Artifact, job: Job):
+        self.made, self.folder, self.events = made, made.folder, job.events
 
     @property
     def details(self) -> dict[str, Any]:
@@ -47,12 +43,11 @@ class Workshop:
     def __init__(self, folder: Path):
         self.folder, self.count = folder, 0
 
-    def _run(self, work: Work, kind: JobKind, artifact: str, settings: dict[str, Any], **given: dict[str, Any]) -> Done:
+    def _run(self, kind: JobKind, artifact: str, settings: dict[str, Any], **given: dict[str, Any]) -> Done:
         self.count += 1
         place = general.Workshop(self.folder / str(self.count))
         job = place.job(kind, artifact, given.get("inputs", {}), settings, given.get("locations"))
-        job.staging.mkdir(parents=True)
-        return Done(work(job, ALONE, EventWriter(job.events)), job)
+        return Done(place.do(job), job)
 
     def preferences(
         self, *sources: dict[str, Any], fraction: float = 0.1, listed: list[list[DataFile]] | None = None
@@ -61,7 +56,6 @@ class Workshop:
         files = [[file.model_dump(mode="json") for file in each] for each in listed or []]
         settings = {"formats": [source.get("format", "auto") for source in sources], "validation_fraction": fraction}
         return self._run(
-            preferences.run,
             "preferences",
             "raw_preferences",
             settings,
@@ -79,7 +73,6 @@ class Workshop:
     def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, /, **settings: Any) -> Done:
         defaults = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
         return self._run(
-            template.run,
             "tokenizer",
             "tokenization_spec",
             {**defaults, **settings},
@@ -92,7 +85,7 @@ class Workshop:
 
     def pairs(self, data: Done, spec: Done) -> Done:
         inputs = {"raw_preferences": data.folder, "tokenization_spec": spec.folder}
-        return self._run(pairs.run, "pairs", "tokenized_pairs", {}, inputs=inputs)
+        return self._run("pairs", "tokenized_pairs", {}, inputs=inputs)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,13 +17,13 @@ TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=
 PAIR = st.fixed_dictionaries({"prompt": TOKENS, "chosen": TOKENS, "rejected": TOKENS, "split": st.sampled_from("ab")})
 
 
-def _write(folder: Path, batches: list[list[dict]]) -> None:
+def _write(folder: Path, batches: list[list[dict[str, Any]]]) -> None:
     with pa.ipc.new_stream(str(folder / "pairs.arrow"), PAIRS_SCHEMA) as stream:
         for batch in batches:
             stream.write_batch(pa.RecordBatch.from_pylist(batch, PAIRS_SCHEMA))
 
 
-def _line(row: int, pair: dict) -> dict:
+def _line(row: int, pair: dict[str, Any]) -> dict[str, Any]:
     line = {"row": row, "split": pair["split"], "prompt_length": len(pair["prompt"])}
     for side in ("chosen", "rejected"):
         tokens = pair["prompt"] + pair[side]
@@ -59,7 +60,7 @@ def test_sequences_may_be_changed_without_touching_the_file(tmp_path):
     pair = {"prompt": [(1, False)], "chosen": [(2, True)], "rejected": [(3, True)], "split": "train"}
     _write(tmp_path, [[_line(0, pair)]])
     Pairs.open(tmp_path).sequence(0, "chosen").ids_T[0] = 9
-    assert Pairs.open(tmp_path).sequence(np.int64(0), "chosen").ids_T.tolist() == [1, 2]
+    assert Pairs.open(tmp_path).sequence(np.arange(1)[0], "chosen").ids_T.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("index", [-1, 1])

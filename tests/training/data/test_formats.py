@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ ASK = {"role": "user", "content": "Why?"}
 GOOD, BAD = {"role": "assistant", "content": "Because."}, {"role": "assistant", "content": "No idea."}
 PAIR = ([ASK], [GOOD], [BAD])
 
-SAME_PAIR = {
+SAME_PAIR: dict[str, list[dict[str, Any]]] = {
     "conversational": [
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},

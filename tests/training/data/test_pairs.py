@@ -247,6 +247,29 @@ def test_identity_is_of_tokens_and_splits(workshop, tiny_chat, tmp_path):
     assert len({same[0], *(done.made.fingerprint for done in others)}) == 5
 
 
+def test_where_the_prompt_ends_is_part_of_the_identity(workshop, tiny_chat, tmp_path):
+    """Samples are written from there on, so the same ids and masks with another end of the prompt are other pairs."""
+    text = (tiny_chat / "chat_template.jinja").read_text()
+    shorter = text.replace("'<|im_start|>assistant\\n'", "'<|im_start|>'")
+    specs = (workshop.tokenizer(tiny_chat, _template(tmp_path, t), train_on="assistant_turns") for t in (text, shorter))
+    data = workshop.rows([_row()])
+    one, other = (workshop.pairs(data, spec) for spec in specs)
+    assert (one.pairs.keys("chosen") == other.pairs.keys("chosen")).all()
+    assert one.pairs.prompt_lengths > other.pairs.prompt_lengths
+    assert one.made.fingerprint != other.made.fingerprint
+
+
+def test_the_token_that_ends_an_answer_is_part_of_the_identity(workshop, tiny_chat, tmp_path):
+    """It is no token of the pairs, whose template ends a turn as before; samples end there."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_chat)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.save_pretrained(tmp_path / "ends")
+    data = workshop.rows([_row()])
+    one, other = (workshop.pairs(data, workshop.tokenizer(place)) for place in (tiny_chat, tmp_path / "ends"))
+    assert (one.pairs.keys("chosen") == other.pairs.keys("chosen")).all()
+    assert one.made.fingerprint != other.made.fingerprint
+
+
 def test_keys_are_equal_where_ids_and_masks_are(workshop, tiny_chat):
     """The first two rows share a sequence; the third has the same words on the other side."""
     rows = [_row(), _row(rejected="Ask."), _row(chosen="No idea.", rejected="Because.")]
@@ -267,7 +290,7 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
         workshop.rows(real_rows(range(300)), fraction=0.5), workshop.tokenizer(tiny_chat, max_length=256)
     )
     pairs, counts = done.pairs, done.details["counts"]
-    assert {path.name for path in done.folder.iterdir()} == {"pairs.arrow", "tokenizer"}
+    assert {path.name for path in done.folder.iterdir()} == {"manifest.json", "pairs.arrow", "tokenizer"}
     assert counts["pairs"] + counts["dropped"] == 300 and sum(done.details["reasons"].values()) == counts["dropped"]
     train, validation = pairs.indices("train"), pairs.indices("validation")
     assert (len(train), len(validation)) == (counts["train"], counts["validation"])

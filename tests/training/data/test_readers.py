@@ -1,26 +1,25 @@
 """Reading: what each kind of file holds, bad rows named by their line, and unusable places refused by name."""
 
+import gzip
 import hashlib
 import json
 import re
 from pathlib import Path
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from training.contract.errors import DataError
 from training.contract.files import DataFile, data_files
-from training.contract.recipe import DataSource
 from training.data.messages import Reason
-from training.data.readers import open_source
+from training.data.readers import open_files
 
 ROWS = [{"prompt": f"Question {n}?\u2028\r", "chosen": 'yes, "really"\nyes', "rejected": "no"} for n in range(3)]
 
 
 def _opened(path):
-    return open_source(DataSource(path=str(path)), data_files(str(path)))
+    return open_files(data_files(str(path)))
 
 
 def _records(path):
@@ -36,6 +35,10 @@ def _csv(path: Path) -> None:
     path.write_bytes("\r\n".join(["prompt,chosen,rejected", *quoted, ""]).encode("utf-8-sig"))
 
 
+def _packed(rows) -> bytes:
+    return gzip.compress("\n".join(map(json.dumps, rows)).encode())
+
+
 WRITERS = {
     "a.jsonl": _jsonl,
     "b.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS)),
@@ -43,6 +46,9 @@ WRITERS = {
     "d.json": _jsonl,
     "e.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
     "f.csv": _csv,
+    "g.jsonl.gz": lambda path: path.write_bytes(
+        gzip.compress(json.dumps(ROWS[0]).encode() + b"\n") + _packed(ROWS[1:])
+    ),
 }
 
 
@@ -113,7 +119,7 @@ def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n')
     hashed = [DataFile(name=path.name, path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())]
-    [file] = open_source(DataSource(path=str(tmp_path)), hashed)
+    [file] = open_files(hashed)
     assert [record.value for record in file.read()] == [{"a": 1}]
     path.write_text('{"a": 2}\n')
     now = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -133,12 +139,13 @@ def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp
         ("text.json", "hello", "expected a JSON list"),
         ("fake.parquet", "hello", "cannot be read as Parquet"),
         ("open.csv", 'a\n"x', "is not CSV"),
+        ("cut.csv.gz", gzip.compress(b"a" * 99)[:-9], "cannot be read: Compressed file ended"),
         ("twice.csv", "chosen,prompt,chosen\na,b,c\n", "has two columns `chosen`"),
     ],
 )
 def test_an_unusable_place_is_refused_by_name(tmp_path, name, content, words):
     if content is not None:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError) as caught:
         _records(tmp_path / name)
     assert str(tmp_path / name) in str(caught.value)
@@ -149,14 +156,3 @@ def test_a_folder_without_data_is_refused_with_what_it_holds(tmp_path):
     (tmp_path / "README.md").write_text("x")
     with pytest.raises(DataError, match=r"no file of the kinds .*README\.md"):
         _records(tmp_path)
-
-
-def test_a_data_set_is_read_as_the_datasets_library_reads_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "set").mkdir()
-    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "set" / "train-00000.parquet")
-    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="train"), [])
-    assert [dict(record.value) for record in file.read()] == ROWS
-    [file] = open_source(DataSource(hub=str(tmp_path / "set"), split="nowhere"), [])
-    with pytest.raises(DataError, match="split nowhere"):
-        list(file.read())

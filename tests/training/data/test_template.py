@@ -34,6 +34,18 @@ def write(tmp_path):
     return write
 
 
+def test_a_template_is_what_it_writes(tiny_chat):
+    """The same text is another template with another BOS, which it writes, and the same with another EOS, which it does not."""
+
+    def identity(**spellings: str) -> str:
+        tokenizer = AutoTokenizer.from_pretrained(tiny_chat, **spellings)
+        tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+        return ChatTemplate(tokenizer, {}).fingerprint()
+
+    plain = identity(bos_token="<|im_start|>")
+    assert identity(bos_token="<|im_end|>") != plain == identity(bos_token="<|im_start|>", eos_token="<|im_start|>")
+
+
 @pytest.fixture
 def copied(tiny_chat, tmp_path):
     """tiny-chat's tokenizer in a folder of another name, with one of its files edited."""

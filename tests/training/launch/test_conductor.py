@@ -104,7 +104,8 @@ def test_a_rank_that_is_killed_ends_the_other_node_and_is_named(
     make_job: MakeJob, ssh: list[str], nodes_file: NodesFile
 ):
     """Its node is reached over ssh, the other is this machine."""
-    job, pids = make_job("sleep_on_nodes", nodes=2), []
+    job = make_job("sleep_on_nodes", nodes=2)
+    pids: list[int] = []
 
     def kill(note: Event) -> None:
         pids.extend(pid for node in note["pids"] for pid in node)
@@ -118,7 +119,8 @@ def test_a_rank_that_is_killed_ends_the_other_node_and_is_named(
 
 @slow
 def test_a_connection_that_breaks_ends_both_sides(make_job: MakeJob, ssh: list[str], nodes_file: NodesFile):
-    job, pids = make_job("sleep_on_nodes", nodes=2), []
+    job = make_job("sleep_on_nodes", nodes=2)
+    pids: list[int] = []
 
     def cut(note: Event) -> None:
         pids.extend(pid for node in note["pids"] for pid in node)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from training.contract.loss import Loss, LossType
 from training.losses.batchwise import RunningMean, among
-from training.losses.evidence import Evidence, PairLogProbs
+from training.losses.evidence import Evidence, PairLogProbs, bounded_exp
 from training.losses.preference import LOSSES, PairLosses, preference_loss
 
 LOGPROBS = st.floats(-500, 0)
@@ -45,6 +45,15 @@ def log1p_exp(x: float) -> float:
 
 def test_every_type_has_its_function():
     assert set(LOSSES) | {LossType.MIXTURE} == set(LossType)
+
+
+def test_an_exponential_goes_on_along_its_tangent():
+    """e^x up to x = 30; beyond, e^30 (1 + x - 30) with the slope e^30: a pair that is far off is still pulled back."""
+    exponents = tensor(-2.0, 29.0, 31.0, 40.0).requires_grad_()
+    found = bounded_exp(exponents)
+    found.sum().backward()
+    assert found.tolist() == pytest.approx([math.exp(-2), math.exp(29), 2 * math.exp(30), 11 * math.exp(30)])
+    assert exponents.grad.tolist() == pytest.approx([math.exp(-2), math.exp(29), math.exp(30), math.exp(30)])
 
 
 @given(LOGPROBS, LOGPROBS, LOGPROBS, LOGPROBS, st.floats(0.01, 5), st.floats(0, 0.49))

@@ -99,11 +99,10 @@ def kernel_backward(
 ) -> tuple[Tensor, ...]:
     assert grad_out.stride(-1) == out.stride(-1) == 1 and grad_out.dtype == query.dtype and window_size is not None
     demand(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
-    parts = [cut(query, cu_seq_q), cut(key, cu_seq_k), cut(value, cu_seq_k)]
+    parts = zip(cut(grad_out, cu_seq_q), cut(query, cu_seq_q), cut(key, cu_seq_k), cut(value, cu_seq_k), strict=True)
     scale = HEAD**-0.5 if scale is None else scale
-    found = [
-        plainly_backward(*of_one, scale, *window_size) for of_one in zip(cut(grad_out, cu_seq_q), *parts, strict=True)
-    ]
+    left, right = window_size
+    found = [plainly_backward(of_one, q, k, v, scale, left, right) for of_one, q, k, v in parts]
     return tuple(torch.cat(gradients) for gradients in zip(*found, strict=True))
 
 
@@ -170,9 +169,9 @@ def test_one_call_is_plain_attention_of_each_sequence(
     row = lay_out(groups, CPU)
     tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
     shapes = [(1, count, tokens, HEAD) for count in (heads[0], heads[1], heads[1])]
-    given = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
-    found = attention.in_one_call(*given, row.plan, scale, window)
-    expected = sequence_at_a_time(*given, row.plan, scale or HEAD**-0.5, window)
+    q, k, v = given = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
+    found = attention.in_one_call(q, k, v, row.plan, scale, window)
+    expected = sequence_at_a_time(q, k, v, row.plan, scale or HEAD**-0.5, window)
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
     upstream = torch.randn(found.shape, generator=random, dtype=torch.float64)
     ours, plain = (torch.autograd.grad(output, given, upstream) for output in (found, expected))
@@ -184,9 +183,12 @@ def test_both_ways_agree_on_views_as_layers_give_them():
     """Queries, keys and values are transposed views of T x Q x D."""
     row = lay_out(GROUPS["unlike lengths"], CPU)
     tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
-    given = [torch.randn(1, tokens, n, HEAD, generator=random, dtype=torch.float64).transpose(1, 2) for n in (4, 2, 2)]
+    shapes = [(1, tokens, heads, HEAD) for heads in (4, 2, 2)]
+    q, k, v = (torch.randn(s, generator=random, dtype=torch.float64).transpose(1, 2) for s in shapes)
     for window in (None, 5):
-        found, expected = (way(*given, row.plan, None, window) for way in (attention.in_one_call, attention.by_segment))
+        found, expected = (
+            way(q, k, v, row.plan, None, window) for way in (attention.in_one_call, attention.by_segment)
+        )
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
 
 
@@ -200,13 +202,13 @@ def test_on_a_gpu_the_kernel_is_plain_attention_of_bfloat16(groups, heads: tuple
     here, there = (lay_out(groups, device).plan for device in (CPU, torch.device("cuda")))
     tokens, random = sum(here.lengths), torch.Generator().manual_seed(0)
     given = [torch.randn(1, n, tokens, HEAD, generator=random).bfloat16() for n in (heads[0], heads[1], heads[1])]
-    exact = [tensor.double().requires_grad_() for tensor in given]
-    expected = sequence_at_a_time(*exact, here, HEAD**-0.5, window)
+    q, k, v = exact = [tensor.double().requires_grad_() for tensor in given]
+    expected = sequence_at_a_time(q, k, v, here, HEAD**-0.5, window)
     upstream = torch.randn(expected.shape, generator=random).bfloat16()
     wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
     for way in (attention.in_one_call, attention.by_segment):
-        ours = [tensor.cuda().requires_grad_() for tensor in given]
-        output = way(*ours, there, None, window)
+        q, k, v = ours = [tensor.cuda().requires_grad_() for tensor in given]
+        output = way(q, k, v, there, None, window)
         found = [output, *torch.autograd.grad(output, ours, upstream.cuda())]
         for one, other in zip(found, wanted, strict=True):
             assert (one.cpu().double() - other).norm() < 1e-2 * other.norm(), way.__name__

@@ -42,7 +42,7 @@ def plainly(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     return logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.3},
     "softcap": {"softcap": 3.0},

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.training.model.test_architectures import build
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter, read_events
 from training.model.selfcheck import demand_exact
@@ -64,6 +65,14 @@ def test_an_attention_that_looks_elsewhere_is_refused(told):
     model.transformer.forward = shifted
     with pytest.raises(ModelError, match="differ from those of its own forward pass"):
         told(model)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_an_attention_that_looks_ahead_is_refused(told, training: bool):
+    """A token that sees what comes after it has no log-prob."""
+    model = build("gemma3_text", {"use_bidirectional_attention": True})
+    with pytest.raises(ModelError, match="differ from those of its own forward pass"):
+        told(model, training=training)
 
 
 def test_a_model_that_gives_no_numbers_is_left_to_the_job(told):

@@ -31,13 +31,14 @@ def folder(tmp_path_factory) -> Path:
 
 def source(folder: Path, kind: str) -> Source:
     weights = Input(kind="reference_model", fingerprint="0" * 64, folder=folder)
-    return {
+    sources: dict[str, Source] = {
         "trained in float32": Untrained(folder, "float32"),
         "trained in bfloat16": Untrained(folder, "bfloat16"),
         "with an adapter": Untrained(folder, "bfloat16", Adapter()),
         "scored in float32": Frozen(weights, "float32"),
         "scored in bfloat16": Frozen(weights, "bfloat16"),
-    }[kind]
+    }
+    return sources[kind]
 
 
 @pytest.mark.parametrize(

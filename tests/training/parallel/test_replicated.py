@@ -7,13 +7,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.runs import ALONE
+from training.contract.recipe import Dtype
 from training.parallel.layout import Layout
 from training.parallel.replicated import Replicated
 from training.parallel.source import Untrained
 from training.pieces import Held
 
 
-def masters(folder: Path, precision: str = "float32", **sizes: int) -> Replicated:
+def masters(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replicated:
     config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
@@ -31,7 +32,7 @@ def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: str):
+def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: Dtype):
     """Two passes with losses a and b give the gradients that torch gives for a and for b, added in float32."""
     found = masters(tmp_path, precision)
     ids = torch.arange(12).view(1, -1)

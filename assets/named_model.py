@@ -1,0 +1,57 @@
+"""A model or a tokenizer as a field of the recipe names it: a local folder, an address in the registry, or an id of the hub."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from model_registry.registry import Registry
+from training.contract.errors import HubError, ModelError
+from training.contract.hub import Emit, Repository
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """`field` is the recipe's, for those who read what is wrong. Every method raises ModelError or RegistryError."""
+
+    field: str
+    address: str
+    revision: str | None
+
+    @property
+    def is_of_hub(self) -> bool:
+        return not self.address.startswith("models:/") and not Path(self.address).is_absolute()
+
+    @property
+    def repository(self) -> Repository:
+        return Repository(self.address, "model", self.revision)
+
+    def local_folder(self, registry: Registry) -> Path:
+        if self.address.startswith("models:/"):
+            return registry.resolve(self.address)
+        if not Path(self.address).is_dir():
+            raise ModelError(
+                f"there is no folder {self.address}; `{self.field}` is a folder beside the recipe, or a hub id"
+            )
+        return Path(self.address)
+
+    def commit(self) -> str:
+        try:
+            return self.repository.commit()
+        except HubError as error:
+            raise self._neither(error) from error
+
+    def downloaded(
+        self, patterns: Sequence[str], ignored: Sequence[str] = (), emit: Emit | None = None
+    ) -> tuple[str, Path]:
+        """The commit, and the folder with its files."""
+        commit = self.commit()
+        try:
+            return commit, self.repository.fetch(commit, patterns, ignored, emit)
+        except HubError as error:
+            raise self._neither(error) from error
+
+    def _neither(self, error: HubError) -> ModelError:
+        return ModelError(
+            f"`{self.field}: {self.address}` is neither a folder beside the recipe nor a model of the hub that can be had: "
+            f"{error}"
+        )

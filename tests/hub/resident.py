@@ -1,0 +1,62 @@
+"""A process that does what the command `pedigree` does, again and again: `python -m tests.hub.resident HOME`.
+
+The clients of the hub read HF_ENDPOINT and HF_HOME once, when they are imported, so a world of its own takes a
+process of its own; and that takes seconds to start, so one serves many questions. A question is a line of JSON on standard
+input, the answer a line on standard output. Jobs are done in the same process, by the code that a job's process runs.
+HF_HUB_OFFLINE, which the clients keep as a constant, can be set for one question.
+"""
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import dagster as dg
+from huggingface_hub import constants
+
+from tests.workflows.in_process import services_in
+from training.contract.errors import PedigreeError
+from training.contract.events import Event
+from workflows.execution import materialize
+from workflows.lineage import status
+from workflows.plan import plan
+from workflows.recipes import load_recipe
+from workflows.verify import verify
+
+
+def answer(question: dict[str, Any], home: Path, instance: dg.DagsterInstance) -> dict[str, Any]:
+    constants.HF_HUB_OFFLINE = question.get("offline", False)
+    heard: list[Event] = []
+    loaded = load_recipe(Path(question["recipe"]))
+    services = replace(services_in(home), listener=heard.append)
+    try:
+        match question["do"]:
+            case "status":
+                found: Any = {a.asset: [a.state, *a.causes] for a in status(loaded.pipeline, services, instance)}
+            case "plan":
+                found = {a.asset: a.action for a in plan(loaded.pipeline, services, instance)}
+            case "verify":
+                found = asdict(verify(loaded.pipeline, services, instance, rows=2))
+            case "run":
+                found = asdict(materialize(loaded, services, instance, question.get("select")))
+    except PedigreeError as error:
+        return {"error": str(error), "heard": heard}
+    return {"found": found, "heard": heard}
+
+
+def main(home: Path, replies: TextIO) -> None:
+    logging.getLogger("dagster").setLevel(logging.CRITICAL)
+    with dg.DagsterInstance.ephemeral() as instance:
+        for line in sys.stdin:
+            replies.write(json.dumps(answer(json.loads(line), home, instance), default=str) + "\n")
+            replies.flush()
+
+
+if __name__ == "__main__":
+    own = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    main(Path(sys.argv[1]), os.fdopen(own, "w"))
+    os._exit(0)  # taking everything down that was imported takes seconds

@@ -1,0 +1,165 @@
+"""What goes wrong with a hub, and in which words a person is told: the place, what was found, what was expected, what to do."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hub.conftest import Resident
+from tests.hub.server import Fault, Hub
+from tests.hub.test_hub_recipe import folder_files, lines
+
+SOURCE = {"hub": "org/small", "split": "train"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def repositories(hub: Hub, inputs: Path, rows: list[dict[str, object]]) -> None:
+    base = folder_files(inputs / "base")
+    hub.commit("models/org/model", base)
+    hub.commit("datasets/org/small", {"train.jsonl": lines(rows), "test.jsonl": lines(rows)})
+    hub.commit("models/org/gated", base)
+    hub.repositories["models/org/gated"].gated = True
+    hub.repositories["models/org/gated"].token = "somebody's"
+    hub.commit("models/org/pickled", {"config.json": base["config.json"], "pytorch_model.bin": b"-"})
+    hub.commit("models/org/adapter", {"adapter_config.json": "{}", "adapter_model.safetensors": b"-"})
+    card = "---\nconfigs:\n- {config_name: one, data_files: 1.jsonl}\n- {config_name: two, data_files: 2.jsonl}\n---\n"
+    hub.commit("datasets/org/two", {"README.md": card, "1.jsonl": lines(rows), "2.jsonl": lines(rows)})
+    hub.commit("datasets/org/script", {"script.py": "raise SystemExit", "train.jsonl": lines(rows)})
+    hub.commit("datasets/org/arrow", {"train.arrow": b"-"})
+    hub.commit("datasets/org/empty", {"README.md": "Nothing yet."})
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_wrong_afterwards(hub: Hub) -> Iterator[None]:
+    yield
+    hub.faults.clear()
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "words"),
+    [
+        ("org/none", SOURCE, "`reference.model: org/none` is neither a folder beside the recipe nor a model of the hub"),
+        ("org/none", SOURCE, "has no model org/none, or it is private; look at the name, and for a private one set HF_TOKEN"),
+        ("a/b/c", SOURCE, "'a/b/c' is no id of the hub: expected organization/name"),
+        ("org/gated", SOURCE, "the model org/gated is gated; ask for access on its page"),
+        ("org/model", {**SOURCE, "revision": "v9"}, "`data.sources`: the dataset org/small has no revision v9; expected a"),
+        ("org/model", {**SOURCE, "revision": "0" * 40}, f"has no revision {'0' * 40}"),
+        ("org/model", {**SOURCE, "hub": "org/nothing"}, "`data.sources`: "),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_told_by_whoever_looks(
+    resident: Resident, recipe: Callable[..., Path], model, source, words
+):
+    error = resident.ask("status", recipe(model, source))["error"]
+    assert words in error
+    assert "Traceback" not in error and "\n" not in error
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("org/pickled", "the weights in that repository: pytorch_model.bin"),
+        ("org/adapter", "has an adapter_config.json; expected a model without an adapter"),
+    ],
+)
+def test_a_repository_that_holds_no_model_is_refused(resident: Resident, recipe: Callable[..., Path], model, words):
+    error = resident.refusal(recipe(model, SOURCE), "base_model")
+    assert error.startswith(f"`reference.model: {model}` cannot be used: ") and words in error
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ({**SOURCE, "split": "dev"}, "org/small has no split 'dev' in its config 'default'; set `split`"),
+        ({**SOURCE, "split": "dev"}, "of the data source to one of train, test"),
+        ({**SOURCE, "config": "en"}, "org/small has no config 'en'; set `config` of the data source to `default`"),
+        ({"hub": "org/two", "split": "train"}, "org/two has several configs and no default; set `config`"),
+        ({"hub": "org/two", "split": "train"}, "of the data source to one of one, two"),
+        ({"hub": "org/script", "split": "train"}, "is made by a script, script.py, and code of a repository is never run"),
+        ({"hub": "org/arrow", "split": "train"}, "train.arrow of the data set org/arrow is none of .jsonl"),
+        ({"hub": "org/empty", "split": "train"}, "org/empty cannot be understood"),
+    ],
+)  # fmt: skip
+def test_a_data_set_that_cannot_be_read_is_refused(resident: Resident, recipe: Callable[..., Path], source, words):
+    error = resident.refusal(recipe("org/model", source), "raw_preferences")
+    assert words in error.replace("\n", " ")
+    assert "Traceback" not in error
+
+
+def test_a_hub_in_trouble_is_named_with_its_answer(hub: Hub, resident: Resident, recipe: Callable[..., Path]):
+    """Of a repository nothing is cached; a second time the download is what meets it, and tries again as the hub asks."""
+    for status, reason in ((429, "Too Many Requests"), (503, "Service Unavailable")):
+        hub.faults[:] = [Fault("org/model", times=9, status=status)]
+        error = resident.ask("status", recipe("org/model", SOURCE))["error"]
+        assert f"answers {status} ({reason})" in error and "try again later" in error
+    with hub.out_of_reach():
+        error = resident.ask("status", recipe("org/model", SOURCE))["error"]
+    assert f"the model org/model (main) is not in the cache and cannot be had from {hub.endpoint}" in error
+    assert "look at the network and at HF_ENDPOINT" in error and "\n" not in error
+    hub.faults[:] = [Fault("resolve", times=1, status=429, headers={"Retry-After": "0"})]
+    resident.outcomes(recipe("org/model", SOURCE), select="base_model")
+
+
+def test_a_download_that_breaks_is_taken_up_again(
+    hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]
+):
+    hub.commit("models/org/cut", folder_files(inputs / "base"))
+    hub.requests.clear()
+    hub.faults[:] = [Fault("/blobs/", times=1, cut=1000)]
+    answer = resident.ask("run", recipe("org/cut", SOURCE), select="base_model")
+    assert answer["found"]["succeeded"], answer
+    told = [event for event in answer["heard"] if event["event"] == "progress"]
+    assert told and all(event["asset"] == "base_model" and event["unit"] == "MB" for event in told)
+    assert len(hub.asked("/blobs/")) == 2, "the client keeps whole pieces of 10 MB, and this file has one"
+
+
+def test_a_file_that_was_spoilt_in_the_cache_is_refused(
+    hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]
+):
+    commit = hub.commit("models/org/spoilt", folder_files(inputs / "base"))
+    folder = recipe("org/spoilt", SOURCE)
+    resident.outcomes(folder, select="base_model")
+    [weights] = resident.cache.glob("hub/models--org--spoilt/snapshots/*/model.safetensors")
+    blob = weights.resolve()
+    blob.write_bytes(blob.read_bytes()[:-1] + b"\x00")
+    assert resident.found("status", folder)["base_model"] == [
+        "stale",
+        f"model.safetensors differs at commit {commit[:12]}",
+    ]
+    error = resident.refusal(folder, "base_model")
+    assert f"{weights} is corrupt" in error and f"remove {blob} and run again" in error
+    blob.unlink()
+    assert resident.outcomes(folder, select="base_model") == {"base_model": "reused"}
+
+
+def test_rows_that_were_spoilt_in_the_cache_are_refused(
+    hub: Hub, resident: Resident, rows: list[dict[str, object]], recipe: Callable[..., Path]
+):
+    hub.commit("datasets/org/spoilt", {"train.jsonl": lines(rows)})
+    source = {"hub": "org/spoilt", "split": "train"}
+    resident.outcomes(recipe("org/model", source), select="raw_preferences")
+    [file] = resident.cache.glob("hub/datasets--org--spoilt/snapshots/*/train.jsonl")
+    file.resolve().write_text(file.read_text().replace("opposite", "contrary"))
+    again = recipe("org/model", {**source, "format": "implicit_prompt"})
+    assert f"{file} is corrupt" in resident.refusal(again, "raw_preferences")
+
+
+def test_code_of_a_repository_is_never_run(
+    hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path], tmp_path: Path
+):
+    files = folder_files(inputs / "base")
+    bomb = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+    own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    hub.commit(
+        "models/org/code", {**files, "mine.py": bomb, "config.json": json.dumps(json.loads(files["config.json"]) | own)}
+    )
+    plain = {"hub": "org/small", "split": "test"}
+    error = resident.refusal(recipe("org/code", plain, tokenization={"tokenizer": "org/model"}), "reference_logprobs")
+    assert "needs code of its own" in error and "is never run" in error
+    mine = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.T", "mine.T"]}}
+    about = json.dumps(json.loads(files["tokenizer_config.json"]) | mine)
+    hub.commit("models/org/tokens", {**files, "mine.py": bomb, "tokenizer_config.json": about})
+    error = resident.refusal(recipe("org/model", plain, tokenization={"tokenizer": "org/tokens"}), "tokenization_spec")
+    assert "needs code of its own, which is never run" in error
+    assert not (tmp_path / "ran").exists() and not hub.asked("mine.py")

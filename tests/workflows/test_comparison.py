@@ -1,0 +1,109 @@
+"""The comparison of evaluations against figures that were worked out by hand."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from assets.held_out import accuracy, margin
+from workflows import show
+from workflows.comparison import Evaluated, compare
+
+
+def values(accuracies: list[float], factor: float = 1.0, start: int = 0) -> dict[str, dict[str, float]]:
+    """One value a pair, the same for each measure but for a factor."""
+    names = [f"pair-{index}" for index in range(start, start + len(accuracies))]
+    by_pair = dict(zip(names, accuracies, strict=True))
+    return {
+        "accuracy": by_pair,
+        "margin": {k: factor * v for k, v in by_pair.items()},
+        "loss": {k: 1 - v for k, v in by_pair.items()},
+    }
+
+
+# Ten pairs, of which the second ranks five more rightly than the first. The differences, five ones and five zeros, have
+# the mean 1/2 and the variance 10 * (1/4) / 9; divided by 10 that is 1/36, so the standard error is 1/6.
+FIRST = Evaluated("a", {"training.seed": "0", "training.loss.beta": "0.1"}, {"loss": "x"}, values([0.0] * 10))
+SECOND = Evaluated(
+    "a-b", {"training.seed": "0", "training.loss.beta": "0.5"}, {"loss": "y"}, values([0.0, 1.0] * 5, factor=4.0)
+)
+
+
+def test_the_difference_of_each_to_the_first_with_its_standard_error():
+    found = compare([FIRST, SECOND])
+    assert found.against == "a"
+    first, second = found.recipes
+    assert first.means == {"accuracy": 0.0, "margin": 0.0, "loss": 1.0} and not first.differences
+    assert second.means == {"accuracy": 0.5, "margin": 2.0}
+    assert (second.differences["accuracy"].mean, second.differences["margin"].mean) == (0.5, 2.0)
+    assert second.differences["accuracy"].standard_error == pytest.approx(1 / 6)
+    assert second.differences["margin"].standard_error == pytest.approx(4 / 6)
+
+
+def test_only_settings_that_differ_are_told():
+    found = compare([FIRST, SECOND])
+    assert [each.settings for each in found.recipes] == [{"training.loss.beta": "0.1"}, {"training.loss.beta": "0.5"}]
+    other = replace(SECOND, settings={"training.seed": "0", "training.loss.beta": "0.1", "training.loss.tau": "1"})
+    assert [each.settings for each in compare([FIRST, other]).recipes] == [
+        {"training.loss.tau": None},
+        {"training.loss.tau": "1"},
+    ]
+
+
+def test_losses_of_one_scale_are_compared_and_others_left_out():
+    alike = replace(SECOND, scale=FIRST.scale)
+    found = compare([FIRST, alike]).recipes[1]
+    assert found.means["loss"] == 0.5
+    assert (found.differences["loss"].mean, found.differences["loss"].standard_error) == (-0.5, pytest.approx(1 / 6))
+    other = compare([FIRST, SECOND]).recipes[1]
+    assert "loss" not in other.means and "loss" not in other.differences
+
+
+def test_what_was_never_evaluated_is_said_and_the_next_one_is_the_first():
+    found = compare([Evaluated("new", notes=("never evaluated",)), FIRST, SECOND])
+    assert found.against == "a"
+    assert (found.recipes[0].notes, found.recipes[0].pairs, found.recipes[0].means) == (["never evaluated"], 0, {})
+    assert found.recipes[2].differences["accuracy"].mean == 0.5
+    nothing = compare([Evaluated("new", notes=("never evaluated",))])
+    assert nothing.against is None and len(nothing.recipes) == 1
+
+
+def test_only_common_pairs_count_and_a_note_tells_of_the_others():
+    """Two pairs of twelve are the second's alone, ranked rightly: they count for its own mean and for no difference."""
+    more = replace(SECOND, values=values([0.0, 1.0] * 5 + [1.0, 1.0]))
+    found = compare([FIRST, more]).recipes[1]
+    assert found.pairs == 12 and found.means["accuracy"] == pytest.approx(7 / 12)
+    assert (found.differences["accuracy"].pairs, found.differences["accuracy"].mean) == (10, 0.5)
+    assert found.notes == ["evaluated on other pairs than a: 10 of 12 are common"]
+
+
+@pytest.mark.parametrize(("start", "common"), [(1, 9), (10, 0)])
+def test_too_few_common_pairs_give_no_difference(start, common):
+    found = compare([FIRST, replace(SECOND, values=values([1.0] * 10, start=start))]).recipes[1]
+    assert not found.differences and found.means["accuracy"] == 1.0
+    assert found.notes == [
+        f"evaluated on other pairs than a: {common} of 10 are common, which is too few to compare (10)"
+    ]
+
+
+def test_a_margin_is_the_log_ratios_in_nats_and_a_tie_is_no_success():
+    """(-10 + 12) - (-20 + 15) = 2 + 5; the reward's margin, beta times that, only counts by its sign."""
+    row = {
+        "policy_chosen_logprob": -10.0,
+        "reference_chosen_logprob": -12.0,
+        "policy_rejected_logprob": -20.0,
+        "reference_rejected_logprob": -15.0,
+    }
+    assert margin(row) == 7.0
+    assert [accuracy({"margin": value}) for value in (0.7, 0.0, -0.7)] == [1.0, 0.0, 0.0]
+
+
+def test_the_table_says_it_all_in_80_columns():
+    written = io.StringIO()
+    third = Evaluated("a-new", notes=("never evaluated; run `pedigree run a/new` first",))
+    show.comparison(Console(file=written, width=80), compare([FIRST, SECOND, third]))
+    text = written.getvalue()
+    for part in ("on 10 held-out pairs", "loss.beta", "+0.500 ± 0.167", "+2.000 ± 0.667", "other loss"):
+        assert part in text
+    assert "a-new: never evaluated; run `pedigree run a/new` first" in text

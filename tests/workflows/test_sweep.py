@@ -1,0 +1,151 @@
+"""A recipe with two variants, run through and compared: one computation of all that they share, each its own policy."""
+
+import json
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import dagster as dg
+import pytest
+from mlflow import MlflowClient
+
+import model_registry.files
+from assets.graph import GRAPH
+from model_registry.package import package
+from tests.workflows.conftest import write_recipe
+from tests.workflows.in_process import Ground, services_in, write_inputs
+from tests.workflows.test_truth_table import PLAIN
+from workflows.comparison import Comparison, compare, last_evaluated
+from workflows.execution import RunReport, materialize
+from workflows.gc import collect
+from workflows.inspection import inspect_row
+from workflows.lineage import status
+from workflows.plan import plan
+from workflows.recipes import load_recipe, load_recipes
+from workflows.verify import verify
+
+pytestmark = pytest.mark.slow
+
+SWEEP: dict[str, Any] = {
+    **PLAIN,
+    "data": {**PLAIN["data"], "validation_fraction": 0.5},
+    "variants": {
+        "hinge": {"training": {"loss": {"type": "hinge"}, "optimizer": {"learning_rate": 1e-2}}},
+        "fewer-samples": {"evaluation": {"samples": 0}},
+    },
+}
+NAMES = ["sweep", "sweep-hinge", "sweep-fewer-samples"]
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Iterator[Ground]:
+    """The recipe was run, and the first variant planned and run after it, then the second."""
+    place = tmp_path_factory.mktemp("sweep")
+    (home := place / "home").mkdir()
+    folder = place / "recipes" / "sweep"
+    write_inputs(write_recipe(folder, SWEEP), demo_maker)
+    with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
+        patch.setattr(model_registry.files, "_package", package)  # what a process of its own does, done here
+        yield Ground(home, services_in(home), instance, {"sweep": folder})
+
+
+@pytest.fixture(scope="module")
+def planned(ground: Ground) -> dict[str, Any]:
+    """What a run of the variant would do once the recipe was run."""
+    ground.run_once("sweep")
+    pipeline = load_recipe(ground.folders["sweep"], "hinge").pipeline
+    return {asset.asset: asset for asset in plan(pipeline, ground.services, ground.instance)}
+
+
+@pytest.fixture(scope="module")
+def reports(ground: Ground, planned: dict[str, Any]) -> list[RunReport]:
+    variants = [load_recipe(ground.folders["sweep"], name) for name in SWEEP["variants"]]
+    return [materialize(loaded, ground.services, ground.instance) for loaded in variants]
+
+
+@pytest.fixture
+def comparison(ground: Ground, reports: list[RunReport]) -> Comparison:
+    loaded = load_recipes(ground.folders["sweep"])
+    return compare([last_evaluated(each.pipeline, ground.services, ground.instance) for each in loaded])
+
+
+def test_a_variant_has_to_score_nothing(planned: dict[str, Any]):
+    assert planned["reference_logprobs"].work["missing"] == 0
+    assert {name for name, a in planned.items() if a.action == "compute"} == {"policy", "evaluation", "released_model"}
+
+
+def test_what_a_variant_shares_is_reused(reports: list[RunReport]):
+    """The specs of the variant that was planned are there already: a plan makes what costs nothing."""
+    assert all(report.succeeded for report in reports)
+    computed = [{a.asset for a in report.assets if a.outcome == "computed"} for report in reports]
+    made = {"evaluation", "released_model"}
+    assert computed == [made | {"policy"}, made | {"evaluation_spec"}]
+
+
+def test_every_pipeline_is_fresh_sound_and_in_use(ground: Ground, reports: list[RunReport]):
+    for loaded in load_recipes(ground.folders["sweep"]):
+        found = status(loaded.pipeline, ground.services, ground.instance)
+        assert {asset.state for asset in found} == {"fresh"} and len(found) == len(GRAPH)
+        assert verify(loaded.pipeline, ground.services, ground.instance, rows=0).ok
+        assert inspect_row(loaded.pipeline, ground.services, ground.instance, 0).row == 0
+    unused = collect(ground.services, ground.instance).garbage
+    assert {item.kind for item in unused} <= {"job"}
+
+
+def test_the_runs_stand_in_one_experiment_and_can_be_told_apart(ground: Ground, reports: list[RunReport]):
+    """The variant with other samples has the policy, and so the run, of the recipe itself."""
+    client = MlflowClient(ground.services.tracker.tracking_uri)
+    experiment = client.get_experiment_by_name("sweep")
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.info.run_name.rpartition("-")[0] for run in runs} == {"sweep", "sweep-hinge"}
+    losses = {run.info.run_name.rpartition("-")[0]: run.data.params["training.loss.type"] for run in runs}
+    assert losses == {"sweep": "sigmoid", "sweep-hinge": "hinge"}
+    assert all("variants" not in name for run in runs for name in run.data.params)
+
+
+def test_an_experiment_leaves_the_champion_alone(ground: Ground, reports: list[RunReport]):
+    name = PLAIN["release"]["model_name"]
+    champions = {n: ground.services.registry.champion(n) for n in (name, f"{name}-hinge", f"{name}-fewer-samples")}
+    assert {n: found and found.number for n, found in champions.items()} == dict.fromkeys(champions, 1)
+
+
+def test_the_comparison_tells_settings_and_results(comparison: Comparison):
+    assert comparison.against == "sweep" and [each.recipe for each in comparison.recipes] == NAMES
+    own, hinge, same = comparison.recipes
+    assert hinge.settings["training.loss.type"] == "hinge" and own.settings["training.loss.type"] == "sigmoid"
+    assert set(own.settings) <= {
+        "training.loss.type",
+        "training.loss.label_smoothing",
+        "training.optimizer.learning_rate",
+        "evaluation.samples",
+    }
+    assert own.pairs == hinge.pairs >= 10
+    assert "loss" not in hinge.means and hinge.differences["margin"].mean != 0
+    assert same.means == own.means
+    assert {d.mean for d in same.differences.values()} == {d.standard_error for d in same.differences.values()} == {0.0}
+    assert not any(each.notes for each in comparison.recipes)
+
+
+def test_the_accuracy_is_that_of_the_evaluation(ground: Ground, comparison: Comparison):
+    for each in comparison.recipes:
+        key = dg.AssetKey([each.recipe, "evaluation"])
+        event = ground.instance.get_latest_materialization_event(key)
+        metrics = event.asset_materialization.metadata
+        assert each.means["accuracy"] == pytest.approx(metrics["eval/rewards/accuracies"].value)
+        beta = 0.1
+        assert beta * each.means["margin"] == pytest.approx(metrics["eval/rewards/margins"].value, abs=1e-6)
+
+
+def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, reports: list[RunReport], tmp_path):
+    folder = ground.folders["sweep"]
+    before = (folder / "defs.yaml").read_text()
+    try:
+        edited = {**SWEEP, "variants": {"hinge": {"training": {"loss": {"type": "ipo"}}}}}
+        write_recipe(folder, json.loads(json.dumps(edited)))
+        pipeline = load_recipe(folder, "hinge").pipeline
+        found = last_evaluated(pipeline, ground.services, ground.instance)
+    finally:
+        (folder / "defs.yaml").write_text(before)
+    assert found.settings["training.loss.type"] == "hinge"
+    [note] = found.notes
+    assert "training_spec: loss.type hinge -> ipo" in note

@@ -1,0 +1,242 @@
+"""Repositories of the Hugging Face hub: at which commit a revision is, what files a commit has, and those files here.
+
+A commit's content never changes, so what is known of one is taken from the hub's cache (HF_HOME) and the network is asked for
+nothing. It is asked where a branch or a tag is now, and for what the cache lacks. Where it cannot be asked (HF_HUB_OFFLINE,
+no answer, an answer of trouble), a branch counts as where it was when it last could, with a warning.
+
+Nobody waits long to be told: before the hub's client begins, which tries again for minutes, one request with a time limit
+shows that the hub answers and has what is wanted. A file in the cache is called by its hash, SHA-256 where it is large,
+Git's name where it is small; `check_file` compares. Authentication is the client's: HF_TOKEN, or what `hf auth login` left.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from huggingface_hub import HfApi, ResolvedRevision, constants, get_cached_repo_tree, snapshot_download
+from huggingface_hub.errors import (
+    CachedRepoTreeNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+from huggingface_hub.utils.tqdm import tqdm
+
+from training.contract.errors import HubError
+from training.contract.fingerprint import BLOCK_BYTES, hashers, short
+
+Emit = Callable[..., None]  # `EventWriter.emit`, or what is heard in its place
+
+_ANSWER_SECONDS = 5.0
+_SECONDS_BETWEEN_WORDS = 0.5
+_MEGABYTE = 10**6
+_TOO_MANY_REQUESTS = 429
+_SHA256_DIGITS, _SHA1_DIGITS = 64, 40
+CARD = "README.md"
+CARD_FILES = (CARD, ".huggingface.yaml")  # what says how a data set is divided; a card may be split in two
+_ABOUT_ALL = (*CARD_FILES, ".gitattributes")
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class _PromptApi(HfApi):
+    """The hub's client, which by itself waits for an answer as long as the connection lives."""
+
+    def repo_info(self, *args: Any, **kwargs: Any) -> Any:
+        return super().repo_info(*args, **{**kwargs, "timeout": _ANSWER_SECONDS})
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A model or a data set of the hub. Every method raises HubError, which says what is wrong and what to do."""
+
+    id: str
+    kind: Literal["model", "dataset"]
+    revision: str | None = None
+
+    def commit(self) -> str:
+        """Where the revision is now; a revision that is a commit is there without asking."""
+        return self._asked(self._resolved).resolved
+
+    def files(self, commit: str) -> dict[str, str]:
+        """The files of `commit` by path, with the hash by which Git knows each."""
+        tree = self._cached_tree(commit)
+        if tree is None:
+            self._pinned(commit, lambda pinned: pinned._download(_ABOUT_ALL, (), _say_nothing))
+            tree = self._cached_tree(commit)
+        assert tree is not None, "a download leaves the list of files in the cache"
+        return tree
+
+    def cached(self, commit: str, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path | None:
+        """The folder with those files of `commit` that match `patterns`; None unless all of them are in the cache."""
+        try:
+            return Path(
+                snapshot_download(
+                    self.id,
+                    repo_type=self.kind,
+                    revision=commit,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=list(ignored),
+                    local_files_only=True,
+                )
+            )
+        except LocalEntryNotFoundError:
+            return None
+
+    def fetch(
+        self, commit: str, patterns: Sequence[str], ignored: Sequence[str] = (), emit: Emit | None = None
+    ) -> Path:
+        """The folder with those files, what is missing downloaded; `emit` is told the phase and the progress."""
+        found = self.cached(commit, patterns, ignored)
+        return found or self._pinned(commit, lambda pinned: pinned._download(patterns, ignored, emit or _say_nothing))
+
+    def _pinned(self, commit: str, work: Callable[["Repository"], _T]) -> _T:
+        pinned = Repository(self.id, self.kind, commit)
+        return pinned._asked(lambda: work(pinned))
+
+    def _cached_tree(self, commit: str) -> dict[str, str] | None:
+        try:
+            tree = get_cached_repo_tree(self.id, repo_type=self.kind, revision=commit)
+        except CachedRepoTreeNotFoundError:
+            return None
+        return {file.path: file.blob_id for file in tree}
+
+    def _download(self, patterns: Sequence[str], ignored: Sequence[str], emit: Emit) -> Path:
+        _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
+        emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
+        return Path(
+            snapshot_download(
+                self.id,
+                repo_type=self.kind,
+                revision=self.revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=list(ignored),
+                tqdm_class=_reporting(emit),
+            )
+        )
+
+    def _resolved(self) -> ResolvedRevision:
+        about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
+        try:
+            return _PromptApi().resolve_revision(self.id, **about)
+        except HfHubHTTPError as error:  # without an answer, or with one of trouble (5xx), the client does the same
+            if error.response.status_code != _TOO_MANY_REQUESTS:
+                raise
+            try:
+                found = _PromptApi().resolve_revision(self.id, **about, local_files_only=True)
+            except RevisionResolutionError:
+                raise error from None
+            _LOG.warning("%s is asked too often (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
+            return found
+
+    def _asked(self, question: Callable[[], _T]) -> _T:
+        try:
+            return question()
+        except Exception as error:  # the client raises of many kinds, and some of them as the cause of another
+            raise HubError(self._explained(error)) from error
+
+    def _explained(self, error: BaseException) -> str:
+        what = f"the {self.kind} {self.id}"
+        causes = [error]
+        while (cause := causes[-1].__cause__) is not None:
+            causes.append(cause)
+        for cause in causes:
+            match cause:
+                case HFValidationError():
+                    return f"{self.id!r} is no id of the hub: expected organization/name"
+                case OfflineModeIsEnabled():
+                    return (
+                        f"{what} ({self._place}) is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; "
+                        "unset it for the first run"
+                    )
+                case GatedRepoError():
+                    return (
+                        f"{what} is gated; ask for access on its page of {constants.ENDPOINT}, then set HF_TOKEN "
+                        "or run `hf auth login`"
+                    )
+                case RevisionNotFoundError():
+                    return f"{what} has no revision {self._place}; expected a branch, a tag or a whole commit"
+                case RepositoryNotFoundError():
+                    return (
+                        f"{constants.ENDPOINT} has no {self.kind} {self.id}, or it is private; look at the name, and for a "
+                        "private one set HF_TOKEN or run `hf auth login`"
+                    )
+                case HfHubHTTPError():
+                    said = cause.server_message or cause.response.reason_phrase
+                    return (
+                        f"{constants.ENDPOINT} answers {cause.response.status_code} ({said}) when asked for {what}; "
+                        "try again later, or set HF_HUB_OFFLINE=1 to go on with what is cached"
+                    )
+        return (
+            f"{what} ({self._place}) is not in the cache and cannot be had from {constants.ENDPOINT}: "
+            f"{type(causes[-1]).__name__}: {str(causes[-1]).strip() or 'no answer'}; look at the network and at HF_ENDPOINT"
+        )
+
+    @property
+    def _place(self) -> str:
+        return self.revision or constants.DEFAULT_REVISION
+
+
+def check_files(paths: Sequence[Path]) -> None:
+    """`check_file` of each, as many at once as there are cores."""
+    with ThreadPoolExecutor(hashers()) as pool:
+        list(pool.map(check_file, paths))
+
+
+def check_file(path: Path) -> None:
+    """Raises HubError where the bytes of `path`, a file of a snapshot, are not those whose hash the cache calls it by.
+
+    A cache without symbolic links has no such names, and nothing to compare.
+    """
+    name = path.readlink().name if path.is_symlink() else ""
+    if len(name) == _SHA256_DIGITS:
+        digest = hashlib.sha256()
+    elif len(name) == _SHA1_DIGITS:
+        digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+    else:
+        return
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    if digest.hexdigest() != name:
+        raise HubError(
+            f"{path} is corrupt: its bytes give {short(digest.hexdigest())}, and the hub promised {short(name)}; remove "
+            f"{path.resolve()} and run again, which downloads it again"
+        )
+
+
+def _say_nothing(event: str, **fields: Any) -> None:
+    """The one who is told, where nobody listens."""
+
+
+def _reporting(emit: Emit) -> type[tqdm]:
+    """A progress bar that draws nothing; one that counts bytes, those of all files together, tells `emit` now and then."""
+
+    class Reporting(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
+            self.total, self._done = kwargs.get("total") or 0, 0.0
+            self._counts_bytes = kwargs.get("unit") == "B"
+            self._began = self._told = time.monotonic()
+
+        def update(self, n: float | None = 1) -> None:
+            self._done += n or 0
+            now = time.monotonic()
+            if not self._counts_bytes or now - self._told < _SECONDS_BETWEEN_WORDS:
+                return
+            self._told = now
+            left = (now - self._began) / self._done * (self.total - self._done) if self._done else None
+            done, total = round(self._done / _MEGABYTE), round(self.total / _MEGABYTE)
+            emit("progress", done=done, total=total, unit="MB", seconds_left=left)
+
+    return Reporting

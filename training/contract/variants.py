@@ -1,0 +1,73 @@
+"""What a recipe's file holds: one recipe, and under `variants` what is different in each of its variants.
+
+A variant is the recipe with changes: sections are merged, field by field; anything else, a list too, replaces; null takes
+away what the recipe says, so that the default counts. What comes out is validated as any recipe is, and a fault is told at the
+variant's own field.
+
+A variant is an experiment that a person starts and looks at. So it has no automation and a model name of its own unless it
+says otherwise: nothing trains it on Mondays, and having been tried it cannot become the champion that others use.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
+
+from pydantic import Field, StringConstraints, model_validator
+
+from training.contract.fields import Section
+from training.contract.recipe import Recipe
+
+VariantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+class RecipeFile(Recipe):
+    """A recipe and the changes that make its variants, by their names."""
+
+    variants: dict[VariantName, dict[str, Any]] = Field(default={})
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe alone, which knows of no variants: it is what is written beside results."""
+        return Recipe.model_validate(self._written())
+
+    def resolved(self) -> dict[str, Recipe]:
+        """Each variant as a recipe. Raises ValidationError with the path of what is wrong in the file."""
+        written = self._written()
+        changed = {name: merged(_experiment(written, name), changes) for name, changes in self.variants.items()}
+        return _Variants.model_validate({"variants": changed}).variants
+
+    @model_validator(mode="after")
+    def _variants_are_recipes(self) -> Self:
+        self.resolved()
+        return self
+
+    def _written(self) -> dict[str, Any]:
+        """The fields of the recipe that the file names; what has its default is left out."""
+        return self.model_dump(exclude_unset=True, exclude={"variants"})
+
+
+class _Variants(Section):
+    """Gives a fault in a variant the path that it has in the file."""
+
+    variants: dict[str, Recipe]
+
+
+def merged(section: Any, changes: Any) -> Any:
+    """`section` with the changes made, which follow JSON Merge Patch (RFC 7396).
+
+    But for one thing: null for a field that is not there stays, so that a name misspelled is not passed over.
+    """
+    if not isinstance(changes, Mapping):
+        return changes
+    result = dict(section) if isinstance(section, Mapping) else {}
+    for name, change in changes.items():
+        if change is None and name in result:
+            del result[name]
+        else:
+            result[name] = merged(result.get(name), change)
+    return result
+
+
+def _experiment(written: dict[str, Any], variant: str) -> dict[str, Any]:
+    """What the variant is before its changes."""
+    release = {**written["release"], "model_name": f"{written['release']['model_name']}-{variant}"}
+    return {**written, "automation": {"on_change": False}, "release": release}

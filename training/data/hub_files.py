@@ -1,0 +1,86 @@
+"""The files of a data set of the hub: those of one config and one split of one commit, downloaded into the hub's cache.
+
+Which files a config and a split are made of is a convention of the library `datasets`: the `configs` of the repository's card
+say it, else the names of folders and files do. So that library is asked, but of a folder with the names of all the files and
+nothing in them: this costs no download, no request, and no copy of the data in another format. The files themselves are read
+like local ones, which keeps each row with its line, and a text `null` or `NA` in a CSV file a text.
+"""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
+
+import datasets
+
+from training.contract.errors import DataError
+from training.contract.events import EventWriter
+from training.contract.files import SUFFIXES, DataFile, is_readable
+from training.contract.hub import CARD, CARD_FILES, Repository, check_files
+from training.contract.recipe import DataSource
+
+_LONGEST_LIST = 20
+
+
+def hub_files(source: DataSource, events: EventWriter) -> list[DataFile]:
+    """The files of `source`, whose revision is a commit, in order. Raises DataError, and HubError where they cannot be had."""
+    assert source.hub is not None and source.revision is not None
+    repository = Repository(source.hub, "dataset", source.revision)
+    names = _names(source, repository)
+    for name in names:
+        if not is_readable(PurePath(name)):
+            raise DataError(
+                f"{name} of the data set {source.hub} is none of {', '.join(SUFFIXES)}, plain or with .gz; download it, write "
+                f"it as one of these, and use `path`"
+            )
+    folder = repository.fetch(source.revision, [glob.escape(name) for name in names], emit=events.emit)
+    check_files([folder / name for name in names])
+    return [DataFile(name=f"{source.hub}/{name}", path=folder / name) for name in names]
+
+
+def _names(source: DataSource, repository: Repository) -> list[str]:
+    assert source.hub is not None and source.revision is not None
+    listed = [name for name in repository.files(source.revision) if ".." not in PurePath("/", name).parts]
+    script = f"{source.hub.rpartition('/')[2]}.py"
+    if script in listed:
+        raise DataError(
+            f"the data set {source.hub} is made by a script, {script}, and code of a repository is never run; use one that "
+            "holds its data as files, or download it and use `path`"
+        )
+    card = [name for name in CARD_FILES if name in listed]
+    downloaded = repository.fetch(source.revision, card) if card else None
+    with TemporaryDirectory() as place:
+        folder = Path(place) / "data"
+        for name in listed:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(
+                b"" if downloaded is None or name not in card else (downloaded / name).read_bytes()
+            )
+        return _split(source, folder)
+
+
+def _split(source: DataSource, folder: Path) -> list[str]:
+    """The names of the files in `folder` that are the split of the config."""
+    try:
+        configs = datasets.get_dataset_config_names(str(folder))
+        config = source.config or datasets.get_dataset_default_config_name(str(folder))
+    except Exception as error:  # the library raises of many kinds: no file it knows, a card that is none
+        raise DataError(
+            f"the data set {source.hub} cannot be understood: {str(error).replace(str(folder), source.hub or '')}; look at its "
+            f"{CARD}, or download it and use `path`"
+        ) from error
+    if config is None or config not in configs:
+        wanted = f"has no config {source.config!r}" if source.config else "has several configs and no default"
+        raise DataError(f"the data set {source.hub} {wanted}; set `config` of the data source to {_one_of(configs)}")
+    files = datasets.load_dataset_builder(str(folder), config, cache_dir=str(folder.parent / "cache")).config.data_files
+    if source.split not in files:
+        raise DataError(
+            f"the data set {source.hub} has no split {source.split!r} in its config {config!r}; set `split` of the data source "
+            f"to {_one_of(list(files))}"
+        )
+    return [PurePath(file).relative_to(folder.resolve()).as_posix() for file in files[source.split]]
+
+
+def _one_of(names: Sequence[str]) -> str:
+    more = ["..."] if len(names) > _LONGEST_LIST else []
+    return f"one of {', '.join([*map(str, names[:_LONGEST_LIST]), *more])}" if len(names) > 1 else f"`{names[0]}`"

@@ -1,0 +1,140 @@
+"""Evaluations side by side: in which settings they differ, in which results, and how much of that is noise.
+
+What counts is what was last evaluated, with the settings it was made with, whatever the files say by now; where they say
+something else, a note tells. Every recipe is compared with the first that was evaluated, pair by pair on the held-out pairs
+that both saw: how hard a pair is cancels, and what is left has the standard error s / sqrt(n) that the gate decides by.
+
+Accuracy (the share of pairs whose chosen response has the higher reward) and margin (in nats, before beta) mean the same
+whatever the loss. A loss is compared with itself only: by the gate's rule, under the same settings and the same reference.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import dagster as dg
+
+from assets.held_out import Ancestor, accuracy, ancestry, loss, margin, rows_by_pair, scale_of
+from assets.pipeline import Pipeline, Services
+from assets.realize import data_version
+from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
+from model_registry.records import flatten
+from training.contract.errors import PedigreeError
+from training.contract.fingerprint import short, shortened
+from workflows.lineage import status
+
+MEASURES = {"accuracy": accuracy, "margin": margin, "loss": loss}
+# Whose settings are which section of the recipe, and what stands there by its content, not by a path.
+_SECTIONS = {
+    "raw_preferences": "data",
+    "tokenization_spec": "tokenization",
+    "reference_model": "reference.sft",
+    "reference_logprobs": "reference",
+    "policy": "training",
+    "evaluation": "evaluation",
+}
+_CONTENTS = {"preference_source": "data.sources", "base_model": "reference.model"}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The last evaluation of a recipe; without `values` (by measure, then by pair) it has none.
+
+    `settings`: by dotted names, as in the recipe; `scale`: what a loss has to have in common to be compared.
+    """
+
+    recipe: str
+    settings: Mapping[str, str] = field(default_factory=dict)
+    scale: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """`settings`: those that are not the same in all; `means`: over its own pairs, without a loss that is of another scale."""
+
+    recipe: str
+    settings: dict[str, str | None]
+    pairs: int
+    means: dict[str, float]
+    differences: dict[str, PairedDifference]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`against`: the recipe that the differences are to; None where nothing was evaluated."""
+
+    against: str | None
+    recipes: list[Compared]
+
+
+def compare(evaluated: Sequence[Evaluated]) -> Comparison:
+    """Every evaluation beside the first; those that are none have a word that says so."""
+    seen = [each for each in evaluated if each.values]
+    names = dict.fromkeys(name for each in seen for name in each.settings)
+    differing = [name for name in names if len({each.settings.get(name) for each in seen}) > 1]
+    return Comparison(
+        against=seen[0].recipe if seen else None,
+        recipes=[
+            _beside(seen[0], each, differing) if each.values else Compared(each.recipe, {}, 0, {}, {}, [*each.notes])
+            for each in evaluated
+        ],
+    )
+
+
+def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> Evaluated:
+    """The last evaluation of a pipeline. Raises StoreError where something it stands on is no longer in the store."""
+    found = data_version(instance, pipeline.key("evaluation"))
+    if found is None:
+        return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
+    artifact = services.store.open("evaluation", found)
+    rows = rows_by_pair(artifact)
+    stood_on = ancestry(instance, pipeline, services.store, {"evaluation": found})
+    own_loss = str(stood_on["evaluation"].derivation.settings["loss"])
+    return Evaluated(
+        recipe=pipeline.name,
+        settings=_settings(stood_on),
+        scale={kind: stood_on[kind].fingerprint for kind in scale_of(artifact)} | {"evaluation_spec": own_loss},
+        values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
+        notes=_edited(pipeline, services, instance),
+    )
+
+
+def _beside(first: Evaluated, each: Evaluated, differing: Sequence[str]) -> Compared:
+    measures = [name for name in MEASURES if name != "loss" or each.scale == first.scale]
+    pairs, shared = len(each.values["accuracy"]), len(each.values["accuracy"].keys() & first.values["accuracy"].keys())
+    comparable = each is not first and shared >= MIN_PAIRS
+    notes = list(each.notes)
+    if shared < max(pairs, len(first.values["accuracy"])):
+        few = "" if shared >= MIN_PAIRS else f", which is too few to compare ({MIN_PAIRS})"
+        notes.append(f"evaluated on other pairs than {first.recipe}: {shared} of {pairs} are common{few}")
+    return Compared(
+        recipe=each.recipe,
+        settings={name: each.settings.get(name) for name in differing},
+        pairs=pairs,
+        means={name: statistics.fmean(each.values[name].values()) for name in measures},
+        differences={
+            name: paired_difference(each.values[name], first.values[name]) for name in (measures if comparable else ())
+        },
+        notes=notes,
+    )
+
+
+def _settings(stood_on: Mapping[str, Ancestor]) -> dict[str, str]:
+    """What went into an evaluation, by the names of the recipe's fields; the loss is told once, as the policy's."""
+    found = {name: short(stood_on[kind].fingerprint) for kind, name in _CONTENTS.items()}
+    for kind, section in _SECTIONS.items():
+        settings = {k: v for k, v in stood_on[kind].derivation.settings.items() if (kind, k) != ("evaluation", "loss")}
+        found |= flatten({section: settings})
+    return {name: shortened(value) for name, value in found.items()}
+
+
+def _edited(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> tuple[str, ...]:
+    """Whether a run would evaluate something else by now, in words."""
+    try:
+        [found] = [each for each in status(pipeline, services, instance) if each.asset == "evaluation"]
+    except PedigreeError as error:
+        return (f"whether it is what the recipe says by now cannot be seen: {error}",)
+    return (f"evaluated before: {'; '.join(found.causes)}",) if found.causes else ()
