@@ -7,13 +7,14 @@ hold all 64.
 
 import hashlib
 import json
-import os
 import re
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from training.contract.machine import cores
 
 SCHEMA_VERSION = 1
 BLOCK_BYTES = 1 << 20
@@ -69,7 +70,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 
 def hashers() -> int:
     """How many threads hash at once: one a core this process may use, up to where a disk is the bottleneck."""
-    return min(_MOST_HASHERS, len(os.sched_getaffinity(0)))
+    return min(_MOST_HASHERS, cores())
 
 
 def short(full: str | None) -> str:

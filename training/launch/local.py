@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from training.contract.job import RENDEZVOUS, Job
+from training.contract.machine import cores
 
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -97,7 +98,7 @@ def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
 
     Threads that have nothing to do sleep: by default they spin, which made jobs that share a machine several times slower.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
+    threads = max(1, cores() // processes)
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
     own = {name: value for name, value in given.items() if name not in _FOREIGN}

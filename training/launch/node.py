@@ -1,7 +1,7 @@
 """What runs on each machine of a job: `prefix... python -P -m training.launch.node`, as the conductor starts it.
 
 Whatever it has to know comes as the first line of standard input, since a prefix hands on no environment, and each has a
-way of its own with quotes. What it has to say goes to standard output, one marked line a word:
+way of its own with quotes. What it has to say goes to standard output, a word and a mark before it at the end of a line:
 
     <- order     who and where, the job, the digest of job.json, the software it was started with, environment
     -> ready     everything is as it has to be here; or refused, and why
@@ -63,7 +63,11 @@ def software() -> dict[str, str]:
 
 
 def work() -> int:
-    """Do as standard input says; the status is that of torchrun, or what a shell gives for a job that was cancelled."""
+    """Do as standard input says; the status is that of torchrun, or what a shell gives for a job that was cancelled.
+
+    Errors go the way of output, since what comes in two streams has no order any more behind `podman exec` or `srun`.
+    """
+    os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     try:
         order = _receive()
         job = _look_at_job(order)
@@ -77,8 +81,11 @@ def work() -> int:
         return 1
     sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
     given = {**sockets, **environment({**order.environment, **os.environ}, job.processes)}
-    _say(Word.STARTED, f"{job.processes} processes of {given['OMP_NUM_THREADS']} threads")
-    status = supervise(job.grace_seconds, [*_torchrun(order, job), "-m", order.module, str(order.job)], given)
+    try:
+        _say(Word.STARTED, f"{job.processes} processes of {given['OMP_NUM_THREADS']} threads")
+        status = supervise(job.grace_seconds, [*_torchrun(order, job), "-m", order.module, str(order.job)], given)
+    except SystemExit as asked:  # a signal, which a scheduler sends to all that runs on a machine
+        status = int(asked.code or 0)
     _say(Word.ENDED, str(status))
     return status
 

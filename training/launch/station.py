@@ -93,13 +93,13 @@ class Station:
         assert self._process.stdout is not None
         with open(self._process.stdout.fileno(), encoding="utf-8", errors="replace", closefd=False) as said:
             for line in said:
-                text = line.rstrip("\r\n")
-                if text.startswith(MARK):
-                    word, _, self.detail = text.removeprefix(MARK).partition(" ")
+                text, mark, said_by_node = line.rstrip("\r\n").partition(MARK)  # after what others left without an end
+                if mark:
+                    word, _, self.detail = said_by_node.partition(" ")
                     self.word = Word(word)
-                else:
+                if text:
                     self.last_lines.append(text)
-                write(prefix + text)
+                write(prefix + text + mark + said_by_node)
 
 
 def write(text: str) -> None:

@@ -10,12 +10,12 @@ activations. Whatever leaves every rank with all weights is `ddp`: one process, 
 """
 
 import math
-import os
 from pathlib import Path
 
 import torch
 
 from training.contract.events import EventWriter
+from training.contract.machine import memory_bytes
 from training.contract.recipe import Parallel
 from training.contract.tensor_file import read_places
 from training.contract.weights import weight_files
@@ -56,10 +56,10 @@ def choose(source: Source, parallel: Parallel, group: Group, own_bytes: int) -> 
 
 
 def device_bytes(group: Group) -> int:
-    """The memory of this rank's device: of its GPU, or its part of the machine's."""
+    """The memory of this rank's device: of its GPU, or its part of the machine's, or of the container's."""
     if group.device.type == "cuda":
         return int(torch.cuda.get_device_properties(group.device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") * group.nodes // group.world
+    return memory_bytes() * group.nodes // group.world
 
 
 def _count(folder: Path) -> int:

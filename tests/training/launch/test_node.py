@@ -1,6 +1,7 @@
 """What runs on a node, alone and as a process: what it says to orders that it cannot follow on this machine."""
 
 import hashlib
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def answer(text: str) -> tuple[int, str]:
     """The status, and what is said to one line of standard input, after which that ends."""
     command = [sys.executable, "-P", "-m", "training.launch.node"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert done.stderr == ""
     return done.returncode, done.stdout
 
 
@@ -77,3 +79,19 @@ def test_other_software(make_job: MakeJob):
 def test_nothing_is_started_without_an_order(text: str):
     status, said = answer(text)
     assert status == 1 and "started" not in said
+
+
+def test_a_signal_is_told(make_job: MakeJob, free_port: Callable[[], int]):
+    """Sent to the one node of a job, as a scheduler sends it to all that runs on a machine."""
+    job = make_job("answered")  # which goes on until it is answered
+    job.write()
+    alone = order(job).model_copy(update={"addresses": ("127.0.0.1",), "port": free_port()})
+    command = [sys.executable, "-P", "-m", "training.launch.node"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as node:
+        assert node.stdin is not None and node.stdout is not None
+        node.stdin.write(f"{alone.model_dump_json()}\ngo\n".encode())
+        while not node.stdout.readline().startswith(b"pedigree-node: started"):
+            assert node.poll() is None
+        node.send_signal(signal.SIGTERM)
+        assert node.stdout.read().endswith(b"pedigree-node: ended 143\n")
+    assert node.returncode == 143

@@ -8,6 +8,14 @@ import pytest
 from training.contract.errors import NodesError
 from training.launch.nodes_file import Node, take_nodes
 
+HOSTS = """
+hosts:
+  listed_by: printf 'gpu-1\\ngpu-2\\ngpu-1\\ngpu-3\\n'
+  run: srun --nodelist={host} env NAME={host}
+  address: "{host}-ib"
+  python: /opt/python
+"""
+
 TWO = """
 nodes:
   - address: 10.0.0.1
@@ -40,6 +48,37 @@ def test_more_nodes_than_are_listed(tmp_path: Path):
     )
 
 
+def test_hosts_that_a_command_lists(tmp_path: Path):
+    """In its order, each once, as a list of slots has a host several times."""
+    file = tmp_path / "nodes.yaml"
+    file.write_text(HOSTS)
+    expected = [
+        Node(run=("srun", f"--nodelist={n}", "env", f"NAME={n}"), address=f"{n}-ib", python="/opt/python")
+        for n in ("gpu-1", "gpu-2", "gpu-3")
+    ]
+    assert take_nodes(file, 3).nodes == tuple(expected)
+    assert take_nodes(file, 2).nodes == tuple(expected[:2])
+    assert "lists 3 (`srun --nodelist=gpu-1 env NAME=gpu-1`, " in refusal(file, 4)
+    file.write_text("hosts: {listed_by: echo gpu-1, run: 'ssh {host}'}")
+    assert take_nodes(file, 1).nodes == (Node(run=("ssh", "gpu-1"), address="gpu-1"),)
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("no-such-command hosts", "`no-such-command hosts`, which is to list the hosts, does not run: [Errno 2]"),
+        ("sh -c 'echo no job >&2; exit 4'", "ended with status 4 and listed 0; it said: no job."),
+        ("sh -c 'echo gpu-1; exit 1'", "ended with status 1 and listed 1; it said: nothing."),
+        ("true", "ended with status 0 and listed 0; it said: nothing. What lists the hosts of an allocation does so"),
+        ("echo 'gpu-[1-2]'", "`address`: 'gpu-[1-2]': String should match"),
+    ],
+)
+def test_a_command_that_lists_no_hosts(tmp_path: Path, command: str, told: str):
+    file = tmp_path / "nodes.yaml"
+    file.write_text(f'hosts: {{listed_by: "{command}", run: "ssh {{host}}"}}')
+    assert told in refusal(file)
+
+
 def test_without_a_file_an_example_is_shown(tmp_path: Path):
     message = refusal(tmp_path / "nodes.yaml")
     assert message.startswith(f"`compute.nodes: 2` needs machines, and there is no {tmp_path / 'nodes.yaml'}; write it")
@@ -61,6 +100,10 @@ def test_without_a_file_an_example_is_shown(tmp_path: Path):
         ("nodes: []", "`nodes`: []: Tuple should have at least 1 item"),
         ("port: 70000\nnodes: [{address: a}]", "`port`: 70000: Input should be less than 65536"),
         ("- address: a", "nodes.yaml: [{'address': 'a'}]: Input should be"),
+        ("port: 80", "nodes.yaml: {'port': 80}: Value error, expected `nodes` or `hosts`, one of both"),
+        ("nodes: [{address: a}]\nhosts: {listed_by: a, run: '{host}'}", "expected `nodes` or `hosts`, one of both"),
+        ("hosts: {listed_by: a, run: ssh gpu-1}", "`hosts.run`: 'ssh gpu-1': Value error, expected {host} in it"),
+        ("hosts: {listed_by: '', run: '{host}'}", "`hosts.listed_by`: ''"),
         ("nodes: [", "cannot be read: while parsing a flow node"),
     ],
 )
