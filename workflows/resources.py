@@ -68,12 +68,12 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
     lock = home / "instance.lock"
     with locked(lock):
         opened = dg.DagsterInstance.get()
-        share_databases(home, lock)
+        share_databases(home.rglob("*.db*"), lock)
     with opened as instance:
         try:
             yield instance
         finally:
-            share_databases(home, lock)
+            share_databases(home.rglob("*.db*"), lock)
 
 
 def build_services(home: Path, listener: Listener = ignore) -> Services:

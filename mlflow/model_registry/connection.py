@@ -61,10 +61,13 @@ def connect(uri: str) -> MlflowClient:
     """A client. Of a SQLite file it makes the tables, one process at a time: of two together one fails."""
     if not uri.startswith(_SQLITE):
         return MlflowClient(uri)
-    lock = Path(f"{uri.removeprefix(_SQLITE)}.lock")
+    database = Path(uri.removeprefix(_SQLITE))
+    lock = database.with_name(f"{database.name}.lock")
     with locked(lock):
+        is_new = not database.exists()
         client = MlflowClient(uri)
-        share_databases(lock.parent, lock)
+        if is_new:
+            share_databases([database], lock)
     return client
 
 

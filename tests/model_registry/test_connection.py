@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from model_registry.connection import DEFAULT_PAGE, Connection, note_address, page, unrepeated
+from model_registry.connection import DEFAULT_PAGE, Connection, connect, note_address, page, unrepeated
 from model_registry.registry import Registry
 from training.contract.errors import RegistryError
 
@@ -112,3 +113,15 @@ def test_links_of_a_database_lead_where_its_pages_are_served(tmp_path: Path, mon
     monkeypatch.setenv("PEDIGREE_MLFLOW_UI", "https://mlflow.example.org/")
     assert page(uri, "runs").startswith("https://mlflow.example.org/#/runs?")
     assert page("http://tracking:5000", "runs").startswith("http://tracking:5000/#/runs?")
+
+
+def test_permissions_of_what_is_there_stay_as_they_are(tmp_path: Path, migrated_database: Path):
+    """Whoever keeps MLflow's file in a folder of his own has things there that are nobody else's."""
+    private = [tmp_path / name for name in ("mlflow.db", "cookies.db", "deep/secrets.db")]
+    (tmp_path / "deep").mkdir()
+    shutil.copy(migrated_database, private[0])
+    for path in private:
+        path.touch()
+        path.chmod(0o600)
+    connect(f"sqlite:///{private[0]}")
+    assert [path.stat().st_mode & 0o777 for path in private] == [0o600] * 3

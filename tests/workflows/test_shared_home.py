@@ -81,8 +81,10 @@ def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("group_umask")
 def test_the_first_runs_of_a_database_may_come_together(tmp_path: Path):
     assert at_once(2, lambda: connect(f"sqlite:///{tmp_path}/mlflow/mlflow.db")) == [0, 0]
+    assert (tmp_path / "mlflow" / "mlflow.db").stat().st_mode & 0o020, "the group writes it too"
 
 
 def test_a_process_lives_on_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from training.contract.errors import StoreError
@@ -118,13 +118,13 @@ def lacks_room(account: str) -> bool:
     return any(os.strerror(number) in account for number in _NO_ROOM)
 
 
-def share_databases(folder: Path, like: Path) -> None:
-    """Give this user's SQLite files below `folder` at least the permissions of the file `like`.
+def share_databases(files: Iterable[Path], like: Path) -> None:
+    """Give those of SQLite's `files` that are this user's at least the permissions of the file `like`.
 
     SQLite makes files of 0644 at most, whatever the umask says; what it makes beside a file takes after that.
     """
     wanted = like.stat().st_mode & 0o666
-    for path in folder.rglob("*.db*"):
+    for path in files:
         with contextlib.suppress(FileNotFoundError):  # journals come and go
             found = path.stat()
             if found.st_uid == os.geteuid() and found.st_mode & wanted != wanted:
