@@ -59,10 +59,12 @@ class _Tracking:
 
     def __init__(self, context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services):
         self._context, self._pipeline, self._services = context, pipeline, services
+        self._followed: TrackedRun | None = None
 
     @contextmanager
     def follow(self, job: Job) -> Iterator[Listener]:
         with self._run(job.derivation, job.recipe) as run:
+            self._followed = run
             yield run.record
 
     def links(self, made: Realized) -> dict[str, Any]:
@@ -73,6 +75,8 @@ class _Tracking:
             with self._run(derivation, made.artifact.json("recipe.json")) as run:
                 run.replay(read_events(made.artifact.file("events.jsonl")))
             run_id = run.run_id
+        if run_id is None and self._followed is not None:
+            run_id = self._followed.run_id  # the server went away meanwhile: for the release it may be back
         return (
             {}
             if run_id is None

@@ -21,6 +21,7 @@ from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
 from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
 from assets.realize import Log, latest_metadata, upstream
+from model_registry.connection import through_restart
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
@@ -41,8 +42,12 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
         run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
         candidate = _Candidate(pipeline, services, context.instance, above, run_id)
         changes = input_changes(context.instance, pipeline, "released_model")
-        with sole_decision(services.store, candidate.name):
-            version, outcome, figures = _release(services, candidate, context.log)
+
+        def say(text: str) -> None:
+            context.log.warning(text)
+            services.listener({"event": "note", "asset": "released_model", "text": text})
+
+        version, outcome, figures = through_restart(lambda: _release(services, candidate, context.log), say)
         return _result(candidate, version, outcome, started, changes, figures)
 
     return released_model
@@ -58,16 +63,20 @@ def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
 
 def _release(services: Services, candidate: "_Candidate", log: Log) -> tuple[Version, str, dict[str, float]]:
     """The candidate's version with the gate's decision, whether that was there already, and the decision's figures."""
-    known = services.registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
-    if known is not None and _has_decision(known):
-        return known, "reused", {}
-    version = _register(services, candidate, log)
-    decision = _decide(services, candidate, version)
-    log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
-    if decision.promote:
-        services.registry.set_alias(version.name, "champion", version.number)
-    verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
-    return services.registry.tag(version, verdict), "computed", decision.figures
+    registry = services.registry
+    with services.store.lock("released_model", candidate.key):
+        known = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
+        if known is not None and _has_decision(known):
+            return known, "reused", {}
+        version = _register(services, candidate, log)
+        with sole_decision(services.store, version.name):  # not before: a rollback is not to wait for files
+            registry.set_alias(version.name, "candidate", version.number)
+            decision = _decide(services, candidate, version)
+            log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
+            if decision.promote:
+                registry.set_alias(version.name, "champion", version.number)
+            verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
+            return registry.tag(version, verdict), "computed", decision.figures
 
 
 def is_decided(registry: Registry, pipeline: Pipeline, key: str) -> bool:
@@ -118,7 +127,7 @@ def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
         )
     model = plain_model(candidate.pipeline, services, policy, log)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
-    version = registry.register(
+    return registry.register(
         candidate.name,
         model.folder,
         candidate.run_id,
@@ -127,8 +136,6 @@ def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
         description=_description(candidate, lineage),
     )
-    registry.set_alias(version.name, "candidate", version.number)
-    return version
 
 
 def _description(candidate: _Candidate, lineage: Mapping[str, str]) -> str:

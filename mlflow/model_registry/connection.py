@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 
 from training.contract.durable import locked, share_databases
+from training.contract.errors import RegistryAway
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -21,8 +23,11 @@ DEFAULT_PAGE = "http://127.0.0.1:5000"
 # The client sends a request again whose answer was lost. Of what makes something new there would then be two.
 _ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 # How requests' client says that it gave up, and why.
-_GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)$")
+_GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
+_RESTART_SECONDS = 60.0
+_BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
+T = TypeVar("T")
 
 
 class Connection:
@@ -49,7 +54,7 @@ class Connection:
                 work(self.client)
         except Exception as error:  # whatever a database, a network or a disk can do
             ended = time.monotonic()
-            if _GAVE_UP.search(str(error)) and ended - started > _LONG_SECONDS:
+            if is_away(error) and ended - started > _LONG_SECONDS:
                 self._away_until = ended + (ended - started)
             if not quiet:
                 self.warn(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, ended - started)}")
@@ -97,6 +102,29 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds: float = _RESTART_SECONDS) -> T:
+    """What `work` gives, begun anew as long as the server is away, for so many seconds: one that restarts is back by then.
+
+    For what nobody may be there to repeat. `tell` hears once that it waits. Raises what `work` raises.
+    """
+    deadline, waits = time.monotonic() + seconds, False
+    while True:
+        try:
+            return work()
+        except RegistryAway as error:
+            if time.monotonic() > deadline:
+                raise
+            if not waits:
+                tell(f"waits up to {seconds:.0f} s for a server that may be restarting: {error}")
+            waits = True
+        time.sleep(_BETWEEN_ATTEMPTS)
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the server gave no answer, or none but that it has failed."""
+    return _GAVE_UP.search(str(error)) is not None
 
 
 def is_server(uri: str) -> bool:

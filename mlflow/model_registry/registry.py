@@ -20,10 +20,10 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
-from model_registry.connection import brief_patience, connect, page, reason, shown, unrepeated
+from model_registry.connection import brief_patience, connect, is_away, page, reason, shown, unrepeated
 from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged, scratch
 from model_registry.records import tags_of
-from training.contract.errors import RegistryError
+from training.contract.errors import RegistryAway, RegistryError
 from training.contract.fingerprint import fingerprint, short
 
 Alias = Literal["candidate", "champion"]
@@ -176,7 +176,8 @@ class Registry:
                 yield self._client
         except (MlflowException, SQLAlchemyError, OSError) as error:
             cause = reason(error, self.tracking_uri, time.monotonic() - started)
-            raise RegistryError(f"MLflow at {shown(self.tracking_uri)} cannot {what}: {cause}") from error
+            kind = RegistryAway if is_away(error) else RegistryError
+            raise kind(f"MLflow at {shown(self.tracking_uri)} cannot {what}: {cause}") from error
 
     def _store_files(
         self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str, place: str

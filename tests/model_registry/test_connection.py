@@ -1,5 +1,6 @@
 """A server that is away in each of the ways servers are: real sockets on loopback, and what a person is told."""
 
+import itertools
 import os
 import re
 import shutil
@@ -12,23 +13,23 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from model_registry.connection import DEFAULT_PAGE, Connection, connect, note_address, page, unrepeated
+from model_registry.connection import DEFAULT_PAGE, Connection, connect, note_address, page, through_restart, unrepeated
 from model_registry.registry import Registry
-from training.contract.errors import RegistryError
+from training.contract.errors import RegistryAway, RegistryError
 
-Away = Callable[[bytes | None], str]
+Away = Callable[..., str]
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
 
 
 @pytest.fixture
 def away() -> Iterator[Away]:
-    """Makes a server that gives every request the same answer, or lets everybody wait; gives its address."""
+    """Makes a server that gives these answers, the last again and again, or lets everybody wait; gives its address."""
     listeners = []
 
-    def start(answer: bytes | None) -> str:
+    def start(*answers: bytes | None) -> str:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
-        threading.Thread(target=_serve, args=(listener, answer), daemon=True).start()
+        threading.Thread(target=_serve, args=(listener, answers), daemon=True).start()
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     yield start
@@ -36,9 +37,9 @@ def away() -> Iterator[Away]:
         listener.close()
 
 
-def _serve(listener: socket.socket, answer: bytes | None) -> None:
+def _serve(listener: socket.socket, answers: tuple[bytes | None, ...]) -> None:
     waiting = []
-    while True:
+    for answer in itertools.chain(answers, itertools.repeat(answers[-1])):
         try:
             connection, _ = listener.accept()
         except OSError:
@@ -125,3 +126,35 @@ def test_permissions_of_what_is_there_stay_as_they_are(tmp_path: Path, migrated_
         path.chmod(0o600)
     connect(f"sqlite:///{private[0]}")
     assert [path.stat().st_mode & 0o777 for path in private] == [0o600] * 3
+
+
+def test_a_server_that_lets_nobody_connect_is_told_like_one_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A machine that is off, or behind a firewall: packets get no answer, as from a socket whose queue is full."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    told = r"no good answer in 1\.. s \(ConnectTimeoutError.*; nothing that was computed is lost"
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as full,
+        socket.create_connection(full.getsockname()),
+        pytest.raises(RegistryAway, match=told),
+    ):
+        Registry(f"http://127.0.0.1:{full.getsockname()[1]}", tmp_path).champion("demo")
+
+
+def test_a_server_that_restarts_is_waited_for_and_no_longer(away, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It answers from its third request on that there is no such model, as MLflow does."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    body = b'{"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no such model"}'
+    unknown = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    told: list[str] = []
+    back = Registry(away(UNAVAILABLE, UNAVAILABLE, unknown), tmp_path)
+    assert through_restart(lambda: back.champion("demo"), told.append) is None
+    assert len(told) == 1 and told[0].startswith("waits up to 60 s for a server that may be restarting: MLflow at http")
+    gone = Registry(away(UNAVAILABLE), tmp_path)
+    with pytest.raises(RegistryAway):
+        through_restart(lambda: gone.champion("demo"), told.append, seconds=0.5)
+    with pytest.raises(RegistryError, match="is not an address of a model"):
+        through_restart(lambda: gone.resolve("demo"), told.append)
+    assert len(told) == 2, "what is no outage is told at once"

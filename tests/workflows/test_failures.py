@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import huggingface_hub.constants
@@ -9,7 +10,7 @@ import pytest
 
 from assets.pipeline import Services
 from assets.release import sole_decision
-from model_registry.registry import Alias, Registry
+from model_registry.registry import Alias, Registry, Version
 from tests.workflows.conftest import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.removal import is_held
@@ -77,16 +78,23 @@ class Watched(Registry):
         self.held: list[bool] = []
         return self
 
+    def register(self, name: str, *args: Any, **kwargs: Any) -> Version:
+        self.held.append(is_held(self.lock))
+        return super().register(name, *args, **kwargs)
+
     def set_alias(self, name: str, alias: Alias, number: int) -> None:
         self.held.append(is_held(self.lock))
         super().set_alias(name, alias, number)
 
 
 def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, services):
-    """Else two candidates are compared with one champion, and the second replaces the first unseen."""
+    """Else two candidates are compared with one champion, and the second replaces the first unseen.
+
+    While files are stored nobody holds it: a rollback would wait for them, and then take back who was promoted meanwhile.
+    """
     with sole_decision(services.store, "split") as lock:
         registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(Path(lock.name))
     report = run(folder, replace(services, registry=registry), None, 0.25)
     assert report.succeeded
-    assert registry.held == [True, True], "candidate, then champion"
+    assert registry.held == [False, True, True], "the version, candidate, then champion"
     assert not is_held(registry.lock)

@@ -13,6 +13,7 @@
     ├── NodesError                nodes.yaml, or one of the machines it lists, that cannot be used
     ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
     └── RegistryError             the MLflow tracking server or registry cannot do what was asked
+        └── RegistryAway          it gives no answer, or none but that it has failed: it may be back in a moment
 
 Every message names the place, the value found, what was expected and what to do. Programmers' mistakes are `assert`s.
 """
@@ -67,4 +68,8 @@ class JobFailed(PedigreeError):
 
 
 class RegistryError(PedigreeError):
+    pass
+
+
+class RegistryAway(RegistryError):
     pass
