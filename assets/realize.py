@@ -135,7 +135,7 @@ def realize(
 
     Unless `changes` are given, those of the inputs as Dagster recorded them are told.
     """
-    sign(context)
+    sign(context, services.home)
     asset = context.asset_key.path[-1]
     inputs = {name: upstream(context, pipeline, services, name) for name in GRAPH[asset].needed_by(pipeline.recipe)}
     made = make(pipeline, services, asset, work, inputs, context.log)

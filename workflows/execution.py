@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import dagster as dg
@@ -80,12 +81,12 @@ def materialize(
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
     )
-    close_dead_runs(instance)
-    wait_for_pools({pool for name in selected if (pool := GRAPH[name].pool)}, instance)
+    close_dead_runs(instance, services.home)
+    wait_for_pools({pool for name in selected if (pool := GRAPH[name].pool)}, instance, services.home)
     result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
         instance=instance,
         asset_selection=[pipeline.key(name) for name in selected],
-        tags={PROCESS_TAG: this_process()},
+        tags={PROCESS_TAG: this_process(services.home)},
         run_config=_QUIET,
         raise_on_error=False,
     )
@@ -105,7 +106,7 @@ def materialize(
     )
 
 
-def in_gpu_pool(name: str, instance: dg.DagsterInstance, work: Callable[[], T]) -> T:
+def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, work: Callable[[], T]) -> T:
     """What `work` gives, as a run called `name` with one step in the pool `gpu`. Raises what `work` raises.
 
     So it waits for whoever has the GPU, with a word that names the run, and others wait for it.
@@ -117,26 +118,26 @@ def in_gpu_pool(name: str, instance: dg.DagsterInstance, work: Callable[[], T]) 
         given.append(work())
 
     job = dg.GraphDefinition(f"{name}_job", node_defs=[step]).to_job(executor_def=dg.in_process_executor)
-    close_dead_runs(instance)
-    wait_for_pools({GPU_POOL}, instance)
-    job.execute_in_process(instance=instance, tags={PROCESS_TAG: this_process()}, run_config=_QUIET)
+    close_dead_runs(instance, services.home)
+    wait_for_pools({GPU_POOL}, instance, services.home)
+    job.execute_in_process(instance=instance, tags={PROCESS_TAG: this_process(services.home)}, run_config=_QUIET)
     return given[0]
 
 
-def close_dead_runs(instance: dg.DagsterInstance) -> None:
-    """Mark runs as failed whose process on this machine is gone, and free their places in the pools.
+def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
+    """Mark runs as failed whose process is gone, and free their places in the pools.
 
     A process that was killed cannot say so itself: its run would count as started for ever, and whoever wants its place in
     the pool `gpu` would wait as long.
     """
     unfinished = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
     for run in instance.get_runs(dg.RunsFilter(statuses=unfinished)):
-        if PROCESS_TAG in run.tags and not is_alive(run.tags[PROCESS_TAG]):
+        if PROCESS_TAG in run.tags and not is_alive(run.tags[PROCESS_TAG], home):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 
 
-def wait_for_pools(pools: set[str], instance: dg.DagsterInstance) -> None:
+def wait_for_pools(pools: set[str], instance: dg.DagsterInstance, home: Path) -> None:
     """Return when every pool has a free place. Dagster waits as well, but deaf to Ctrl-C until the place is there."""
     for pool in sorted(pools):
         info = instance.event_log_storage.get_concurrency_info(pool)
@@ -144,7 +145,7 @@ def wait_for_pools(pools: set[str], instance: dg.DagsterInstance) -> None:
             _log.warning("waiting for the pool %s, taken by run %s", pool, ", ".join(sorted(info.active_run_ids)))
         while info.slot_count and info.active_slot_count >= info.slot_count:
             time.sleep(_SECONDS_BETWEEN_LOOKS)
-            close_dead_runs(instance)
+            close_dead_runs(instance, home)
             info = instance.event_log_storage.get_concurrency_info(pool)
 
 

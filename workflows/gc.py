@@ -78,7 +78,7 @@ class Collection:
 
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
     """Name what nobody refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked."""
-    close_dead_runs(instance)
+    close_dead_runs(instance, services.home)
     sweep = Sweep(services, instance)
     garbage = list(sweep.garbage())
     if delete:

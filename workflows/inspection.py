@@ -117,7 +117,10 @@ class _Inspector:
         if (base := base_of(inputs["policy"], self._services.store)) is not None:
             inputs["reference_model"] = base
         [scored] = in_gpu_pool(
-            "inspect", self._instance, lambda: rescore(self._pipeline, self._services, inputs, [row]).rows
+            "inspect",
+            self._services,
+            self._instance,
+            lambda: rescore(self._pipeline, self._services, inputs, [row]).rows,
         )
         return scored["chosen"]["live"], scored["rejected"]["live"]
 

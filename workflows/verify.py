@@ -63,7 +63,7 @@ def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance,
     inputs = verifier.scoring_inputs() if rows and whole else None
     if inputs is None:
         return Verification(pipeline.name, artifacts, [], None, whole)
-    found = in_gpu_pool("verify", instance, lambda: rescore(pipeline, services, inputs, rows))
+    found = in_gpu_pool("verify", services, instance, lambda: rescore(pipeline, services, inputs, rows))
     return Verification(pipeline.name, artifacts, found.rows, found.tolerance, all(map(agrees, found.rows)))
 
 

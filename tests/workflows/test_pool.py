@@ -7,10 +7,11 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from assets.pipeline import Services
 from assets.process import PROCESS_TAG, this_process
 from training.contract.errors import StoreError
 from workflows.execution import in_gpu_pool
-from workflows.resources import settle
+from workflows.resources import build_services, settle
 
 
 @pytest.fixture
@@ -23,30 +24,37 @@ def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.Dag
         yield found
 
 
+@pytest.fixture
+def services(tmp_path: Path) -> Services:
+    return build_services(tmp_path)
+
+
 def places_taken(instance: dg.DagsterInstance) -> int:
     return instance.event_log_storage.get_concurrency_info("gpu").active_slot_count
 
 
-def test_work_has_a_place_while_it_runs_and_no_longer(instance):
-    assert in_gpu_pool("verify", instance, lambda: places_taken(instance)) == 1
+def test_work_has_a_place_while_it_runs_and_no_longer(services, instance):
+    assert in_gpu_pool("verify", services, instance, lambda: places_taken(instance)) == 1
     assert places_taken(instance) == 0
     [run] = instance.get_runs()
-    assert (run.status, run.tags[PROCESS_TAG]) == (dg.DagsterRunStatus.SUCCESS, this_process())
+    assert (run.status, run.tags[PROCESS_TAG]) == (dg.DagsterRunStatus.SUCCESS, this_process(services.home))
 
 
-def test_what_work_raises_is_what_is_raised(instance):
+def test_what_work_raises_is_what_is_raised(services, instance):
     def fail() -> None:
         raise StoreError("there is no policy")
 
     with pytest.raises(StoreError, match="there is no policy"):
-        in_gpu_pool("verify", instance, fail)
+        in_gpu_pool("verify", services, instance, fail)
     assert places_taken(instance) == 0
 
 
-def test_work_waits_for_whoever_has_the_pool_and_says_so(instance, caplog):
+def test_work_waits_for_whoever_has_the_pool_and_says_so(services, instance, caplog):
     """The other has the place until it has seen that somebody waits; so the order is sure without a clock."""
     order = []
-    other = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), tags={PROCESS_TAG: this_process()})
+    other = instance.create_run_for_job(
+        dg.GraphDefinition("other").to_job(), tags={PROCESS_TAG: this_process(services.home)}
+    )
     instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
     instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
 
@@ -58,7 +66,7 @@ def test_work_waits_for_whoever_has_the_pool_and_says_so(instance, caplog):
 
     thread = threading.Thread(target=give_back)
     thread.start()
-    in_gpu_pool("inspect", instance, lambda: order.append("worked"))
+    in_gpu_pool("inspect", services, instance, lambda: order.append("worked"))
     thread.join()
     assert order == ["given back", "worked"]
     assert f"waiting for the pool gpu, taken by run {other.run_id}" in caplog.text

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,19 +89,51 @@ def test_the_first_runs_of_a_database_may_come_together(tmp_path: Path):
     assert (tmp_path / "mlflow" / "mlflow.db").stat().st_mode & 0o020, "the group writes it too"
 
 
-def test_a_process_lives_on_when_the_clock_is_set(monkeypatch: pytest.MonkeyPatch):
-    """What psutil says of a process's beginning is counted from the boot, whose date moves when somebody sets the clock."""
-    told = this_process()
-    assert is_alive(told)
-    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: 1.0)
-    assert is_alive(told)
+SIGN_AND_WAIT = """
+import sys
+from pathlib import Path
+from assets.process import this_process
+print(this_process(Path(sys.argv[1])), flush=True)
+sys.stdin.read()
+"""
 
 
-def test_a_process_that_ended_and_one_that_has_its_number_are_told_apart():
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    host, pid, began = this_process().rsplit(" ", 2)
-    assert not is_alive(f"{host} {ended.pid} {began}")
-    assert not is_alive(f"{host} {pid} {began}1"), "another process with the same number"
-    assert not is_alive(f"{host} {pid} another-boot+{began.rpartition('+')[2]}")
-    assert is_alive(f"elsewhere {os.getpid()} {began}"), "nobody here can know"
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process at work in a home, which has said who it is."""
+    command = [sys.executable, "-c", SIGN_AND_WAIT, str(tmp_path / "my home")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_process_is_alive_until_it_is_killed(tmp_path: Path, worker):
+    home, told = tmp_path / "my home", worker.stdout.readline().rstrip()
+    assert is_alive(told, home) and is_alive(this_process(home), home)
+    assert told.startswith(f"{platform.node()} {worker.pid} "), "for people"
+    worker.kill()
+    worker.wait()
+    assert not is_alive(told, home)
+    assert is_alive(this_process(home), home)
+
+
+def test_who_is_alive_does_not_hang_on_names_of_machines_and_process_ids(tmp_path: Path, worker):
+    """As seen from a container: the same host name, and ids of which none, or another process, is here."""
+    lock = worker.stdout.readline().rstrip().split(" ", 2)[2]
+    for who in (f"{platform.node()} 999999999 {lock}", f"{platform.node()} 1 {lock}", f"elsewhere 1 {lock}"):
+        assert is_alive(who, tmp_path / "my home")
+    worker.kill()
+    worker.wait()
+    assert not is_alive(f"elsewhere 1 {lock}", tmp_path / "my home"), "nor on which machine somebody looks"
+
+
+def test_of_a_home_that_was_moved_or_restored_nobody_is_at_work(tmp_path: Path, worker):
+    told = worker.stdout.readline().rstrip()
+    shutil.copytree(tmp_path / "my home", tmp_path / "copy")
+    assert is_alive(told, tmp_path / "copy"), "the original is there, and so is who works in it"
+    worker.kill()
+    worker.wait()
+    (tmp_path / "my home").rename(tmp_path / "moved")
+    assert not is_alive(told, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "moved")
+    assert not is_alive(told, tmp_path / "copy")
