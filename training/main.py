@@ -6,7 +6,6 @@ of a closed connection; the log has everybody's account.
 """
 
 import contextlib
-import errno
 import importlib
 import os
 import shutil
@@ -85,11 +84,13 @@ def _bind_to_launcher() -> None:
 def _in_our_words(job: Job, error: Exception) -> Exception:
     """A disk that is full, in whatever words a library tells it, as the error that a person can act on."""
     account = "".join(traceback.format_exception(error))
-    if isinstance(error, PedigreeError) or not lacks_room(account):
+    telling = [line for line in account.splitlines() if lacks_room(line)]
+    if isinstance(error, PedigreeError) or not telling:
         return error
     with contextlib.suppress(OSError):
         sys.stderr.write(account)
-    return refusal(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), os.strerror(errno.ENOSPC))
+    # In its own words too: it may be a quota, or another place, such as that for temporary files.
+    return refusal(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
 
 
 def _report(job: Job, error: Exception) -> None:

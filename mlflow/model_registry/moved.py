@@ -5,9 +5,10 @@ a move they lead nowhere; after a copy to the original, into which the copy's ru
 """
 
 import contextlib
+import os
 import sqlite3
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import unquote
 
 from model_registry.files import local_path
 
@@ -21,30 +22,36 @@ _PLACE = "/mlflow/artifacts"
 
 
 def follow_move(database: Path, root: Path) -> None:
-    """Make every address in the SQLite file `database` that led below another home lead below `root`.
+    """Make the addresses of every experiment in the SQLite file `database` that lay in another home lead below `root`.
 
-    A database that cannot be read is left to MLflow, which says why.
+    All of them or none. A database that cannot be read is left to MLflow, which says why.
     """
     if not database.is_file():
         return
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(database)) as connection, connection:
-        for old in _former_roots(connection, root):
+        for (old,) in connection.execute("SELECT artifact_location FROM experiments").fetchall():
+            if (new := _moved(old or "", root)) is None:
+                continue
             for table, column in _ADDRESSES:
                 # Not LIKE: an address has % in it where its path has a space.
                 connection.execute(
-                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?",
-                    (root.as_uri(), len(old) + 1, len(old) + 1, f"{old}/"),
+                    f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?",
+                    (new, len(old) + 1, len(old) + 1, f"{old}/"),
                 )
 
 
-def _former_roots(connection: sqlite3.Connection, root: Path) -> set[str]:
-    """Where experiments lie that were begun when the home had another name; not another way to the same folder."""
-    experiments = connection.execute("SELECT name, artifact_location FROM experiments").fetchall()
-    roots = {where.removesuffix(f"/{quote(name)}") for name, where in experiments if where}
-    return {
-        old for old in roots if old.endswith(_PLACE) and old != root.as_uri() and not _is_same(local_path(old), root)
-    }
+def _moved(old: str, root: Path) -> str | None:
+    """Where an experiment's artifacts lie now whose address `old` is in another home; None where they are at `old`.
 
-
-def _is_same(one: Path | None, other: Path) -> bool:
-    return one is not None and one.resolve() == other.resolve()
+    They are there if that is another way to the same home, or if they are found there and not here: somebody keeps them
+    elsewhere. Where there are none yet, nothing is lost.
+    """
+    head, in_home, name = old.rpartition(f"{_PLACE}/")
+    former, there = local_path(head), local_path(old)
+    if not in_home or former is None or there is None:
+        return None
+    # os.path's, since Path's raises where another user's folder may not be looked into
+    if os.path.exists(former) and former.samefile(root.parents[1]):
+        return None
+    came_along = os.path.exists(root / unquote(name)) or not os.path.exists(there)
+    return f"{root.as_uri()}/{name}" if came_along else None

@@ -1,7 +1,9 @@
 """The entry point with real work of the data kinds: what it publishes, and what it writes when that fails."""
 
+import errno
 import importlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,3 +131,20 @@ def test_a_full_disk_is_told_with_what_to_do_and_without_a_traceback(make_job: M
     said = failure(job)
     assert (said.type, said.traceback) == ("StoreError", "")
     assert "bytes free" in said.message and "No space left on device; make room and run again" in said.message
+
+
+def test_a_quota_or_another_full_place_is_told_in_its_own_words(
+    make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The free bytes of the store alone would puzzle whoever reads of a full disk."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/elsewhere/part")
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetWriter", refuse)
+    said = failure(make_job())
+    assert said.type == "StoreError"
+    assert said.message.endswith(
+        "bytes free): OSError: [Errno 122] Disk quota exceeded: '/elsewhere/part'; make room and run again: what was "
+        "finished is kept"
+    )

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import platform
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from assets.process import is_alive, this_process
 from model_registry.connection import connect
+from model_registry.moved import follow_move
 from workflows.resources import build_services, dagster_instance, settle
 
 
@@ -87,6 +89,39 @@ def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.
 def test_the_first_runs_of_a_database_may_come_together(tmp_path: Path):
     assert at_once(2, lambda: connect(f"sqlite:///{tmp_path}/mlflow/mlflow.db")) == [0, 0]
     assert (tmp_path / "mlflow" / "mlflow.db").stat().st_mode & 0o020, "the group writes it too"
+
+
+def test_only_what_came_along_follows(tmp_path: Path):
+    """To the home at `new`, which was at `old`. What is kept elsewhere stays, in whatever folder."""
+    root, elsewhere = tmp_path / "new" / "mlflow" / "artifacts", tmp_path / "big disk" / "mlflow" / "artifacts"
+    (root / "moved").mkdir(parents=True)
+    (elsewhere / "kept").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("new")
+    old = tmp_path / "old" / "mlflow" / "artifacts"
+    places = {
+        (old / "moved").as_uri(): (root / "moved").as_uri(),
+        (old / "nothing yet").as_uri(): (root / "nothing yet").as_uri(),
+        (elsewhere / "kept").as_uri(): (elsewhere / "kept").as_uri(),
+        (tmp_path / "link" / "mlflow" / "artifacts" / "moved").as_uri(): None,
+        (old / "moved").as_uri() + "-too": (root / "moved-too").as_uri(),
+        "s3://bucket/mlflow/artifacts/moved": None,
+    }
+    database = tmp_path / "new" / "mlflow" / "mlflow.db"
+    with sqlite3.connect(database) as connection:
+        connection.executescript(
+            "CREATE TABLE experiments (artifact_location TEXT); CREATE TABLE runs (artifact_uri TEXT);"
+            "CREATE TABLE model_versions (source TEXT, storage_location TEXT);"
+        )
+        connection.executemany("INSERT INTO experiments VALUES (?)", [(place,) for place in places])
+        connection.executemany("INSERT INTO runs VALUES (?)", [(f"{place}/1/artifacts",) for place in places])
+    connection.close()
+    follow_move(database, root)
+    with sqlite3.connect(database) as connection:
+        experiments = [found for (found,) in connection.execute("SELECT artifact_location FROM experiments")]
+        runs = [found for (found,) in connection.execute("SELECT artifact_uri FROM runs")]
+    connection.close()
+    assert experiments == [now or place for place, now in places.items()]
+    assert runs == [f"{now or place}/1/artifacts" for place, now in places.items()]
 
 
 SIGN_AND_WAIT = """

@@ -4,8 +4,10 @@ Linux keeps such limits in control groups, folders of small files. /proc/self/cg
 /proc/self/mountinfo where they can be read. A limit of a group holds for all groups below it, so each is asked up to
 the highest one that is to be seen; which in a container is often its own.
 
-    version 2   memory.max, cpu.max ("200000 100000": 2 cores' time)        without a limit `max`
-    version 1   memory.limit_in_bytes, cpu.cfs_quota_us of cpu.cfs_period_us      nearly 2**63, and -1
+    version 2   memory.max, memory.high, cpu.max ("200000 100000": 2 cores' time)   without a limit `max`
+    version 1   memory.limit_in_bytes, cpu.cfs_quota_us of cpu.cfs_period_us              nearly 2**63, and -1
+
+Nobody is killed at memory.high, but whoever uses more is slowed down until it does not.
 
 psutil and os.cpu_count know nothing of them. https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
 """
@@ -23,7 +25,7 @@ def memory_bytes(process: Path = _SELF) -> int:
     """The memory of the machine, or what a group it is in may use of it; `process` is its folder in /proc."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in _groups(process):
-        for name in ("memory.max", "memory.limit_in_bytes"):
+        for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
             limits += _numbers(group / name)
     return min(limits)
 

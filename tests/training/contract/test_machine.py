@@ -71,6 +71,13 @@ def test_no_limit_in_version_1(make_process: MakeProcess):
     assert (memory_bytes(process), cores(process)) == (WHOLE, 64)
 
 
+def test_where_a_group_is_slowed_down_is_a_limit(make_process: MakeProcess):
+    """As systemd's MemoryHigh sets it, below the limit at which processes are killed."""
+    files = {"job/memory.max": str(2 * GIB), "job/memory.high": str(GIB), "memory.high": "max"}
+    process = make_process(["0::/job"], [V2], {f"fs/cgroup/{name}": value for name, value in files.items()})
+    assert memory_bytes(process) == GIB
+
+
 @pytest.mark.parametrize(("quota", "expected"), [(800000, 8), (850000, 9), (50000, 1), (9900000, 64)])
 def test_time_of_so_many_cores(make_process: MakeProcess, quota: int, expected: int):
     """In periods of 100 ms: 8 cores, 8.5, a half, and more than there are."""
