@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from training.contract.durable import lacks_room, refusal
 from training.contract.errors import RegistryError
 from training.contract.staging import claim_folder, remove_abandoned
 
@@ -26,12 +27,20 @@ _CAUSE_CHARACTERS = 2000
 
 @contextlib.contextmanager
 def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator[Path]:
-    """The policy as an MLflow model in a folder for a while, on the filesystem of `parent`. Raises RegistryError."""
+    """The policy as an MLflow model in a folder for a while, on the filesystem of `parent`.
+
+    Raises RegistryError; StoreError, with the room there is, where that filesystem is full.
+    """
     with scratch(parent) as staging:
         folder = staging / "policy"
-        _package(name, policy, tokenizer, folder)
-        _adopt_weights(policy, folder / MODEL_FOLDER)
-        _add_tokenizer(tokenizer, folder)
+        try:
+            _package(name, policy, tokenizer, folder)
+            _adopt_weights(policy, folder / MODEL_FOLDER)
+            _add_tokenizer(tokenizer, folder)
+        except (OSError, RegistryError) as error:
+            if lacks_room(str(error)):
+                raise refusal(f"package {name}", parent, error) from error
+            raise
         yield folder
 
 

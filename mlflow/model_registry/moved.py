@@ -5,7 +5,6 @@ a move they lead nowhere; after a copy to the original, into which the copy's ru
 """
 
 import contextlib
-import os
 import sqlite3
 from pathlib import Path
 from urllib.parse import unquote
@@ -50,8 +49,13 @@ def _moved(old: str, root: Path) -> str | None:
     former, there = local_path(head), local_path(old)
     if not in_home or former is None or there is None:
         return None
-    # os.path's, since Path's raises where another user's folder may not be looked into
-    if os.path.exists(former) and former.samefile(root.parents[1]):
+    if _is_seen(former) and former.samefile(root.parents[1]):
         return None
-    came_along = os.path.exists(root / unquote(name)) or not os.path.exists(there)
-    return f"{root.as_uri()}/{name}" if came_along else None
+    return f"{root.as_uri()}/{name}" if _is_seen(root / unquote(name)) or not _is_seen(there) else None
+
+
+def _is_seen(place: Path) -> bool:
+    """Not so in a folder of another user that may not be looked into, where Path.exists raises."""
+    with contextlib.suppress(PermissionError):
+        return place.exists()
+    return False

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -236,3 +237,35 @@ def test_what_a_killed_registration_left_goes_with_the_next(registered: Register
     (beside / "killed.lock").touch()
     registered.registry.register("again", policy, registered.run_id, identity=IDENTITY, tags={})
     assert list(beside.iterdir()) == []
+
+
+# In a mount namespace of its own: a filesystem without room for the package of a policy.
+PACKAGE_ON_A_FULL_DISK = """
+import subprocess, sys
+from pathlib import Path
+from model_registry.files import packaged
+from training.contract.errors import StoreError
+
+disk, policy = Path(sys.argv[1]), Path(sys.argv[2])
+if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", disk], stderr=subprocess.PIPE).returncode:
+    sys.exit(77)
+try:
+    with packaged("models:/small", policy, policy, disk):
+        sys.exit("it was packaged on a full disk")
+except StoreError as error:
+    print(error)
+assert list((disk / ".staging").iterdir()) == []
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_under_a_version_is_told_with_place_and_room(policy: Path, tmp_path: Path):
+    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", PACKAGE_ON_A_FULL_DISK]
+    done = subprocess.run([*command, str(tmp_path), str(policy)], capture_output=True, text=True, timeout=100)
+    if (done.returncode == 77 or "unshare" in done.stderr) and os.environ.get("CI") != "true":
+        pytest.skip("mounting a small filesystem is not permitted here")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.match(
+        rf"cannot package models:/small in {re.escape(str(tmp_path))} \([\d,]+ bytes free\): .*No space", done.stdout
+    )
+    assert "make room and run again" in done.stdout
