@@ -89,6 +89,11 @@ def unrepeated() -> contextlib.AbstractContextManager[None]:
     return _environment(_ONCE)
 
 
+def unprinted() -> contextlib.AbstractContextManager[None]:
+    """Keep MLflow's client from printing links to stdout, where a command has its JSON."""
+    return _environment({"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"})
+
+
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
     """MLflow reads its settings from the environment at every request and takes them nowhere else."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 
-from model_registry.connection import Connection
+from model_registry.connection import Connection, unprinted
 from model_registry.records import DatasetUsed, dataset_input, is_finite, metrics_of
 from training.contract.events import Event
 
@@ -88,7 +88,8 @@ class TrackedRun:
 
         def work(client: MlflowClient) -> None:
             self._deliver(client)
-            client.set_terminated(self.run_id, status)
+            with unprinted():
+                client.set_terminated(self.run_id, status)
 
         return self._connection.attempt(f"finish this run as {status}; replay its events later", work)
 

@@ -31,7 +31,9 @@ def steps(client: MlflowClient, run_id: str) -> list[tuple[int, float]]:
     return sorted((point.step, point.value) for point in client.get_metric_history(run_id, "loss"))
 
 
-def test_a_run_and_a_version_through_http(server, policy: Path, tmp_path: Path, warnings: list[str]):
+def test_a_run_and_a_version_through_http(
+    server, policy: Path, tmp_path: Path, warnings: list[str], capfd: pytest.CaptureFixture[str]
+):
     """Artifacts go through the server too, so the version comes back by a download: once, and byte for byte."""
     tracker = Tracker(server.uri, tmp_path / "not used", warnings.append)
     with tracker.run(key="a", **ABOUT) as run:
@@ -54,6 +56,7 @@ def test_a_run_and_a_version_through_http(server, policy: Path, tmp_path: Path, 
     assert {path.name for path in (tmp_path / "downloads").iterdir()} == {"remote", ".staging"}
     assert list((tmp_path / "downloads" / ".staging").iterdir()) == []
     assert warnings == []
+    assert capfd.readouterr().out == "", "stdout is a command's own"
     assert not (tmp_path / "not used").exists()
 
 
