@@ -64,6 +64,8 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
             _fail(str(error), error.exit_code)
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
             _fail(INTERRUPTED, PedigreeError.exit_code)
+        except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
+            raise
         except OSError as error:
             _fail(_refused(str(error)), PedigreeError.exit_code)
         except OperationalError as error:

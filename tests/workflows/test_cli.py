@@ -1,9 +1,12 @@
 """Wrong use is told in one message that names the place, with the right exit code."""
 
+import os
+import subprocess
+
 import pytest
 from click.testing import CliRunner
 
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, write_recipe
 from workflows import cli
 
 
@@ -71,3 +74,14 @@ def test_missing_data_fails_with_the_path(home, tmp_path):
     assert done.returncode == 1
     said = done.stdout.replace("\n", "")
     assert str(folder / "preferences.jsonl") in said and "training.contract" not in said
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure_to_tell_of(home):
+    """As in `pedigree gc --json | head -c 1`: the pipe is closed on its other side."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {**home.environment, "PYTHONUNBUFFERED": "1"}
+    command = [PEDIGREE, "gc", "--json"]
+    done = subprocess.run(command, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
