@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
@@ -10,7 +11,7 @@ from assets import checks
 from assets.locate import locate_champion
 from assets.metadata import reward_curves
 from assets.pipeline import Listener, Pipeline, Services, declare
-from assets.realize import Realized, Work, realize, upstream
+from assets.realize import Work, latest_derivation, realize, upstream
 from model_registry.records import DatasetUsed
 from model_registry.run import TrackedRun
 from training.contract.errors import StoreError
@@ -18,6 +19,7 @@ from training.contract.events import read_events
 from training.contract.fingerprint import short
 from training.contract.job import Job
 from training.contract.manifest import Derivation
+from training.contract.store import Artifact
 
 
 def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
@@ -35,7 +37,7 @@ def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
             **details.get("eval", {}),
             "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
             "provenance": dg.MetadataValue.json(details.get("provenance", {})),
-            **tracking.links(made),
+            **tracking.links(made.artifact),
         }
         return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
 
@@ -54,6 +56,14 @@ def _start(pipeline: Pipeline, services: Services, champion: str) -> dict[str, A
     return {"champion": str(located.folder)}
 
 
+def delivered_run(
+    context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, policy: Artifact
+) -> str | None:
+    """The MLflow run of a policy that was trained before, after whatever it misses was delivered; None if there is none."""
+    derivation = latest_derivation(context.instance, pipeline, services.store, "policy", policy.fingerprint)
+    return _Tracking(context, pipeline, services).deliver(replace(policy, derivation=derivation))
+
+
 class _Tracking:
     """The policy's MLflow run: made when the job starts, or afterwards from the events that the artifact keeps."""
 
@@ -67,21 +77,22 @@ class _Tracking:
             self._followed = run
             yield run.record
 
-    def links(self, made: Realized) -> dict[str, Any]:
-        """The run's id for whoever comes after; a run that is not there, or misses something, is replayed first."""
-        derivation = made.artifact.derivation
-        run_id = self._services.tracker.find_run(self._pipeline.family, derivation.key)
+    def deliver(self, policy: Artifact) -> str | None:
+        """The run's id, for whoever comes after; a run that is not there, or misses something, is replayed first."""
+        tracker, derivation = self._services.tracker, policy.derivation
+        if (known := tracker.find_run(self._pipeline.family, derivation.key)) is not None:
+            return known
+        with self._run(derivation, policy.json("recipe.json")) as run:
+            run.replay(read_events(policy.file("events.jsonl")))
+        if run.run_id is None and self._followed is not None:
+            return self._followed.run_id  # the server went away meanwhile: for the release it may be back
+        return run.run_id
+
+    def links(self, policy: Artifact) -> dict[str, Any]:
+        run_id = self.deliver(policy)
         if run_id is None:
-            with self._run(derivation, made.artifact.json("recipe.json")) as run:
-                run.replay(read_events(made.artifact.file("events.jsonl")))
-            run_id = run.run_id
-        if run_id is None and self._followed is not None:
-            run_id = self._followed.run_id  # the server went away meanwhile: for the release it may be back
-        return (
-            {}
-            if run_id is None
-            else {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._services.tracker.run_link(run_id))}
-        )
+            return {}
+        return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._services.tracker.run_link(run_id))}
 
     def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
         pairs = upstream(self._context, self._pipeline, self._services, "tokenized_pairs")

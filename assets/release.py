@@ -6,10 +6,10 @@ rolled back stays so: materializing it again promotes nothing. A policy that is 
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, BinaryIO
 
 import dagster as dg
@@ -20,11 +20,12 @@ from assets.graph import GRAPH, derivation
 from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
 from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import Log, latest_metadata, upstream
-from model_registry.connection import through_restart
+from assets.policy import delivered_run
+from assets.realize import Log, upstream
+from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
-from training.contract.errors import RegistryError, StoreError
+from training.contract.errors import RegistryAway, RegistryError, StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -39,8 +40,8 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     def released_model(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
         started = time.monotonic()
         above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
-        run_id = latest_metadata(context.instance, pipeline.key("policy")).get("mlflow_run_id")
-        candidate = _Candidate(pipeline, services, context.instance, above, run_id)
+        find_run = partial(delivered_run, context, pipeline, services, above["policy"])
+        candidate = _Candidate(pipeline, services, context.instance, above, find_run)
         changes = input_changes(context.instance, pipeline, "released_model")
 
         def say(text: str) -> None:
@@ -95,7 +96,7 @@ class _Candidate:
     services: Services
     instance: dg.DagsterInstance
     above: dict[str, Artifact]
-    run_id: str | None
+    find_run: Callable[[], str | None]
 
     @property
     def name(self) -> str:
@@ -120,17 +121,18 @@ class _Candidate:
 
 def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
     registry, policy = services.registry, candidate.above["policy"]
-    if candidate.run_id is None:
-        raise RegistryError(
-            f"the policy of {candidate.pipeline.name} has no MLflow run at {registry.tracking_uri}; start the tracking "
-            f"server and materialize {candidate.pipeline.name}/policy again: it is not trained again, its run is replayed"
+    run_id = candidate.find_run()
+    if run_id is None:
+        raise RegistryAway(
+            f"MLflow at {shown(registry.tracking_uri)} takes no run of the policy of {candidate.pipeline.name}; run again "
+            "once it does: nothing is trained again, the run is replayed"
         )
     model = plain_model(candidate.pipeline, services, policy, log)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     return registry.register(
         candidate.name,
         model.folder,
-        candidate.run_id,
+        run_id,
         identity={RELEASE_KEY_TAG: candidate.key},
         tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in lineage.items()},
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",

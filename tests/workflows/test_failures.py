@@ -1,6 +1,8 @@
 """Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,10 @@ import pytest
 
 from assets.pipeline import Services
 from assets.release import sole_decision
+from model_registry.connection import connect
 from model_registry.registry import Alias, Registry, Version
+from model_registry.run import TrackedRun
+from model_registry.tracking import Tracker
 from tests.workflows.conftest import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.removal import is_held
@@ -98,3 +103,40 @@ def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, ser
     assert report.succeeded
     assert registry.held == [False, True, True], "the version, candidate, then champion"
     assert not is_held(registry.lock)
+
+
+@dataclass
+class Outage:
+    """A server that nobody answers for, at port 9 of loopback, until the registry is asked: then it is the database."""
+
+    services: Services
+    is_over: bool = False
+
+    def tracker(self) -> Tracker:
+        there, gone, outage = self.services.tracker, Tracker("http://127.0.0.1:9", None), self
+
+        class Away(Tracker):
+            def run(self, **about: Any) -> AbstractContextManager[TrackedRun, bool | None]:
+                return (there if outage.is_over else gone).run(**about)
+
+        return Away("http://127.0.0.1:9", None)
+
+    def registry(self) -> Registry:
+        outage = self
+
+        class Back(Registry):
+            def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
+                outage.is_over = True
+                return super().find_version(name, tags)
+
+        return Back(self.services.registry.tracking_uri, self.services.home / "downloads")
+
+
+def test_a_run_that_found_no_server_is_delivered_by_the_release(folder, services):
+    """Oracle: MLflow. The policy was trained in the outage, so its run is made, and has its steps, when the server is back."""
+    outage = Outage(services)
+    report = run(folder, replace(services, tracker=outage.tracker(), registry=outage.registry()), None, 0.25)
+    assert report.succeeded, failures_of(report)
+    client = connect(services.registry.tracking_uri)
+    found = client.get_run(client.get_model_version("split", "1").run_id)
+    assert found.info.status == "FINISHED" and client.get_metric_history(found.info.run_id, "loss")
