@@ -86,11 +86,14 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{a: {},\n   a: {}}", "`a` stands on the lines 3 and 4"),
         ("{a_b: {}, a-b: {}}", "variants.a-b: its pipeline would be wrong-a-b, the name of the variant a_b"),
         ("{next: {}}", "variants.next: its pipeline would be wrong-next, the name of the recipe wrong_next"),
+        ("{next-x: {}}", "would be wrong-next-x, the name of the variant x of the recipe wrong_next"),
         ("{a: {automation: {cron: daily}}}", "wrong-a: `automation.cron: daily`"),
     ],
 )
 def test_what_is_wrong_in_a_variant_is_told_with_its_place(tmp_path, variants, told):
-    write_recipe(tmp_path / "wrong_next", ATTRIBUTES)
+    write_recipe(tmp_path / "wrong_next", {**ATTRIBUTES, "variants": {"x": {}}})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "defs.yaml").write_text("attributes: [")
     (tmp_path / "wrong").mkdir()
     file = tmp_path / "wrong" / "defs.yaml"
     file.write_text(f"type: workflows.PreferenceTuning\nattributes:\n  {{{MINIMAL}, variants: {variants}}}\n")
