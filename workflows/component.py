@@ -78,7 +78,7 @@ def pipeline_definitions(pipeline: Pipeline) -> dg.Definitions:
 
 
 def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
-    """Raises RecipeError for a variant that shares its name: with another one, or with a pipeline of a folder beside this one."""
+    """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a folder beside."""
     if len(pipelines) == 1:
         return
     taken: dict[str, str] = {}
