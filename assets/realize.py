@@ -177,7 +177,8 @@ def record_found(
 def _facts(found: Found) -> dict[str, Any]:
     """What is told of a source that is recorded for the first time; a new model of the hub is what the hub promised."""
     if found.asset == "base_model":
-        check_files([*weight_files(found.places["folder"]), found.places["folder"] / "config.json"])
+        if found.places["commit"] is not None:
+            check_files([*weight_files(found.places["folder"]), found.places["folder"] / "config.json"])
         weights = found.derivation.settings["weights"]
         return {name: weights[name] for name in ("tensors", "bytes")}
     if found.asset != "preference_source":
