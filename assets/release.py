@@ -16,11 +16,12 @@ import dagster as dg
 
 from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
+from assets.event_log import Log
 from assets.graph import GRAPH, derivation
 from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
 from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import Log, latest_metadata, upstream
+from assets.realize import latest_metadata, upstream
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
 from training.contract.errors import RegistryError, StoreError
