@@ -118,6 +118,15 @@ def test_a_variant_is_found_behind_its_recipe(folder, monkeypatch):
         find_recipe("nowhere/x")
 
 
+def test_a_path_with_a_dot_is_the_folder_here(tmp_path, monkeypatch):
+    """The project has a recipe of that name as well."""
+    write_recipe(tmp_path / "demo", SWEEP)
+    monkeypatch.chdir(tmp_path)
+    assert recipe_folder("demo") == DEFS / "demo"
+    assert recipe_folder("./demo") == tmp_path / "demo"
+    assert find_recipe("./demo/hinge").pipeline.recipe.reference.model == str(tmp_path / "demo" / "base")
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("home")
