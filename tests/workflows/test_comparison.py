@@ -108,6 +108,7 @@ def test_the_table_says_it_all_in_80_columns():
     )
     show.comparison(Console(file=written, width=80), compare([first, second, third]))
     text = written.getvalue()
-    for part in ("on 10 held-out pairs", "loss.beta 0.5", "  data.validation_fraction 0.3 ", "+0.500 ± 0.167", "+2.000 ± 0.667", "other loss"):
+    settings = ("  loss.beta 0.5", "  data.validation_fraction 0.3 ")
+    for part in ("on 10 held-out pairs", *settings, "+0.500 ± 0.167", "+2.000 ± 0.667", "other loss"):
         assert part in text
     assert "a-new: never evaluated; run `pedigree run a/new` first" in text
