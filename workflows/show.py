@@ -135,13 +135,15 @@ def comparison(console: Console, found: Comparison) -> None:
     """A row a recipe, its settings below its name; below each mean its difference to the first, bright if more than noise."""
     first = next((each for each in found.recipes if each.recipe == found.against), None)
     title = "As last evaluated" + (f", on {first.pairs} held-out pairs" if first else "")
-    table = Table("recipe", title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("recipe and its settings", overflow="fold")
     for name in MEASURES:
         table.add_column(name, no_wrap=True)
     for each in found.recipes:
         told = each.settings.items() if first in (each, None) else each.settings.items() - first.settings.items()
-        lines = (f"  {name.removeprefix('training.')} {value or '-'}" for name, value in sorted(told))
-        table.add_row("\n".join([each.recipe, *map(escape, lines)]), *(_compared(each, name) for name in MEASURES))
+        lines = [f"  {name.removeprefix('training.')} {value}" for name, value in sorted(told) if value is not None]
+        about = "\n".join([f"[bold]{each.recipe}[/]", *map(escape, lines)])
+        table.add_row(about, *(_compared(each, name) for name in MEASURES), end_section=True)
     console.print(table)
     for each in found.recipes:
         for note in each.notes:
