@@ -4,8 +4,9 @@ A recipe with `export: adapter` has a policy of a few files, which is no model w
 model nevertheless, made by a job: whoever loads a version expects one that stands by itself.
 """
 
+from assets.event_log import Log
 from assets.pipeline import Pipeline, Services
-from assets.realize import Log, Work, make
+from assets.realize import Work, make
 from training.contract.store import Artifact, Store
 from training.contract.weights import ADAPTER_CONFIG
 

@@ -127,7 +127,7 @@ def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequen
     for (name, about), commit in zip(new.items(), commits, strict=True):
         if name not in old or old[name]["hub"] != about["hub"]:
             continue
-        was, now = old[name]["files"], about["files"]
+        was, now = old[name].get("files", {}), about["files"]  # records from before hub files were told apart have none
         words = [
             f"{file} {'removed' if file not in now else 'added' if file not in was else 'differs'}"
             for file in sorted(was.keys() | now.keys())

@@ -2,36 +2,43 @@
 
 import csv
 import json
+import zlib
+from io import TextIOWrapper
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from training.contract.files import data_suffix, open_data
+
 
 def count_rows(path: Path) -> int | None:
     """The rows that reading `path` goes through; None where that cannot be told without its reader's care."""
     try:
-        if path.suffix.lower() == ".parquet":
-            return int(pq.read_metadata(path).num_rows)
-        if path.suffix.lower() == ".csv":
-            with open(path, encoding="utf-8", newline="") as file:
-                return max(0, sum(1 for row in csv.reader(file) if row) - 1)
-        if path.suffix.lower() == ".json":
-            return _objects(path)
+        match data_suffix(path):
+            case ".parquet":
+                with open_data(path) as file:
+                    return int(pq.read_metadata(file).num_rows)
+            case ".csv":
+                with TextIOWrapper(open_data(path), encoding="utf-8", newline="") as text:
+                    return max(0, sum(1 for row in csv.reader(text) if row) - 1)
+            case ".json":
+                return _objects(path)
         return _lines(path)
-    except (OSError, ValueError, RecursionError, csv.Error, pa.ArrowException):
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error, pa.ArrowException):
         return None
 
 
 def _lines(path: Path) -> int:
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         return sum(1 for line in file if line.strip())
 
 
 def _objects(path: Path) -> int:
     """A list of objects, or, as many publish it under this name, JSON lines."""
     try:
-        content = json.loads(path.read_bytes())
+        with open_data(path) as file:
+            content = json.loads(file.read())
     except ValueError:
         return _lines(path)
     return len(content) if isinstance(content, list) else 1

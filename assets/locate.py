@@ -171,7 +171,7 @@ def _hub_identity(source: DataSource, repository: Repository) -> tuple[str, dict
     commit = repository.commit()
     listed = repository.files(commit)
     counting = {name: blob for name, blob in listed.items() if is_readable(PurePath(name)) or name in CARD_FILES[1:]}
-    card = (repository.fetch(commit, [CARD]) / CARD).read_text(errors="replace") if CARD in listed else ""
+    card = (repository.fetch(commit, [CARD]) / CARD).read_text("utf-8-sig", errors="replace") if CARD in listed else ""
     chosen = {"hub": source.hub, "config": source.config, "split": source.split}
     return commit, {**chosen, "configs": _configs(card), "files": counting}
 

@@ -41,11 +41,15 @@ class Pipeline:
 
     @property
     def identifier(self) -> str:
-        """The name as Dagster takes it for jobs, schedules and sensors, which have no hyphens."""
-        return self.name.replace("-", "_")
+        return identifier(self.name)
 
     def key(self, asset: str) -> dg.AssetKey:
         return dg.AssetKey([self.name, asset])
+
+
+def identifier(name: str) -> str:
+    """A pipeline's name as Dagster takes it for jobs, schedules and sensors, which have no hyphens."""
+    return name.replace("-", "_")
 
 
 Listener = Callable[[Event], None]

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import dagster as dg
 
 from assets.changes import changes_since, input_changes, shown_changes
+from assets.event_log import EventLog, Log
 from assets.graph import GRAPH
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata
@@ -33,15 +34,6 @@ from training.launch.launcher import run_job
 
 # A model or a checkpoint that is not what was published is refused; anything else can be made again without loss.
 IRREPLACEABLE = {"policy", "reference_model"}
-_SECONDS_BETWEEN_LINES = 5.0
-
-
-class Log(Protocol):
-    """Where a person reads what happens: Dagster's log of a run, or Python's."""
-
-    def info(self, msg: str) -> None: ...
-
-    def warning(self, msg: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -177,7 +169,8 @@ def record_found(
 def _facts(found: Found) -> dict[str, Any]:
     """What is told of a source that is recorded for the first time; a new model of the hub is what the hub promised."""
     if found.asset == "base_model":
-        check_files([*weight_files(found.places["folder"]), found.places["folder"] / "config.json"])
+        if found.places["commit"] is not None:
+            check_files([*weight_files(found.places["folder"]), found.places["folder"] / "config.json"])
         weights = found.derivation.settings["weights"]
         return {name: weights[name] for name in ("tensors", "bytes")}
     if found.asset != "preference_source":
@@ -257,20 +250,9 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
     return located.folder
 
 
-def told_to(log: Log, services: Services, asset: str) -> Services:
-    """The same services, with a listener that writes into `log` as well what it hears of `asset`."""
-    events = _EventLog(log, asset)
-
-    def hear(event: Event) -> None:
-        events.hear(event)
-        services.listener(event)
-
-    return replace(services, listener=hear)
-
-
 def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Log) -> None:
     """Run `job` to its end, with its events told to the log, the services' listener and whoever `work` names."""
-    events = _EventLog(log, job.artifact)
+    events = EventLog(log, job.artifact)
     with work.during(job) if work.during else nullcontext(ignore) as listener:
 
         def hear(event: Event) -> None:
@@ -279,22 +261,3 @@ def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Log)
             listener(event)
 
         run_job(services.launcher, job, hear, lock)
-
-
-class _EventLog:
-    """Writes a job's events into the log of a run: phases and notes at once, progress every few seconds."""
-
-    def __init__(self, log: Log, asset: str):
-        self._log, self._asset, self._last = log, asset, 0.0
-        self._step = ""
-
-    def hear(self, event: Event) -> None:
-        kind = event["event"]
-        if kind in ("phase", "note"):
-            self._log.info(f"{self._asset}: {event.get('phase') or event.get('text')}")
-        elif kind == "step":
-            self._step = f", loss {event['loss']:.4f}"
-        elif kind == "progress" and (event["time"] - self._last > _SECONDS_BETWEEN_LINES):
-            self._last = event["time"]
-            left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
-            self._log.info(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")

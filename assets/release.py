@@ -16,12 +16,13 @@ import dagster as dg
 
 from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
+from assets.event_log import Log
 from assets.graph import GRAPH, derivation
 from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
 from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
 from assets.policy import delivered_run
-from assets.realize import Log, upstream
+from assets.realize import upstream
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version

@@ -7,9 +7,10 @@ because one run can hold an observation or materializations, not both, and a ret
 
 import dagster as dg
 
+from assets.event_log import told_to
 from assets.metadata import table
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import record_found, told_to
+from assets.realize import record_found
 from assets.world import look, named_files
 
 

@@ -28,7 +28,7 @@ from assets.page import write_page
 from assets.release import sole_decision
 from model_registry.connection import connect, is_server, note_address, page
 from training.contract.durable import free_bytes
-from training.contract.errors import PedigreeError
+from training.contract.errors import PedigreeError, UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
@@ -196,6 +196,9 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
     One RECIPE alone stands for itself and all its variants.
     """
     found = find_recipes(recipes[0]) if len(recipes) == 1 else [find_recipe(recipe) for recipe in recipes]
+    names = [loaded.pipeline.name for loaded in found]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{len(twice)} of the recipes to compare are called {twice[0]}; name each of them once")
     with dagster_instance() as instance:
         services = build_services(pedigree_home())
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance) for loaded in found])

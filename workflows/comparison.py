@@ -19,7 +19,7 @@ from assets.pipeline import Pipeline, Services
 from assets.realize import data_version
 from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
 from model_registry.records import flatten
-from training.contract.errors import PedigreeError
+from training.contract.errors import PedigreeError, StoreError
 from training.contract.fingerprint import short, shortened
 from workflows.lineage import status
 
@@ -85,10 +85,17 @@ def compare(evaluated: Sequence[Evaluated]) -> Comparison:
 
 
 def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> Evaluated:
-    """The last evaluation of a pipeline. Raises StoreError where something it stands on is no longer in the store."""
+    """The last evaluation of a pipeline; one that is corrupt, or stands on what is no longer in the store, is none."""
     found = data_version(instance, pipeline.key("evaluation"))
     if found is None:
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
+    try:
+        return _evaluated(pipeline, services, instance, found)
+    except StoreError as error:
+        return Evaluated(pipeline.name, notes=(f"its evaluation cannot be used: {error}",))
+
+
+def _evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: str) -> Evaluated:
     artifact = services.store.open("evaluation", found)
     rows = rows_by_pair(artifact)
     stood_on = ancestry(instance, pipeline, services.store, {"evaluation": found})

@@ -1,7 +1,7 @@
 """`type: workflows.PreferenceTuning`: a recipe's file becomes a pipeline, and one more for each of its variants.
 
 A pipeline is twelve assets, jobs, a schedule and sensors. Its name begins its asset keys, and with `-` as `_` the names of
-its jobs, so no two pipelines may share it: neither two of one file nor those of recipes beside each other.
+its jobs, so no two pipelines may share it: neither two of one file nor those of files in folders beside each other.
 """
 
 import re
@@ -13,11 +13,11 @@ import dagster as dg
 from pydantic import BaseModel
 
 from assets import data, evaluation, policy, reference, release, sources, specs
-from assets.pipeline import Pipeline
+from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError
 from training.contract.variants import RecipeFile
 from workflows.automation import retraining
-from workflows.recipe_file import refuse_repeated_keys
+from workflows.recipe_file import refuse_repeated_keys, variant_names
 
 RECIPE_FILE = "defs.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -78,9 +78,15 @@ def pipeline_definitions(pipeline: Pipeline) -> dg.Definitions:
 
 
 def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
-    """Raises RecipeError for a variant with the name of another one, or of a recipe in a folder beside this one."""
-    beside = [file.parent.name for file in folder.parent.glob(f"*/{RECIPE_FILE}")]
-    taken = {name.replace("-", "_"): f"the recipe {name}" for name in sorted(beside)}
+    """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a folder beside."""
+    if len(pipelines) == 1:
+        return
+    taken: dict[str, str] = {}
+    for file in sorted(folder.parent.glob(f"*/{RECIPE_FILE}")):
+        name = file.parent.name
+        taken[identifier(name)] = f"the recipe {name}"
+        if name != folder.name:
+            taken |= {identifier(f"{name}-{v}"): f"the variant {v} of the recipe {name}" for v in variant_names(file)}
     for pipeline in pipelines:
         if pipeline.variant is None:
             continue

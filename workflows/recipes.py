@@ -83,5 +83,6 @@ def extra_recipes() -> list[Path]:
 
 
 def _folder(text: str) -> Path | None:
-    folders = (DEFS / text, Path(text)) if text else ()
+    """What begins with a dot is a path, so that `./demo` is the folder here whatever the project has."""
+    folders = (*([] if text.startswith(".") else [DEFS / text]), Path(text)) if text else ()
     return next((folder.resolve() for folder in folders if (folder / RECIPE_FILE).is_file()), None)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
@@ -131,15 +132,16 @@ def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) 
 
 
 def comparison(console: Console, found: Comparison) -> None:
-    """A row a recipe; below each mean its difference to the first, bright where it is more than noise."""
+    """A row a recipe, its settings below its name; below each mean its difference to the first, bright if more than noise."""
     first = next((each for each in found.recipes if each.recipe == found.against), None)
-    table = Table(title="As last evaluated" + (f", on {first.pairs} held-out pairs" if first else ""))
+    title = "As last evaluated" + (f", on {first.pairs} held-out pairs" if first else "")
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("recipe and its settings", overflow="fold")
     for name in MEASURES:
         table.add_column(name, no_wrap=True)
     for each in found.recipes:
         told = each.settings.items() if first in (each, None) else each.settings.items() - first.settings.items()
-        lines = [f"{name.removeprefix('training.')} {value}" for name, value in sorted(told) if value is not None]
+        lines = [f"  {name.removeprefix('training.')} {value}" for name, value in sorted(told) if value is not None]
         about = "\n".join([f"[bold]{each.recipe}[/]", *map(escape, lines)])
         table.add_row(about, *(_compared(each, name) for name in MEASURES), end_section=True)
     console.print(table)

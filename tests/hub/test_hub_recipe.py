@@ -67,7 +67,7 @@ def made(
     hub.commit("datasets/org/lines", {"README.md": CARD, **halves, "t.jsonl": "{}", "o.jsonl": "{}"})
     columns = {"train": parquet(rows[10:20], place / "rows"), "test": b"-"}
     named = {f"data/{split}-00000-of-00001.parquet": data for split, data in columns.items()}
-    hub.commit("datasets/org/columns", named)
+    hub.commit("datasets/org/columns", {**named, "dataset_infos.json": "{}"})
     csv = "prompt,chosen,rejected\n" + "".join(",".join(f'"{text}"' for text in row.values()) + "\n" for row in strings)
     hub.commit("datasets/org/table", {"train.csv": csv + '"Say nothing.",null,NA\n'})
     return place

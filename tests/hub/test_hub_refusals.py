@@ -1,11 +1,15 @@
 """What goes wrong with a hub, and in which words a person is told: the place, what was found, what was expected, what to do."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load, save
 
+from assets.graph import GRAPH
 from tests.hub.conftest import Resident
 from tests.hub.server import Fault, Hub
 from tests.hub.test_hub_recipe import folder_files, lines
@@ -28,6 +32,9 @@ def repositories(hub: Hub, inputs: Path, rows: list[dict[str, object]]) -> None:
     hub.commit("datasets/org/script", {"script.py": "raise SystemExit", "train.jsonl": lines(rows)})
     hub.commit("datasets/org/arrow", {"train.arrow": b"-"})
     hub.commit("datasets/org/empty", {"README.md": "Nothing yet."})
+    (inputs / "elsewhere.jsonl").write_text(lines(rows))
+    card = f"---\nconfigs:\n- {{config_name: default, data_files: {inputs}/elsewhere.jsonl}}\n---\n"
+    hub.commit("datasets/org/elsewhere", {"README.md": card, "train.jsonl": lines(rows)})
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +86,7 @@ def test_a_repository_that_holds_no_model_is_refused(resident: Resident, recipe:
         ({"hub": "org/script", "split": "train"}, "is made by a script, script.py, and code of a repository is never run"),
         ({"hub": "org/arrow", "split": "train"}, "train.arrow of the data set org/arrow is none of .jsonl"),
         ({"hub": "org/empty", "split": "train"}, "org/empty cannot be understood"),
+        ({"hub": "org/elsewhere", "split": "train"}, "elsewhere.jsonl, which is no file of it"),
     ],
 )  # fmt: skip
 def test_a_data_set_that_cannot_be_read_is_refused(resident: Resident, recipe: Callable[..., Path], source, words):
@@ -99,6 +107,48 @@ def test_a_hub_in_trouble_is_named_with_its_answer(hub: Hub, resident: Resident,
     assert "look at the network and at HF_ENDPOINT" in error and "\n" not in error
     hub.faults[:] = [Fault("resolve", times=1, status=429, headers={"Retry-After": "0"})]
     resident.outcomes(recipe("org/model", SOURCE), select="base_model")
+
+
+def test_a_cache_that_takes_nothing_is_named(hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]):
+    """The network is not to blame. A file stands where a folder has to be: what a user without rights meets, root meets too."""
+    hub.commit("models/org/blocked", folder_files(inputs / "base"))
+    (resident.cache / "hub" / "models--org--blocked").write_text("")
+    error = resident.refusal(recipe("org/blocked", SOURCE), "base_model")
+    assert f"cannot download the model org/blocked in {resident.cache / 'hub'} (" in error
+    assert "bytes free" in error and "HF_ENDPOINT" not in error
+
+
+def test_files_that_another_program_left_in_the_cache_are_not_taken_for_all(
+    hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]
+):
+    """transformers downloads file by file and leaves no list of what a commit has. Without a hub to ask, they serve."""
+    files = folder_files(inputs / "base")
+    for name, left in (("some", ["config.json"]), ("all", files)):
+        commit = hub.commit(f"models/org/{name}", files)
+        cache = resident.cache / "hub" / f"models--org--{name}"
+        (place := cache / "snapshots" / commit).mkdir(parents=True)
+        for file in left:
+            (place / file).write_bytes(files[file])
+        (cache / "refs").mkdir()
+        (cache / "refs" / "main").write_text(commit)
+    assert resident.outcomes(recipe("org/all", SOURCE), select="base_model", offline=True)
+    assert f"{place} is taken to be whole" in (resident.home / "stderr.log").read_text()
+    some = recipe("org/some", SOURCE)
+    assert len(resident.found("status", some)) == len(GRAPH), "whoever looks finds the tokenizer, which was not there"
+    assert resident.outcomes(some, select="base_model") == {"base_model": "reused"}
+
+
+def test_names_of_local_files_promise_nothing(
+    resident: Resident, inputs: Path, recipe: Callable[..., Path], tmp_path: Path
+):
+    """A link to a file with a name as long as a hash, which is the name of something else."""
+    shutil.copytree(inputs / "base", tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.replace(tmp_path / ("0" * 64))
+    weights.symlink_to(tmp_path / ("0" * 64))
+    weights.resolve().write_bytes(save({**load(weights.read_bytes()), "another": torch.ones(1)}))
+    folder = recipe(str(tmp_path / "model"), SOURCE, name="linked")
+    assert resident.outcomes(folder, select="base_model") == {"base_model": "computed"}
 
 
 def test_a_download_that_breaks_is_taken_up_again(

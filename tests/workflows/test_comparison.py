@@ -102,8 +102,13 @@ def test_a_margin_is_the_log_ratios_in_nats_and_a_tie_is_no_success():
 def test_the_table_says_it_all_in_80_columns():
     written = io.StringIO()
     third = Evaluated("a-new", notes=("never evaluated; run `pedigree run a/new` first",))
-    show.comparison(Console(file=written, width=80), compare([FIRST, SECOND, third]))
+    first, second = (
+        replace(each, settings={**each.settings, "data.validation_fraction": share})
+        for each, share in ((FIRST, "0.1"), (SECOND, "0.3"))
+    )
+    show.comparison(Console(file=written, width=80), compare([first, second, third]))
     text = written.getvalue()
-    for part in ("on 10 held-out pairs", "loss.beta", "+0.500 ± 0.167", "+2.000 ± 0.667", "other loss"):
+    settings = ("  loss.beta 0.5", "  data.validation_fraction 0.3 ")
+    for part in ("on 10 held-out pairs", *settings, "+0.500 ± 0.167", "+2.000 ± 0.667", "other loss"):
         assert part in text
     assert "a-new: never evaluated; run `pedigree run a/new` first" in text

@@ -1,7 +1,7 @@
 """Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,8 +116,10 @@ class Outage:
         there, gone, outage = self.services.tracker, Tracker("http://127.0.0.1:9", None), self
 
         class Away(Tracker):
-            def run(self, **about: Any) -> AbstractContextManager[TrackedRun, bool | None]:
-                return (there if outage.is_over else gone).run(**about)
+            @contextmanager
+            def run(self, **about: Any) -> Iterator[TrackedRun]:
+                with (there if outage.is_over else gone).run(**about) as run:
+                    yield run
 
         return Away("http://127.0.0.1:9", None)
 

@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 
 import model_registry.files
 from assets.graph import GRAPH
+from assets.realize import data_version
 from model_registry.package import package
 from tests.workflows.conftest import write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
@@ -149,3 +150,18 @@ def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, repor
     assert found.settings["training.loss.type"] == "hinge"
     [note] = found.notes
     assert "training_spec: loss.type hinge -> ipo" in note
+
+
+def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: Ground, reports: list[RunReport]):
+    evaluation = dg.AssetKey(["sweep-hinge", "evaluation"])
+    folder = ground.services.store.folder("evaluation", str(data_version(ground.instance, evaluation)))
+    folder.rename(folder.with_suffix(".lost"))
+    try:
+        loaded = load_recipes(ground.folders["sweep"])
+        found = compare([last_evaluated(each.pipeline, ground.services, ground.instance) for each in loaded])
+    finally:
+        folder.with_suffix(".lost").rename(folder)
+    own, hinge, same = found.recipes
+    assert own.means and same.differences and not hinge.means
+    [note] = hinge.notes
+    assert note.startswith("its evaluation cannot be used: there is no evaluation ")

@@ -86,11 +86,14 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{a: {},\n   a: {}}", "`a` stands on the lines 3 and 4"),
         ("{a_b: {}, a-b: {}}", "variants.a-b: its pipeline would be wrong-a-b, the name of the variant a_b"),
         ("{next: {}}", "variants.next: its pipeline would be wrong-next, the name of the recipe wrong_next"),
+        ("{next-x: {}}", "would be wrong-next-x, the name of the variant x of the recipe wrong_next"),
         ("{a: {automation: {cron: daily}}}", "wrong-a: `automation.cron: daily`"),
     ],
 )
 def test_what_is_wrong_in_a_variant_is_told_with_its_place(tmp_path, variants, told):
-    write_recipe(tmp_path / "wrong_next", ATTRIBUTES)
+    write_recipe(tmp_path / "wrong_next", {**ATTRIBUTES, "variants": {"x": {}}})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "defs.yaml").write_text("attributes: [")
     (tmp_path / "wrong").mkdir()
     file = tmp_path / "wrong" / "defs.yaml"
     file.write_text(f"type: workflows.PreferenceTuning\nattributes:\n  {{{MINIMAL}, variants: {variants}}}\n")
@@ -113,6 +116,15 @@ def test_a_variant_is_found_behind_its_recipe(folder, monkeypatch):
         find_recipe("demo/x")
     with pytest.raises(UsageError, match="'nowhere/x' is neither"):
         find_recipe("nowhere/x")
+
+
+def test_a_path_with_a_dot_is_the_folder_here(tmp_path, monkeypatch):
+    """The project has a recipe of that name as well."""
+    write_recipe(tmp_path / "demo", SWEEP)
+    monkeypatch.chdir(tmp_path)
+    assert recipe_folder("demo") == DEFS / "demo"
+    assert recipe_folder("./demo") == tmp_path / "demo"
+    assert find_recipe("./demo/hinge").pipeline.recipe.reference.model == str(tmp_path / "demo" / "base")
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +154,13 @@ def test_one_that_fails_does_not_stop_the_others(home, tmp_path):
         ("sweep-there", [("preference_source", "computed")]),
     ]
     assert "2 of 2 were run, 1 failed: sweep" in done.stderr
+
+
+def test_what_is_compared_has_names_that_differ(home, folder):
+    """They would be one pipeline: the same asset keys, so the same evaluation twice."""
+    done = CliRunner().invoke(cli.main, ["compare", str(folder), f"{folder}/hinge", f"{folder}/hinge/"])
+    assert done.exit_code == 2
+    assert "2 of the recipes to compare are called sweep-hinge; name each of them once" in done.stderr
 
 
 class _CtrlC:

@@ -5,6 +5,8 @@ changes, comes or goes between the two never becomes part of something that carr
 """
 
 import glob
+import gzip
+from io import BufferedReader
 from pathlib import Path, PurePath
 
 from pydantic import BaseModel, ConfigDict
@@ -59,6 +61,11 @@ def data_suffix(path: PurePath) -> str:
     """The extension that says how a data file is read, of what is packed in a .gz the one before."""
     suffix = path.suffix.lower()
     return PurePath(path.stem).suffix.lower() if suffix == PACKED else suffix
+
+
+def open_data(path: Path) -> BufferedReader:
+    """The bytes of a data file; of a .gz those that are packed in it."""
+    return BufferedReader(gzip.open(path)) if path.suffix.lower() == PACKED else open(path, "rb")
 
 
 def is_readable(path: PurePath) -> bool:

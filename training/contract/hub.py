@@ -32,6 +32,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
+from training.contract.durable import lacks_room, refusal
 from training.contract.errors import HubError
 from training.contract.fingerprint import BLOCK_BYTES, hashers, short
 
@@ -78,7 +79,22 @@ class Repository:
         return tree
 
     def cached(self, commit: str, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path | None:
-        """The folder with those files of `commit` that match `patterns`; None unless all of them are in the cache."""
+        """The folder with those files of `commit` that match `patterns`; None unless all of them are in the cache.
+
+        Other programs may leave some files of a commit there and no list of all. Then the hub is asked for the list.
+        """
+        folder = self._cached_folder(commit, patterns, ignored)
+        if folder is None or self._cached_tree(commit) is not None:
+            return folder
+        try:
+            self.files(commit)
+        except HubError:
+            _LOG.warning("%s is taken to be whole: the list of the files of %s cannot be had", folder, self.id)
+            return folder
+        return self._cached_folder(commit, patterns, ignored)
+
+    def _cached_folder(self, commit: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path | None:
+        """The same, but for a commit of which no list is in the cache: then whatever is there of it."""
         try:
             return Path(
                 snapshot_download(
@@ -171,6 +187,8 @@ class Repository:
                         f"{constants.ENDPOINT} has no {self.kind} {self.id}, or it is private; look at the name, and for a "
                         "private one set HF_TOKEN or run `hf auth login`"
                     )
+                case OSError() if cause.filename is not None or lacks_room(str(cause)):
+                    return str(refusal(f"download {what}", Path(constants.HF_HUB_CACHE), cause))
                 case HfHubHTTPError():
                     said = cause.server_message or cause.response.reason_phrase
                     return (

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from training.contract.errors import RecipeError
 from training.contract.fields import (
     MOST,
     Count,
@@ -229,27 +230,39 @@ class Recipe(Section):
         return self
 
     def located_at(self, folder: Path) -> "Recipe":
-        """The same recipe with every local path absolute; relative ones are taken from `folder`, the recipe's own."""
+        """The same recipe with every local path absolute; relative ones are taken from `folder`, the recipe's own.
+
+        Raises RecipeError where a name may be that of a folder or of the hub.
+        """
         sources = tuple(
             source.model_copy(update={"path": str(folder / source.path)}) if source.path else source
             for source in self.data.sources
         )
         tokenization = {
-            "tokenizer": _located(self.tokenization.tokenizer, folder),
+            "tokenizer": _located(self.tokenization.tokenizer, self.tokenization.revision, folder),
             "chat_template": self.tokenization.chat_template and str(folder / self.tokenization.chat_template),
         }
         return self.model_copy(
             update={
                 "data": self.data.model_copy(update={"sources": sources}),
                 "tokenization": self.tokenization.model_copy(update=tokenization),
-                "reference": self.reference.model_copy(update={"model": _located(self.reference.model, folder)}),
+                "reference": self.reference.model_copy(
+                    update={"model": _located(self.reference.model, self.reference.revision, folder)}
+                ),
             }
         )
 
 
-def _located(model: str | None, folder: Path) -> str | None:
+def _located(model: str | None, revision: str | None, folder: Path) -> str | None:
     """A local folder as an absolute path; a hub id or a `models:/` address as it is."""
     if model is None or model.startswith("models:/"):
         return model
-    local = model.startswith((".", "/", "~")) or (folder / model).is_dir()
-    return str((folder / Path(model).expanduser()).resolve()) if local else model
+    said_to_be_local = model.startswith((".", "/", "~"))
+    if not said_to_be_local and not (folder / model).is_dir():
+        return model
+    if not said_to_be_local and revision is not None:
+        raise RecipeError(
+            f"`{model}` with `revision: {revision}` is of the hub, and {folder / model} is a folder: write `./{model}` if "
+            "the folder is meant, or else rename it"
+        )
+    return str((folder / Path(model).expanduser()).resolve())

@@ -32,7 +32,7 @@ class RecipeFile(Recipe):
     def resolved(self) -> dict[str, Recipe]:
         """Each variant as a recipe. Raises ValidationError with the path of what is wrong in the file."""
         written = self._written()
-        changed = {name: merged(_experiment(written, name), changes) for name, changes in self.variants.items()}
+        changed = {name: _experiment(written, name, changes) for name, changes in self.variants.items()}
         return _Variants.model_validate({"variants": changed}).variants
 
     @model_validator(mode="after")
@@ -67,7 +67,10 @@ def merged(section: Any, changes: Any) -> Any:
     return result
 
 
-def _experiment(written: dict[str, Any], variant: str) -> dict[str, Any]:
-    """What the variant is before its changes."""
+def _experiment(written: Mapping[str, Any], variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The recipe with the changes made, and no automation but what they ask for: null takes away and turns nothing on."""
+    timezone = {name: value for name, value in written.get("automation", {}).items() if name == "timezone"}
     release = {**written["release"], "model_name": f"{written['release']['model_name']}-{variant}"}
-    return {**written, "automation": {"on_change": False}, "release": release}
+    changed: dict[str, Any] = merged({**written, "automation": timezone, "release": release}, changes)
+    automation = changed.get("automation", {})
+    return {**changed, "automation": {"on_change": False, **automation}} if isinstance(automation, Mapping) else changed

@@ -19,6 +19,8 @@ from training.contract.files import SUFFIXES, DataFile, is_readable
 from training.contract.hub import CARD, CARD_FILES, Repository, check_files
 from training.contract.recipe import DataSource
 
+# What `datasets` reads to know how a repository is divided, the last of it where another program left it there long ago.
+_READ_TO_DIVIDE = (*CARD_FILES, "dataset_infos.json")
 _LONGEST_LIST = 20
 
 
@@ -40,27 +42,32 @@ def hub_files(source: DataSource, events: EventWriter) -> list[DataFile]:
 
 def _names(source: DataSource, repository: Repository) -> list[str]:
     assert source.hub is not None and source.revision is not None
-    listed = [name for name in repository.files(source.revision) if ".." not in PurePath("/", name).parts]
+    listed = [name for name in repository.files(source.revision) if not {"/", ".."} & {*PurePath(name).parts}]
     script = f"{source.hub.rpartition('/')[2]}.py"
     if script in listed:
         raise DataError(
             f"the data set {source.hub} is made by a script, {script}, and code of a repository is never run; use one that "
             "holds its data as files, or download it and use `path`"
         )
-    card = [name for name in CARD_FILES if name in listed]
-    downloaded = repository.fetch(source.revision, card) if card else None
+    told = [name for name in _READ_TO_DIVIDE if name in listed]
+    downloaded = repository.fetch(source.revision, told) if told else Path()
     with TemporaryDirectory() as place:
-        folder = Path(place) / "data"
+        folder = Path(place).resolve() / "data"
         for name in listed:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(
-                b"" if downloaded is None or name not in card else (downloaded / name).read_bytes()
-            )
-        return _split(source, folder)
+            (folder / name).write_bytes((downloaded / name).read_bytes() if name in told else b"")
+        found = _split(source, folder)
+    names = {str(folder / name): name for name in listed}
+    if other := [file for file in found if file not in names]:
+        raise DataError(
+            f"{CARD} of the data set {source.hub} names {other[0].removeprefix(f'{folder}/')}, which is no file of it; "
+            "download what you need and use `path`"
+        )
+    return [names[file] for file in found]
 
 
 def _split(source: DataSource, folder: Path) -> list[str]:
-    """The names of the files in `folder` that are the split of the config."""
+    """The files that are the split of the config: those in `folder`, unless the card names others."""
     try:
         configs = datasets.get_dataset_config_names(str(folder))
         config = source.config or datasets.get_dataset_default_config_name(str(folder))
@@ -78,7 +85,7 @@ def _split(source: DataSource, folder: Path) -> list[str]:
             f"the data set {source.hub} has no split {source.split!r} in its config {config!r}; set `split` of the data source "
             f"to {_one_of(list(files))}"
         )
-    return [PurePath(file).relative_to(folder.resolve()).as_posix() for file in files[source.split]]
+    return [str(file) for file in files[source.split]]
 
 
 def _one_of(names: Sequence[str]) -> str:

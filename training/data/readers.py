@@ -11,25 +11,22 @@ Which files a source stands for, and in what order, is decided before: by `data_
 """
 
 import csv
-import gzip
 import json
 import re
-import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
-from training.contract.files import PACKED, DataFile, check_unchanged, data_suffix
+from training.contract.files import DataFile, check_unchanged, data_suffix, open_data
 from training.data.messages import Quarantined, Reason, Row
 
 _BATCH_ROWS = 1024
@@ -82,7 +79,7 @@ def parse_row(line: int, text: str) -> Record:
 
 
 def _read_lines(path: Path) -> Iterator[Record]:
-    with open(path, "rb") as file:
+    with open_data(path) as file:
         for number, line in enumerate(file, start=1):
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if content.strip():
@@ -99,7 +96,8 @@ def _parse_line(number: int, line: bytes) -> Record:
 
 def _read_json(path: Path) -> Iterator[Record]:
     """The elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, refused where they stand."""
-    text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
+    with open_data(path) as file:
+        text = file.read().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
     start = _skip_blank(text, 0)
     if text[start : start + 1] == "{":
         yield from _read_lines(path)
@@ -132,8 +130,8 @@ def _elements(text: str, position: int) -> Iterator[str]:
 def _read_parquet(path: Path) -> Iterator[Record]:
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+        with open_data(path) as file, pq.ParquetFile(file) as table:
+            for batch in table.iter_batches(batch_size=_BATCH_ROWS):
                 for value in batch.to_pylist():
                     number += 1
                     yield Record(number, value)
@@ -144,7 +142,7 @@ def _read_parquet(path: Path) -> Iterator[Record]:
 def _read_csv(path: Path) -> Iterator[Record]:
     csv.field_size_limit(sys.maxsize)
     number = 0
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+    with TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
@@ -175,27 +173,13 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 
 
 def _guarded(file: DataFile) -> Iterator[Record]:
-    read = _READERS[data_suffix(file.path)]
     try:
-        with _unpacked(file.path) as plain:
-            yield from read(plain)
+        yield from _READERS[data_suffix(file.path)](file.path)
     except (OSError, EOFError, zlib.error) as error:  # of the last two kinds: what is packed is not whole
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its rights") from error
     if file.sha256 is not None:
         check_unchanged(file.path, file.sha256)
-
-
-@contextmanager
-def _unpacked(path: Path) -> Iterator[Path]:
-    """`path`, or a temporary file with what is packed in it."""
-    if path.suffix.lower() != PACKED:
-        yield path
-        return
-    with NamedTemporaryFile(prefix=f"{path.stem}.") as plain, gzip.open(path) as packed:
-        shutil.copyfileobj(packed, plain)
-        plain.flush()
-        yield Path(plain.name)
 
 
 def _skip_blank(text: str, position: int) -> int:

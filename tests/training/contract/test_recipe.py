@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from training.contract.errors import RecipeError
 from training.contract.loss import Loss
 from training.contract.optimizer import AdamW
 from training.contract.recipe import Recipe
@@ -263,6 +264,17 @@ def test_paths_are_taken_from_the_recipes_folder(tmp_path: Path):
 @pytest.mark.parametrize("model", ["org/name", "models:/other@champion"])
 def test_a_hub_id_and_a_registry_address_stay_as_they_are(tmp_path, model):
     assert recipe(f"reference: {{model: '{model}'}}").located_at(tmp_path).reference.model == model
+
+
+@pytest.mark.parametrize(
+    "text", ["reference: {model: org/m, revision: v1}", "tokenization: {tokenizer: org/m, revision: v1}"]
+)
+def test_a_folder_does_not_take_the_place_of_a_revision_of_the_hub(tmp_path, text):
+    assert recipe(text).located_at(tmp_path) is not None
+    (tmp_path / "org" / "m").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"`org/m` with `revision: v1` is of the hub, and .*: write `\./org/m`"):
+        recipe(text).located_at(tmp_path)
+    assert recipe(text.replace("org/m", "./org/m")).located_at(tmp_path) is not None
 
 
 def test_an_absolute_path_stays(tmp_path):

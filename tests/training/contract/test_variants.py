@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from training.contract.recipe import Recipe
+from training.contract.recipe import Automation, Recipe
 from training.contract.variants import RecipeFile, merged
 
 OWN: dict[str, Any] = {
@@ -86,6 +86,18 @@ def test_a_variant_is_not_automated_and_has_its_own_model_unless_it_says_otherwi
     assert (said.release.model_name, said.automation.cron, said.automation.on_change) == ("demo", "0 7 * * 1", True)
 
 
+def test_null_never_turns_the_automation_of_a_variant_on():
+    """The default of a recipe's `on_change` is true, and a variant would be trained unasked if that were what null gives."""
+    for changes in ({"automation": None}, {"automation": {"timezone": None}}):
+        assert variant(changes).automation == Automation(on_change=False)
+    with pytest.raises(ValidationError, match="on_change"):
+        variant({"automation": {"on_change": None}})
+
+
+def test_a_schedule_of_a_variant_is_in_the_time_zone_of_the_recipe():
+    assert variant({"automation": {"cron": "0 7 * * 1"}}).automation.timezone == "Europe/Berlin"
+
+
 @pytest.mark.parametrize(
     ("variants", "place"),
     [
@@ -94,6 +106,7 @@ def test_a_variant_is_not_automated_and_has_its_own_model_unless_it_says_otherwi
         ({"x": {"training": {"loss": {"type": "hinge"}}}}, ("variants", "x", "training", "loss")),
         ({"x": {"release": {"model_name": None}}}, ("variants", "x", "release", "model_name")),
         ({"x": {"variants": {"y": {}}}}, ("variants", "x", "variants")),
+        ({"x": {"automation": 3}}, ("variants", "x", "automation")),
         ({"x": None}, ("variants", "x")),
         ({"x": {}, "a b": {}}, ("variants", "a b", "[key]")),
         ([{"x": {}}], ("variants",)),

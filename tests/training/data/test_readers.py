@@ -61,6 +61,20 @@ def test_every_kind_of_file_gives_the_rows_written(tmp_path, name):
     assert not any(record.problem for record in records)
 
 
+@pytest.mark.parametrize("name", WRITERS.keys() - {"g.jsonl.gz"})
+def test_every_kind_of_file_is_read_packed_as_it_is_plain(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    assert _records(tmp_path / f"{name}.gz") == _records(tmp_path / name)
+
+
+def test_what_is_wrong_in_a_packed_file_is_told_of_that_file(tmp_path):
+    for name, content in (("a.json.gz", b"3"), ("b.csv.gz", b'p\n"'), ("c.parquet.gz", b"PAR1")):
+        (tmp_path / name).write_bytes(gzip.compress(content))
+        with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / name))} "):
+            _records(tmp_path / name)
+
+
 BAD_LINES = [
     (b'{"a": 1', Reason.BAD_JSON),
     (b'{"a": NaN}', Reason.BAD_JSON),

@@ -1,0 +1,47 @@
+"""Where a person reads what a job does: its events, in the log of a run."""
+
+from dataclasses import replace
+from typing import Protocol
+
+from assets.pipeline import Services
+from training.contract.events import Event
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Log(Protocol):
+    """Where a person reads what happens: Dagster's log of a run, or Python's."""
+
+    def info(self, msg: str) -> None: ...
+
+    def warning(self, msg: str) -> None: ...
+
+
+class EventLog:
+    """Writes a job's events into the log of a run: phases and notes at once, progress every few seconds."""
+
+    def __init__(self, log: Log, asset: str):
+        self._log, self._asset, self._last = log, asset, 0.0
+        self._step = ""
+
+    def hear(self, event: Event) -> None:
+        kind = event["event"]
+        if kind in ("phase", "note"):
+            self._log.info(f"{self._asset}: {event.get('phase') or event.get('text')}")
+        elif kind == "step":
+            self._step = f", loss {event['loss']:.4f}"
+        elif kind == "progress" and (event["time"] - self._last > _SECONDS_BETWEEN_LINES):
+            self._last = event["time"]
+            left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
+            self._log.info(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")
+
+
+def told_to(log: Log, services: Services, asset: str) -> Services:
+    """The same services, with a listener that writes into `log` as well what it hears of `asset`."""
+    events = EventLog(log, asset)
+
+    def hear(event: Event) -> None:
+        events.hear(event)
+        services.listener(event)
+
+    return replace(services, listener=hear)

@@ -1,0 +1,30 @@
+"""What is different in words, of records that an earlier version of the project wrote."""
+
+from dataclasses import replace
+from typing import Any
+
+from assets.changes import changes_since
+from assets.graph import derivation
+from assets.realize import record
+from assets.world import Found
+from tests.workflows.in_process import services_in
+
+
+def _source(hub: dict[str, Any]) -> Found:
+    settings = {"sources": [{"hub": "org/pairs", "config": None, "split": "train", **hub}]}
+    places = {"files": {}, "hub": [{"hub": "org/pairs", "revision": "c" * 40}]}
+    return Found(derivation("preference_source", {}, settings), "f" * 64, {"sources.json": []}, places)
+
+
+def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):
+    """Since then its files are part of its identity; whoever looks is told that it differs, and in what."""
+    services = services_in(tmp_path)
+    old = _source({"commit": "a" * 40})
+    made = record(services, old.derivation, "f" * 64, old.files)
+    new = _source({"configs": None, "files": {"train.jsonl": "b" * 40}})
+    words = changes_since(services.store, made.artifact.derivation.key, replace(new, fingerprint="e" * 64))
+    assert words == [
+        f"hub data set.commit {'a' * 40} -> absent",
+        "hub data set.configs absent -> null",
+        "org/pairs at commit cccccccccccc: train.jsonl added",
+    ]

@@ -1,0 +1,35 @@
+"""The number of rows that people are shown, against the rows that reading gives."""
+
+import gzip
+
+import pytest
+
+from assets.counting import count_rows
+from training.contract.files import data_files
+from training.data.readers import open_files
+
+JSON_LINES = b'{"a": 1}\n\n{"a": 2}\n{"a": 3}'
+CONTENTS = {
+    "a.jsonl": JSON_LINES,
+    "b.json": b'[{"a": 1}, {"a": 2}]',
+    "c.json": JSON_LINES,
+    "d.csv": b'a,b\n1,"x\ny"\n2,z\n',
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", CONTENTS)
+def test_as_many_rows_are_counted_as_are_read(tmp_path, name, packed):
+    place = tmp_path / (name + ".gz" if packed else name)
+    place.write_bytes(gzip.compress(CONTENTS[name]) if packed else CONTENTS[name])
+    [file] = open_files(data_files(str(place)))
+    assert count_rows(place) == len(list(file.read())) > 1
+
+
+def test_what_cannot_be_read_is_not_counted(tmp_path):
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(JSON_LINES)[:-9])
+    (tmp_path / "plain.csv.gz").write_bytes(b"a,b\n")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    assert [count_rows(tmp_path / name) for name in ("cut.jsonl.gz", "plain.csv.gz", "a.parquet", "none.json")] == [
+        None
+    ] * 4
