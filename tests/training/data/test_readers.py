@@ -61,7 +61,7 @@ def test_every_kind_of_file_gives_the_rows_written(tmp_path, name):
     assert not any(record.problem for record in records)
 
 
-@pytest.mark.parametrize("name", WRITERS.keys() - {"g.jsonl.gz"})
+@pytest.mark.parametrize("name", sorted(WRITERS.keys() - {"g.jsonl.gz"}))
 def test_every_kind_of_file_is_read_packed_as_it_is_plain(tmp_path, name):
     WRITERS[name](tmp_path / name)
     (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp
         ("text.json", "hello", "expected a JSON list"),
         ("fake.parquet", "hello", "cannot be read as Parquet"),
         ("open.csv", 'a\n"x', "is not CSV"),
-        ("cut.csv.gz", gzip.compress(b"a" * 99)[:-9], "cannot be read: Compressed file ended"),
+        ("cut.csv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "cannot be read: Compressed file ended"),
         ("twice.csv", "chosen,prompt,chosen\na,b,c\n", "has two columns `chosen`"),
     ],
 )
