@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from training.contract.errors import StoreError
 
@@ -40,12 +41,12 @@ def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> No
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[BinaryIO]:
     """Hold the lock in the file `path`, waiting for whoever has it: another process, or a thread that opened it as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield file
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,7 +16,6 @@ staging folder whose lock nobody holds, and the next one that stages something r
 """
 
 import contextlib
-import fcntl
 import functools
 import importlib.metadata
 import json
@@ -32,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from training.contract.durable import (
     lacks_room,
+    locked,
     new_folder,
     open_as_umask_says,
     refusal,
@@ -183,12 +183,9 @@ class Store:
     @contextlib.contextmanager
     def lock(self, kind: str, key: str) -> Iterator[BinaryIO]:
         """Hold the right to make `key`, waiting for whoever has it. A process that inherits the file holds it too."""
-        path = self.lock_file(kind, key)
-        with self._refused(f"lock {kind}"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(path, "ab")
-        with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.ExitStack() as held:
+            with self._refused(f"lock {kind}"):
+                file = held.enter_context(locked(self.lock_file(kind, key)))
             yield file
 
     def publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
