@@ -14,7 +14,7 @@ number of ranks, or another way of sharing the work among them, reads the same f
 A checkpoint of which a byte differs from its manifest is never used: it is set aside, the one before it is taken, and a
 note says so. `<key>` is the derivation's, so a folder used by another recipe or other data before does no harm.
 
-What of a tensor each rank holds, `Held`, is for whoever trains to say. An optimizer's state that has the shape of its
+What of a tensor each rank holds, `LocalRows`, is for whoever trains to say. An optimizer's state that has the shape of its
 parameter is held like it; all other state, such as a count of steps, is the same on every rank, and rank 0 writes it.
 """
 
@@ -43,7 +43,7 @@ from training.contract.manifest import (
     verify_files,
 )
 from training.distributed import Group
-from training.pieces import Held, Piece, PieceReader, piece_of
+from training.pieces import LocalRows, Piece, PieceReader, piece_of
 
 _KIND = "checkpoint of pieces"
 _PARTIAL, _CORRUPT = ".partial", ".corrupt"
@@ -57,7 +57,7 @@ class State:
 
     parameters: Mapping[str, Parameter]
     optimizer: torch.optim.Optimizer
-    held: Callable[[str], Held]
+    local_rows: Callable[[str], LocalRows]
 
     def pieces(self, main: bool) -> list[Piece]:
         """What this rank writes; views of the tensors, which must not change until they are written."""
@@ -77,12 +77,12 @@ class State:
     def _piece(self, path: str, tensor: Tensor, main: bool) -> Piece | None:
         name = path.split("/", 1)[1]
         if tensor.shape == self.parameters[name].shape and tensor.ndim:
-            return piece_of(path, tensor, self.held(name))
+            return piece_of(path, tensor, self.local_rows(name))
         return Piece(path, 0, tuple(tensor.shape), tensor) if main else None
 
     def _read(self, reader: PieceReader, path: str) -> Tensor:
         name = path.split("/", 1)[1]
-        held, shape = self.held(name), reader.shapes.get(path, ())
+        held, shape = self.local_rows(name), reader.shapes.get(path, ())
         if shape and shape == (held.of, *self.parameters[name].shape[1:]):
             return reader.read(path, held.first, held.rows)
         return reader.read(path)

@@ -27,16 +27,16 @@ from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.store import Made
-from training.data.batches import Pairs
 from training.data.template import TOKENIZER_FOLDER
+from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, decode, spread_prompts, stop_tokens
-from training.held_out import HeldOut, evaluate_pairs
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import lay_out_weights
-from training.parallel.source import Frozen
+from training.parallel.models import FrozenModel
 from training.report import Report, Sample, WorstPair, render
+from training.scored_pairs import ScoredPairs, score_pairs
 from training.tails import with_tails
 
 _SHOWN_CHARACTERS = 500
@@ -55,13 +55,13 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if loss.needs_token_logprobs:
         reference = with_tails(reference, pairs, positions_V, job, group, events)
 
-    after_training = Frozen(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
-    before_training = Frozen(job.inputs["reference_model"], reference.dtype)
+    after_training = FrozenModel(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
+    before_training = FrozenModel(job.inputs["reference_model"], reference.dtype)
     layout = lay_out_weights(after_training, job.compute.parallel, group, events)
     policy = layout.place(after_training.load)
     demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
-    held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)
+    held_out = score_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
     stops = stop_tokens(policy.config, tokenizer, pairs, shown)
     after = answers(policy, prompts, stops, tokenizer, length, group)
@@ -94,7 +94,7 @@ def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
     return positions_V
 
 
-def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
+def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
     """Put the four files into the staging folder. Whatever depends on the report's looks is not in the fingerprint."""
     metrics, columns, interval = held_out.metrics(), held_out.columns(), held_out.interval()
     _write_json(job.staging / "metrics.json", metrics)
@@ -120,7 +120,7 @@ def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTra
     return Made(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
 
 
-def _worst_pairs(held_out: HeldOut, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
+def _worst_pairs(held_out: ScoredPairs, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
     """The pairs of greatest loss, worst first: where wrong labels and blind spots show."""
     order = np.argsort(-held_out.outcome.losses_B.numpy(), kind="stable")[:_WORST_PAIRS]
     pairs, worst = held_out.pairs, []

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.data.tokenizer import control_ids
 from training.distributed import Group
 from training.model.logprobs import runs_in_lockstep

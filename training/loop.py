@@ -29,17 +29,17 @@ from training.contract.job import Input, Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import TrainingSpec
 from training.contract.store import Made
-from training.data.batches import Pairs
 from training.data.packing import Batches, Positions, train_items
+from training.data.tokenized import Pairs
 from training.distributed import Group
-from training.held_out import HeldOut, evaluate_pairs
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
 from training.parallel.masters import Masters
-from training.parallel.source import Frozen, Untrained
-from training.proof import Proof, prove_zero_margin, spread
+from training.parallel.models import FrozenModel, TrainableModel
+from training.proof import Proof, evenly_spaced, prove_zero_margin
+from training.scored_pairs import ScoredPairs, score_pairs
 from training.stepper import Stepper
 from training.tails import with_tails
 from training.trainer import Trainer, write_model
@@ -114,8 +114,8 @@ class _Tuning:
     def _masters(self) -> Masters:
         """The policy to be, ready for steps."""
         settings, compute = self.settings, self.job.compute
-        untrained = Untrained(self.start.folder, settings.precision, settings.adapter, settings.seed)
-        masters = build_masters(untrained, compute.parallel, self.group, self.events)
+        trainable = TrainableModel(self.start.folder, settings.precision, settings.adapter, settings.seed)
+        masters = build_masters(trainable, compute.parallel, self.group, self.events)
         demand_exact(masters.model, self.events, masters.dtype, training=masters.has_dropout)
         float8 = settings.head_precision == "float8"
         prepare_for_training(masters.model, compute, self.events, masters.has_dropout, float8)
@@ -133,13 +133,13 @@ class _Tuning:
             frozen, first = self._reference_model(), self.batches.batch(1)
             proof = self._prove(self._scored(first, frozen), "the first batch")
             self.trainer.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
-            others = spread(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
+            others = evenly_spaced(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
             if len(others):
                 self._prove(
                     self._scored(others, frozen), f"{len(others)} pairs spread over those after the first batch"
                 )
             if self._starts_apart and len(self.held_out):
-                self._prove(self._scored(spread(self.held_out, _PROVEN_PAIRS), frozen), "held-out pairs")
+                self._prove(self._scored(evenly_spaced(self.held_out, _PROVEN_PAIRS), frozen), "held-out pairs")
             del frozen
             if self._starts_apart:
                 gc.collect()  # its parts refer to each other, and training wants the memory
@@ -155,9 +155,9 @@ class _Tuning:
         """
         if not self._starts_apart:
             return self.masters.model
-        return self.masters.layout.place(Frozen(self.job.inputs["reference_model"], self.reference.dtype).load)
+        return self.masters.layout.place(FrozenModel(self.job.inputs["reference_model"], self.reference.dtype).load)
 
-    def _prove(self, scored: HeldOut, where: str) -> Proof:
+    def _prove(self, scored: ScoredPairs, where: str) -> Proof:
         return prove_zero_margin(scored, self.reference, self.settings, where)
 
     def _evaluate(self, step: int) -> None:
@@ -170,11 +170,11 @@ class _Tuning:
         self.trainer.facts["eval"] = scored.metrics()
         self.events.emit("eval", step=step, **scored.metrics())
 
-    def _scored(self, positions: Positions, model: PreTrainedModel) -> HeldOut:
+    def _scored(self, positions: Positions, model: PreTrainedModel) -> ScoredPairs:
         """The pairs under `model` as it is now. Its progress is not shown: it would hide the training's."""
         model.eval()
         loss, silent = self.settings.loss, EventWriter(None)
-        return evaluate_pairs(model, self.pairs, positions, self.reference, loss, self.group, silent)
+        return score_pairs(model, self.pairs, positions, self.reference, loss, self.group, silent)
 
     def _account(self) -> dict[str, Any]:
         """What is told of the run: last metrics on both splits, counts, seconds, and the course of the rewards."""

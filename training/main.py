@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from training.contract.durable import free_bytes, lacks_room, refusal
+from training.contract.durable import free_bytes, lacks_room, write_error
 from training.contract.errors import PedigreeError
 from training.contract.events import EventWriter
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
@@ -90,7 +90,7 @@ def _in_our_words(job: Job, error: Exception) -> Exception:
     with contextlib.suppress(OSError):
         sys.stderr.write(account)
     # In its own words too: it may be a quota, or another place, such as that for temporary files.
-    return refusal(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
+    return write_error(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
 
 
 def _report(job: Job, error: Exception) -> None:

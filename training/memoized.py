@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.memo import Memo
-from training.data.batches import SIDES, Pairs, Side
+from training.data.tokenized import SIDES, Pairs, Side
 from training.distributed import Group
 from training.model.prefix import TokenSequence
 from training.model.scoring import Batch, Prompts, Scores, score_in_turns, shared_batches
@@ -27,7 +27,7 @@ _COMMIT_TOKENS = 1 << 24  # 64 MiB of log-probs
 
 
 @dataclass(frozen=True)
-class Sequences:
+class DistinctSequences:
     """The distinct sequences of all pairs, in the order of their keys.
 
     `first_S` and `places_2P` speak of 2P places: the chosen responses of all pairs, then the rejected ones. A sequence
@@ -41,7 +41,7 @@ class Sequences:
     places_2P: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, pairs: Pairs) -> "Sequences":
+    def of(cls, pairs: Pairs) -> "DistinctSequences":
         keys_2PK = np.concatenate([pairs.keys(side) for side in SIDES])
         keys_SK, first_S, places_2P = np.unique(keys_2PK, axis=0, return_index=True, return_inverse=True)
         lengths_2P = np.concatenate([pairs.lengths(side) for side in SIDES])
@@ -95,7 +95,7 @@ class _Shards:
 
 def score_missing(
     model: PreTrainedModel,
-    sequences: Sequences,
+    sequences: DistinctSequences,
     missing_M: npt.NDArray[np.int64],
     memo: Memo,
     group: Group,
@@ -117,7 +117,7 @@ def score_missing(
     group.barrier()
 
 
-def _refuse_nonfinite(scores: Scores, batch: npt.NDArray[np.int64], sequences: Sequences) -> None:
+def _refuse_nonfinite(scores: Scores, batch: npt.NDArray[np.int64], sequences: DistinctSequences) -> None:
     bad_N = ~np.isfinite(scores.tokens_N)
     if bad_N.any():
         sequence = int(np.repeat(batch, scores.counts_S)[bad_N][0])

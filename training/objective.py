@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.data.ahead import ahead
-from training.data.batches import SIDES, Pairs
 from training.data.packing import MicroBatch, Positions, Tokens
+from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
-from training.losses.batchwise import RunningMean, among
-from training.losses.evidence import Evidence, PairLogProbs, Peers
+from training.losses.batchwise import RunningMean, batch_context
+from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
 from training.losses.preference import part_names, preference_loss
-from training.model.logprobs import LaidOut, lay_out_for, logprobs_of
+from training.model.logprobs import CollatedRows, collate, logprobs_of
 from training.model.transfer import send
 
 NAMES = (
@@ -48,7 +48,7 @@ NAMES = (
 class PairsReady:
     """Pairs of a micro-batch, on the device: their sequences, what the table says of them, their places in the batch."""
 
-    laid_out: LaidOut
+    rows: CollatedRows
     reference: PairLogProbs
     places_I: Tensor
 
@@ -62,7 +62,7 @@ class PreferenceObjective:
         self._reference_P2, self._tokens_P2 = reference.logprobs_P2, reference.tokens_P2
         self._tails_P2 = reference.tails_P2
         self._rewards = RunningMean()
-        self._peers, self._batch_B = Peers(mean_chosen_tokens=1.0), np.zeros(0, np.int64)
+        self._peers, self._batch_B = BatchContext(mean_chosen_tokens=1.0), np.zeros(0, np.int64)
 
     def count(self, items: Positions) -> int:
         return len(items)
@@ -84,12 +84,12 @@ class PreferenceObjective:
         if self._loss.couples_pairs:
             self._couple(model, parts)
         else:
-            self._peers = Peers(mean_chosen_tokens=float(self._tokens_P2[batch, 0].mean()))
+            self._peers = BatchContext(mean_chosen_tokens=float(self._tokens_P2[batch, 0].mean()))
 
-    def lay_out(self, model: PreTrainedModel, items: Positions) -> PairsReady:
+    def collate(self, model: PreTrainedModel, items: Positions) -> PairsReady:
         sequences = [self._pairs.sequence(int(item), side) for item in items for side in SIDES]
-        laid_out = lay_out_for(model, sequences, [len(SIDES)] * len(items))
-        return PairsReady(laid_out, self._at_reference(items), self._send(np.searchsorted(self._batch_B, items)))
+        rows = collate(model, sequences, [len(SIDES)] * len(items))
+        return PairsReady(rows, self._at_reference(items), self._send(np.searchsorted(self._batch_B, items)))
 
     def values_IM(self, model: PreTrainedModel, ready: PairsReady) -> Tensor:
         """The quantities of each pair that is ready; the first column is differentiable."""
@@ -114,7 +114,7 @@ class PreferenceObjective:
         policy_B2 = torch.zeros(len(self._batch_B), 2, dtype=torch.float64, device=self._group.device)
         tails_B2 = torch.zeros_like(policy_B2)
         with torch.no_grad():
-            for part, ready in ahead(lambda part: self.lay_out(model, part.items), parts):
+            for part, ready in ahead(lambda part: self.collate(model, part.items), parts):
                 found = self._logprobs(model, ready)
                 if part.counts:
                     policy_B2[ready.places_I] = found.policy_B2
@@ -122,12 +122,12 @@ class PreferenceObjective:
                     tails_B2[ready.places_I] = found.policy_tails_B2
         policy_B2, tails_B2 = self._group.sum_(torch.stack([policy_B2, tails_B2])).unbind()
         whole = replace(self._at_reference(self._batch_B), policy_B2=policy_B2, policy_tails_B2=tails_B2)
-        self._peers = among(Evidence.of(self._loss, whole), self._rewards)
+        self._peers = batch_context(LossInputs.of(self._loss, whole), self._rewards)
 
     def _logprobs(self, model: PreTrainedModel, ready: PairsReady) -> PairLogProbs:
         """The pairs under the policy as it is now, with all that the loss asks for."""
         weighted, of = self._loss.weighting is not None, ready.reference
-        found = logprobs_of(model, ready.laid_out, collisions=weighted)
+        found = logprobs_of(model, ready.rows, collisions=weighted)
         tails_I2 = weights_I = None
         if self._loss.needs_token_logprobs:
             common_I2 = of.tokens_B2.amin(dim=1, keepdim=True).expand(-1, len(SIDES))

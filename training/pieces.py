@@ -26,7 +26,7 @@ _METADATA = "pieces"
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalRows:
     """Rows `first` to `first + rows` of a tensor that has `of`; `copies` ranks hold the same, this one is number `copy`."""
 
     first: int
@@ -50,7 +50,7 @@ class Piece:
     rows: Tensor
 
 
-def piece_of(name: str, tensor: Tensor, held: Held) -> Piece:
+def piece_of(name: str, tensor: Tensor, held: LocalRows) -> Piece:
     """What this rank writes of a tensor of which it holds the rows `tensor`."""
     assert len(tensor) == held.rows, f"{name}: {len(tensor)} rows, {held.rows} expected"
     begin, end = held.own()

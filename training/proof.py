@@ -27,8 +27,8 @@ from training.contract.errors import TrainingError
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.recipe import Training
-from training.held_out import HeldOut
 from training.losses.preference import preference_loss
+from training.scored_pairs import ScoredPairs
 
 TOLERANCE_NATS = {"float32": 0.001, "bfloat16": 0.05}
 _SHOWN = 5
@@ -62,7 +62,7 @@ class Proof:
     allowed: float
 
 
-def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Training, where: str) -> Proof:
+def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, settings: Training, where: str) -> Proof:
     """Of pairs scored before training. Raises TrainingError that shows the worst rows if the loss or one of them is off."""
     found = deviations(scored, reference, TOLERANCE_NATS[_coarser(settings.precision, reference.dtype)])
     proof = _loss_at_reference(scored, settings.loss, torch.from_numpy(found.allowed_I2))
@@ -78,7 +78,7 @@ def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Traini
     )
 
 
-def _loss_at_reference(scored: HeldOut, settings: Loss, allowed_I2: Tensor) -> Proof:
+def _loss_at_reference(scored: ScoredPairs, settings: Loss, allowed_I2: Tensor) -> Proof:
     """What was found, what the table says, and what its log-probs say when moved as far as rounding may have moved them."""
     logprobs = scored.logprobs
 
@@ -92,13 +92,13 @@ def _loss_at_reference(scored: HeldOut, settings: Loss, allowed_I2: Tensor) -> P
     return Proof(float(scored.outcome.losses_B.mean()), float(expected_I.mean()), _SLACK * float(changes_I.mean()))
 
 
-def spread(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """At most `count` of the positions, evenly spaced, the first and the last among them."""
     at = np.linspace(0, len(positions) - 1, min(count, len(positions))).round().astype(np.int64)
     return positions[at]
 
 
-def deviations(scored: HeldOut, reference: LogProbTable, nats: float) -> Deviations:
+def deviations(scored: ScoredPairs, reference: LogProbTable, nats: float) -> Deviations:
     """Scores made now beside the reference's in the table, each with `nats` times the root of its token count as leeway."""
     at, logprobs = scored.positions_V, scored.logprobs
     leeway_I2 = nats * np.sqrt(np.maximum(reference.tokens_P2[at], 1))

@@ -26,18 +26,18 @@ from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Hits, Memo, scoring_rule
 from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Made, Store
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.distributed import Group
-from training.memoized import Sequences, score_missing
+from training.memoized import DistinctSequences, score_missing
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import lay_out_weights
-from training.parallel.source import Frozen
+from training.parallel.models import FrozenModel
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     started = time.monotonic()
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
-    sequences = Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    sequences = DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
     memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype, SCORING_VERSION), events.note)
     events.phase("look up reference log-probs")
     missing_M = _missing(memo, sequences, group)
@@ -45,7 +45,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
     if len(missing_M):
         events.phase("score sequences with the reference model")
-        frozen = Frozen(reference, dtype)
+        frozen = FrozenModel(reference, dtype)
         model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
         demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
@@ -57,7 +57,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     return Made(_identity(table, reference.fingerprint), details)
 
 
-def _details(sequences: Sequences, scored: int, table: LogProbTable) -> dict[str, Any]:
+def _details(sequences: DistinctSequences, scored: int, table: LogProbTable) -> dict[str, Any]:
     return {
         "sequences": len(sequences),
         "hits": len(sequences) - scored,
@@ -69,7 +69,7 @@ def _details(sequences: Sequences, scored: int, table: LogProbTable) -> dict[str
     }
 
 
-def _missing(memo: Memo, sequences: Sequences, group: Group) -> npt.NDArray[np.int64]:
+def _missing(memo: Memo, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:
     """The sequences to score, the same on every rank: rank 0 alone reads (and, where broken, moves) the shards."""
     known_S = torch.zeros(len(sequences), dtype=torch.uint8)
     if group.is_main:
@@ -78,7 +78,7 @@ def _missing(memo: Memo, sequences: Sequences, group: Group) -> npt.NDArray[np.i
     return np.flatnonzero(group.broadcast_(known_S.to(group.device)).cpu().numpy() == 0)
 
 
-def build_table(sequences: Sequences, memo: Memo, dtype: str) -> LogProbTable:
+def build_table(sequences: DistinctSequences, memo: Memo, dtype: str) -> LogProbTable:
     """The table, from the memo. Raises TrainingError unless every response of every pair is covered exactly."""
     hits = memo.lookup(sequences.keys_SK)
     _demand_coverage(sequences, hits)
@@ -93,7 +93,7 @@ def build_table(sequences: Sequences, memo: Memo, dtype: str) -> LogProbTable:
     )
 
 
-def _demand_coverage(sequences: Sequences, hits: Hits) -> None:
+def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
     """Every sequence has one value, which is finite as all that the memo keeps, over as many tokens as its mask trains."""
     if len(missing := np.flatnonzero(~hits.found_Q)):
         raise TrainingError(

@@ -17,14 +17,14 @@ from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
-from training.data.batches import Pairs
 from training.data.packing import Batches, MicroBatch, Positions, Tokens, train_items
+from training.data.tokenized import Pairs
 from training.distributed import Group
-from training.model.logprobs import LaidOut, lay_out_for, logprobs_of
+from training.model.logprobs import CollatedRows, collate, logprobs_of
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import build_masters
-from training.parallel.source import Untrained
+from training.parallel.models import TrainableModel
 from training.stepper import Stepper
 from training.trainer import Trainer, write_model
 
@@ -53,10 +53,10 @@ class ResponseObjective:
     def restore(self, state: dict[str, Any]) -> None:
         """Nothing: there is no state."""
 
-    def lay_out(self, model: PreTrainedModel, items: Positions) -> LaidOut:
-        return lay_out_for(model, [self._pairs.sequence(int(item), "chosen") for item in items])
+    def collate(self, model: PreTrainedModel, items: Positions) -> CollatedRows:
+        return collate(model, [self._pairs.sequence(int(item), "chosen") for item in items])
 
-    def values_IM(self, model: PreTrainedModel, ready: LaidOut) -> Tensor:
+    def values_IM(self, model: PreTrainedModel, ready: CollatedRows) -> Tensor:
         return -logprobs_of(model, ready).sums_S[:, None]
 
 
@@ -66,8 +66,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     started = time.perf_counter()
     settings = SupervisedTuning.model_validate(job.settings)
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    untrained = Untrained(job.inputs["base_model"].folder, "float32")
-    masters = build_masters(untrained, job.compute.parallel, group, events)
+    trainable = TrainableModel(job.inputs["base_model"].folder, "float32")
+    masters = build_masters(trainable, job.compute.parallel, group, events)
     demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
     prepare_for_training(masters.model, job.compute, events, masters.has_dropout)
     lengths_I = pairs.lengths("chosen").astype(np.int64)

@@ -55,7 +55,7 @@ class Objective(Protocol[Ready]):
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
         """Before the micro-batches `parts` of this rank are run, on every rank; the model may be run, and is seeded again."""
 
-    def lay_out(self, model: PreTrainedModel, items: Positions) -> Ready:
+    def collate(self, model: PreTrainedModel, items: Positions) -> Ready:
         """Make items of the batch ready for a pass of `model`; called in a thread, ahead of the pass."""
 
     def values_IM(self, model: PreTrainedModel, ready: Ready) -> Tensor:
@@ -146,7 +146,7 @@ class Stepper:
         masters = self.masters
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
-        rows = ahead(lambda part: self.objective.lay_out(masters.model, part.items), parts)
+        rows = ahead(lambda part: self.objective.collate(masters.model, part.items), parts)
         for number, (part, ready) in enumerate(rows, 1):
             values_IM = self.objective.values_IM(masters.model, ready)
             loss = values_IM[:, 0].sum() / count
@@ -175,7 +175,7 @@ class Stepper:
         self.masters.clip_(norm, self._settings.max_grad_norm)
         set_learning_rate(self.optimizer, factor)
         self.optimizer.step()
-        self.masters.publish()
+        self.masters.update_model()
 
 
 def peak_memory_mb(device: torch.device) -> float:

@@ -22,11 +22,11 @@ from training.contract.memo import Memo, scoring_rule
 from training.contract.recipe import Parallel
 from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Store
-from training.data.batches import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
-from training.memoized import Sequences, score_missing
+from training.memoized import DistinctSequences, score_missing
 from training.parallel.choice import lay_out_weights
-from training.parallel.source import Frozen
+from training.parallel.models import FrozenModel
 
 Floats = npt.NDArray[np.float64]
 
@@ -40,7 +40,7 @@ def with_tails(
     search = _Search(memo, table, pairs, positions_V, group)
     tails_2V = search.read()
     if len(missing := np.flatnonzero(np.isnan(tails_2V))):
-        search.score(missing, Frozen(weights, table.dtype), job.compute.parallel, events)
+        search.score(missing, FrozenModel(weights, table.dtype), job.compute.parallel, events)
         tails_2V = search.read()
     if not np.isfinite(tails_2V).all():
         raise TrainingError(
@@ -71,10 +71,12 @@ class _Search:
         found: Floats = self.group.broadcast_(tails_2V.to(self.group.device)).cpu().numpy()
         return found
 
-    def score(self, missing: npt.NDArray[np.int64], frozen: Frozen, parallel: Parallel, events: EventWriter) -> None:
+    def score(
+        self, missing: npt.NDArray[np.int64], frozen: FrozenModel, parallel: Parallel, events: EventWriter
+    ) -> None:
         """Score the sequences in these of the 2V places with the reference model, which is not kept."""
         side, at = np.divmod(missing, len(self.positions_V))
-        sequences = Sequences.of(self.pairs)
+        sequences = DistinctSequences.of(self.pairs)
         wanted = np.unique(sequences.places_2P[side * len(self.pairs) + self.positions_V[at]])
         events.note(f"the memo no longer knows the tokens of {len(wanted):,} sequences: scoring them again")
         model = lay_out_weights(frozen, parallel, self.group, events).place(frozen.load)

@@ -53,7 +53,7 @@ class Trainer:
         self._every = job.compute.checkpoint_every
         self._checkpoints = Checkpoints(job.checkpoints, job.derivation, job.compute.keep_checkpoints)
         self._saver, self._interruption, self._due = Saver(self._checkpoints, group), Interruption(), False
-        self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.held)
+        self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
         self._stride = -(-stepper.steps // _POINTS)
         curves: dict[str, list[float]] = {name: [] for name in series}
         self.facts: dict[str, Any] = {
@@ -131,7 +131,7 @@ class Trainer:
                 self._events.rewind(-1)
                 return 0, 0
             self._state.restore(found.tensors)
-            self._stepper.masters.publish()
+            self._stepper.masters.update_model()
             observed = found.facts.pop(_OBSERVED)
             before = self.facts["seconds"]
             self.facts.update(found.facts)

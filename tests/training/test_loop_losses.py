@@ -19,8 +19,8 @@ from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import LossType
-from training.data.batches import Pairs
 from training.data.packing import epoch_order
+from training.data.tokenized import Pairs
 from training.tails import with_tails
 
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps

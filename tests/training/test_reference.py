@@ -26,7 +26,7 @@ from training.contract.logprob_table import TABLE_FILE, LogProbTable
 from training.contract.memo import Memo
 from training.contract.recipe import Parallel
 from training.contract.store import Artifact, Store
-from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, Pairs
+from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, Pairs
 from training.model.scoring import Prompts, shared_batches
 
 TOLERANCE = 1e-3  # nats a sequence
@@ -151,13 +151,13 @@ from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.memo import Memo
 from training.contract.store import Store
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.distributed import group
 from training.model.load import load_model
 
 job, rule = Job.read(Path(sys.argv[1])), sys.argv[2]
 with group("cpu") as alone:
-    sequences = memoized.Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    sequences = memoized.DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
     model = load_model(job.inputs["reference_model"].folder, "float32", alone.device)
     every, memo = np.arange(len(sequences)), Memo(Store(job.store), rule)
     memoized.score_missing(model, sequences, every, memo, alone, EventWriter(None), commit_seconds=0)
@@ -329,7 +329,7 @@ def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_worl
 
 
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
-    sequences = memoized.Sequences.of(Pairs.open(tiny_world.pairs))
+    sequences = memoized.DistinctSequences.of(Pairs.open(tiny_world.pairs))
     with pytest.raises(TrainingError, match=r"90 of 90 sequences have no reference log-prob"):
         reference.build_table(sequences, Memo(Store(workshop.folder / "store"), "a" * 64), "float32")
 

@@ -13,7 +13,7 @@ from training import rescore
 from training.contract.errors import UsageError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
-from training.proof import spread
+from training.proof import evenly_spaced
 
 
 def rescored(world: Any, rows: int | list[int]) -> list[dict[str, Any]]:
@@ -58,6 +58,6 @@ def test_an_unknown_row_is_wrong_use(tiny_world: Any) -> None:
 
 
 def test_spread(tmp_path: Path) -> None:
-    assert spread(np.arange(0), 16).tolist() == []
-    assert spread(np.array([4, 7, 9]), 16).tolist() == [4, 7, 9]
-    assert spread(np.arange(101), 3).tolist() == [0, 50, 100]
+    assert evenly_spaced(np.arange(0), 16).tolist() == []
+    assert evenly_spaced(np.array([4, 7, 9]), 16).tolist() == [4, 7, 9]
+    assert evenly_spaced(np.arange(101), 3).tolist() == [0, 50, 100]

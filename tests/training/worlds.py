@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from training.contract.job import Input, Job, JobKind
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import Compute
-from training.data.batches import KEY_BYTES, PAIRS_FILE, PAIRS_SCHEMA
+from training.data.tokenized import KEY_BYTES, PAIRS_FILE, PAIRS_SCHEMA
 
 VOCABULARY = 64
 Examples = list[dict[str, Any]]

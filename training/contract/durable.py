@@ -106,7 +106,7 @@ def open_as_umask_says(folder: Path) -> None:
         path.chmod(path.stat().st_mode & 0o7777 | wanted)
 
 
-def refusal(doing: str, place: Path, error: object) -> StoreError:
+def write_error(doing: str, place: Path, error: object) -> StoreError:
     """What a person reads where the operating system does not take what is written to `place`."""
     account = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
     return StoreError(

@@ -32,7 +32,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
-from training.contract.durable import lacks_room, refusal
+from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
 from training.contract.fingerprint import BLOCK_BYTES, hashers, short
 
@@ -188,7 +188,7 @@ class Repository:
                         "private one set HF_TOKEN or run `hf auth login`"
                     )
                 case OSError() if cause.filename is not None or lacks_room(str(cause)):
-                    return str(refusal(f"download {what}", Path(constants.HF_HUB_CACHE), cause))
+                    return str(write_error(f"download {what}", Path(constants.HF_HUB_CACHE), cause))
                 case HfHubHTTPError():
                     said = cause.server_message or cause.response.reason_phrase
                     return (

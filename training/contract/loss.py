@@ -74,7 +74,7 @@ class LossType(StrEnum):
 _OWN = {"label_smoothing", "gamma", "tau", "of"}  # the fields below that only some types use
 
 
-class Shape(Section):
+class TypedLoss(Section):
     """A type with its own settings. One that the type does not use is refused when given and left out when written."""
 
     type: LossType
@@ -99,7 +99,7 @@ class Shape(Section):
         return {name: value for name, value in write(self).items() if name not in unused}
 
 
-class Term(Shape):
+class Term(TypedLoss):
     """A part of a mixture: its loss counts `weight` times. Beta is the mixture's."""
 
     weight: Positive = 1.0
@@ -127,7 +127,7 @@ class Divergence(Section):
         return self
 
 
-class Loss(Shape):
+class Loss(TypedLoss):
     """One loss, or with `type: mixture` the weighted sum of those in `of`.
 
     `ld_alpha`, `weighting` and `divergence` are off unless given, and change every preference loss in it alike.

@@ -34,11 +34,11 @@ from training.contract.durable import (
     locked,
     new_folder,
     open_as_umask_says,
-    refusal,
     rename_new,
     sync_folder,
     sync_tree,
     write_durably,
+    write_error,
 )
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.fingerprint import short
@@ -175,7 +175,7 @@ class Store:
             yield claim.folder
         except OSError as error:
             if lacks_room(str(error)):
-                raise refusal("write an artifact", self.root, error) from error
+                raise write_error("write an artifact", self.root, error) from error
             raise
         finally:
             claim.give_up()
@@ -220,7 +220,7 @@ class Store:
         try:
             yield
         except OSError as error:
-            raise refusal(doing, self.root, error) from error
+            raise write_error(doing, self.root, error) from error
 
     def _has_intact(self, kind: str, fingerprint: str) -> bool:
         """Whether these contents are there and whole; broken ones go out of the way of those that take their place."""

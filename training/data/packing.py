@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.contract.errors import DataError
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 
 Positions = NDArray[np.int64]
 _SEEDS = 2**64

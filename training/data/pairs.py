@@ -1,6 +1,6 @@
 """The `pairs` job: every preference pair as token ids and masks, in one file that is mapped into memory.
 
-    pairs.arrow       the pairs (training/data/batches.py has the columns and the reader)
+    pairs.arrow       the pairs (training/data/tokenized.py has the columns and the reader)
     tokenizer/        the tokenizer that made them
 
 The fingerprint covers rows, splits, ids, masks, where prompts end, and the token that ends a sampled answer: an edit of the
@@ -28,10 +28,10 @@ from training.contract.events import EventWriter, Progress
 from training.contract.fingerprint import canonical_json, fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.store import Made
-from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
 from training.data.preferences import PREFERENCES_FILE
 from training.data.template import TOKENIZER_FOLDER, ChatTemplate, read_spec
+from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.distributed import Group
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
-from training.contract.durable import free_bytes, refusal
+from training.contract.durable import free_bytes, write_error
 from training.contract.errors import JobFailed
 from training.contract.events import Event, Follower
 from training.contract.job import Failure, Job
@@ -80,7 +80,7 @@ def prepare(job: Job) -> None:
         if not job.checkpoints.exists():
             job.events.unlink(missing_ok=True)
     except OSError as error:
-        raise refusal(f"describe the {job.kind} job", job.folder, error) from error
+        raise write_error(f"describe the {job.kind} job", job.folder, error) from error
 
 
 def _explain(job: Job, log: Path, status: int) -> str:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from training.contract.loss import Loss, LossType, Term
 from training.losses import batchwise, pairwise
-from training.losses.batchwise import RunningMean, among
-from training.losses.evidence import Evidence, PairLogProbs, Peers
+from training.losses.batchwise import RunningMean, batch_context
+from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
 
-LossFunction = Callable[[Evidence, Peers, Term], Tensor]
+LossFunction = Callable[[LossInputs, BatchContext, Term], Tensor]
 LOSSES: dict[LossType, LossFunction] = {
     LossType.SIGMOID: pairwise.sigmoid,
     LossType.ROBUST: pairwise.robust,
@@ -57,13 +57,13 @@ class PairLosses:
         return (self.rewards_B2[:, 0] > self.rewards_B2[:, 1]).to(self.losses_B.dtype)
 
 
-def preference_loss(settings: Loss, logprobs: PairLogProbs, peers: Peers | None = None) -> PairLosses:
+def preference_loss(settings: Loss, logprobs: PairLogProbs, peers: BatchContext | None = None) -> PairLosses:
     """The loss and the rewards of each pair; differentiable in the policy's log-probs.
 
     Without `peers` the pairs are a batch of their own. Everything that is reported beside the loss has no gradients.
     """
-    of = Evidence.of(settings, logprobs)
-    peers = peers or among(of, RunningMean())
+    of = LossInputs.of(settings, logprobs)
+    peers = peers or batch_context(of, RunningMean())
     values = {term.type: _weighted(LOSSES[term.type](of, peers, term), term, logprobs) for term in settings.terms}
     total_B = torch.stack([term.weight * values[term.type] for term in settings.terms]).sum(dim=0)
     parts = {str(kind): value_B.detach() for kind, value_B in values.items()} if len(values) > 1 else {}

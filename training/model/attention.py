@@ -12,7 +12,7 @@ then attends causally with its last query on the last key (bottom-right).
                                 a head's size is a multiple of 8 up to 256
 
 Which models this gives the right result for is a matter of record, not of hope: `VERIFIED` is what the tests run against plain
-transformers. `refusal` says of every other one why not.
+transformers. `why_not_shared` says of every other one why not.
 
 Legend: T tokens, Q and K query and key heads, D head size.
 """
@@ -63,7 +63,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 
 
-def refusal(model: PreTrainedModel, training: bool) -> str | None:
+def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
     """Why sequences must not share a row in `model`; None if they may."""
     config = model.config
     if config.model_type not in VERIFIED:
@@ -82,7 +82,7 @@ def refusal(model: PreTrainedModel, training: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+def use_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     """Within the block, the layers of `model` attend by the implementation that transformers knows by this name."""
     config = model.config
     usual = config._attn_implementation
@@ -95,7 +95,7 @@ def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
 
 def shared_prefixes(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
     """Within the block, the layers of `model` attend by `attend`."""
-    return attending(model, SHARED_PREFIX)
+    return use_attention(model, SHARED_PREFIX)
 
 
 def attend(

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from training.model.attention import refusal, shared_prefixes
+from training.model.attention import shared_prefixes, why_not_shared
 from training.model.head import head_of
-from training.model.prefix import Row, TokenSequence, lay_out
+from training.model.prefix import Row, TokenSequence, build_row
 from training.model.tiles import token_logprobs, token_logprobs_and_collisions
 
 _HOOKED = "_pedigree_tokens"
@@ -69,7 +69,7 @@ class LogProbs:
 
 
 @dataclass(frozen=True)
-class LaidOut:
+class CollatedRows:
     """Sequences ready for a pass: all in one row, `sharing` what they have in common, or each in a row of its own."""
 
     rows: list[Row]
@@ -83,30 +83,30 @@ def response_logprobs(
     collisions: bool = False,
 ) -> LogProbs:
     """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off."""
-    return logprobs_of(model, lay_out_for(model, sequences, sizes), collisions)
+    return logprobs_of(model, collate(model, sequences, sizes), collisions)
 
 
-def lay_out_for(
+def collate(
     model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None
-) -> LaidOut:
+) -> CollatedRows:
     """Make `sequences` ready for a pass of `model` in its present mode, on its device.
 
     `sizes` says how many consecutive sequences each share a prompt; without it none do. What they really have in
     common is found by comparing tokens, so a wrong group costs time and is not an error.
     """
     device = next(model.parameters()).device
-    sharing = refusal(model, model.training) is None
+    sharing = why_not_shared(model, model.training) is None
     remaining = iter(sequences)
     groups = [list(islice(remaining, size)) for size in (sizes or [1] * len(sequences))]
     batches = [groups] if sharing else [[[sequence]] for sequence in sequences]
-    return LaidOut([lay_out(batch, device) for batch in batches], sharing)
+    return CollatedRows([build_row(batch, device) for batch in batches], sharing)
 
 
-def logprobs_of(model: PreTrainedModel, laid_out: LaidOut, collisions: bool = False) -> LogProbs:
+def logprobs_of(model: PreTrainedModel, rows: CollatedRows, collisions: bool = False) -> LogProbs:
     """The log-probs of sequences that were laid out for `model`."""
     run = getattr(model, _HOOKED, partial(_tokens, model))
-    tokens_N, collisions_N = run(laid_out.rows, laid_out.sharing, collisions)
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in laid_out.rows]), collisions_N)
+    tokens_N, collisions_N = run(rows.rows, rows.sharing, collisions)
+    return LogProbs(tokens_N, torch.cat([row.counts_S for row in rows.rows]), collisions_N)
 
 
 def hook_passes(model: PreTrainedModel) -> None:

@@ -110,7 +110,7 @@ class Row:
     counts_S: Tensor
 
 
-def lay_out(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> Row:
+def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> Row:
     """One row of all groups, on `device`."""
     segments: list[Segment] = []
     ids, positions, rows, targets, counts = [], [], [], [], []

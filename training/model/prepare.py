@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
 from training.contract.recipe import Compute
-from training.model.attention import attending
+from training.model.attention import use_attention
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
@@ -74,7 +74,7 @@ def _same_attention(
     model: PreTrainedModel,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Around a layer's first run, in which nothing changes, and around its second, which attends as the first did."""
-    return contextlib.nullcontext(), attending(model, model.config._attn_implementation)
+    return contextlib.nullcontext(), use_attention(model, model.config._attn_implementation)
 
 
 def _warm_up(model: PreTrainedModel, training: bool) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
-from training.model.attention import refusal
+from training.model.attention import why_not_shared
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 
@@ -30,7 +30,7 @@ def demand_exact(
     `dtype`: in which it computes, if that is not the one of its weights. `training` tells that the model will run in
     training mode as well, where some models cannot.
     """
-    if reason := refusal(model, training):
+    if reason := why_not_shared(model, training):
         events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
     groups = tiny_groups(model.config.vocab_size)
     sequences = [sequence for group in groups for sequence in group]

@@ -5,7 +5,7 @@
     hsdp    shards over the ranks of a node, the same on every node: what is gathered stays within a node
 
 It is one choice for what is trained and for what is only run, and differs by what a parameter takes there
-(training.parallel.source). `auto` shards where all parameters take more than a part of a device's memory: the rest is for
+(training.parallel.models). `auto` shards where all parameters take more than a part of a device's memory: the rest is for
 activations. Whatever leaves every rank with all weights is `ddp`: one process, or `hsdp` with one process a node.
 """
 
@@ -22,20 +22,20 @@ from training.contract.weights import weight_files
 from training.distributed import Group
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
+from training.parallel.models import ModelSource, TrainableModel
 from training.parallel.replicated import Replicated
 from training.parallel.sharded import Sharded
-from training.parallel.source import Source, Untrained
 
 _PART = 0.7
 
 
-def build_masters(untrained: Untrained, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
+def build_masters(trainable: TrainableModel, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
     """What is to be trained, loaded. Raises ModelError."""
-    layout = lay_out_weights(untrained, parallel, group, events)
-    return Sharded(untrained, layout) if layout.is_sharded else Replicated(untrained, layout)
+    layout = lay_out_weights(trainable, parallel, group, events)
+    return Sharded(trainable, layout) if layout.is_sharded else Replicated(trainable, layout)
 
 
-def lay_out_weights(source: Source, parallel: Parallel, group: Group, events: EventWriter) -> Layout:
+def lay_out_weights(source: ModelSource, parallel: Parallel, group: Group, events: EventWriter) -> Layout:
     """How the weights of `source` are to lie on the ranks, of which a note is made. Raises ModelError."""
     chosen, why = choose(source, parallel, group, device_bytes(group))
     layout = Layout(group, {"ddp": group.world, "fsdp": 1, "hsdp": group.nodes}[chosen])
@@ -45,7 +45,7 @@ def lay_out_weights(source: Source, parallel: Parallel, group: Group, events: Ev
     return layout
 
 
-def choose(source: Source, parallel: Parallel, group: Group, own_bytes: int) -> tuple[Parallel, str]:
+def choose(source: ModelSource, parallel: Parallel, group: Group, own_bytes: int) -> tuple[Parallel, str]:
     """The way to share, and why; `own_bytes` is the memory of this rank's device. Raises ModelError for unreadable weights."""
     if parallel != "auto":
         return parallel, "as the recipe says"

@@ -4,7 +4,7 @@
     backward(loss, last)      for each micro-batch, the last of this rank's marked
     reduce()                  the gradients are now sums over all ranks
     norm(), clip_()           of the gradient of the whole model
-    publish()                 after the optimizer's step: the running model has the new weights
+    update_model()            after the optimizer's step: the running model has the new weights
 
 How the ranks share the work is one of two ways, and nobody outside this package asks which: `Replicated`, every rank
 holds all weights and the ranks exchange gradients, or `Sharded`, every rank holds a part of each tensor and they exchange
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from training.contract.recipe import Dtype
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
-from training.pieces import Held
+from training.pieces import LocalRows
 
 _MANTISSA_ROOM = 1e-6
 _PIECE = 1 << 16
@@ -84,11 +84,11 @@ class Masters(ABC):
             gradient.mul_(factor)
 
     @abstractmethod
-    def publish(self) -> None:
+    def update_model(self) -> None:
         """Let the running model have the weights that `parameters` have now."""
 
     @abstractmethod
-    def held(self, name: str) -> Held:
+    def local_rows(self, name: str) -> LocalRows:
         """Which rows of the trained tensor `name` this rank holds."""
 
     @abstractmethod

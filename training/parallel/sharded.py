@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
-from training.parallel.source import Untrained
-from training.pieces import Held
+from training.parallel.models import TrainableModel
+from training.pieces import LocalRows
 
 
 class Sharded(Masters):
-    def __init__(self, untrained: Untrained, layout: Layout) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[untrained.precision], reduce_dtype=torch.float32)
-        model = layout.place(partial(untrained.load, "float32"), policy)
+    def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[trainable.precision], reduce_dtype=torch.float32)
+        model = layout.place(partial(trainable.load, "float32"), policy)
         self._reduce_scatter = _Watched(layout.group.device)
         _sum_gradients(model, self._reduce_scatter)
         self._shards_of = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
-        super().__init__(model, parameters, untrained.precision, layout)
+        super().__init__(model, parameters, trainable.precision, layout)
 
     def zero(self) -> None:
         self._reduce_scatter.finite.fill_(True)
@@ -55,15 +55,15 @@ class Sharded(Masters):
         dist.all_reduce(square, group=self.layout.mesh["shard"].get_group())
         return square.sqrt()
 
-    def publish(self) -> None:
+    def update_model(self) -> None:
         """The shards are the optimizer's tensors; what a pass without a backward pass has left gathered is forgotten."""
         self.model.reshard()
 
-    def held(self, name: str) -> Held:
+    def local_rows(self, name: str) -> LocalRows:
         """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
         of, (copy, shard) = self._shards_of[name].shape[0], divmod(self.group.rank, self.layout.shards)
         first = min(of, -(-of // self.layout.shards) * shard)
-        return Held(first, len(self.parameters[name]), of, copy, self.layout.copies)
+        return LocalRows(first, len(self.parameters[name]), of, copy, self.layout.copies)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gathered a tensor at a time, so that no device needs room for more than one."""

@@ -25,7 +25,7 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 _TRAINED_BYTES = {"float32": 16, "bfloat16": 18}
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """`work` says what is done with the model."""
 
     work: ClassVar[str]
@@ -40,7 +40,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Untrained:
+class TrainableModel:
     """What is to be trained, in which precision: the model in `folder`, or a new adapter to it, which follows from `seed`."""
 
     work: ClassVar[str] = "training"
@@ -62,7 +62,7 @@ class Untrained:
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenModel:
     """A model that is only run: `model` by itself, or the adapter it is on `base`, the model it was trained from."""
 
     work: ClassVar[str] = "scoring"

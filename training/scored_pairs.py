@@ -22,9 +22,9 @@ from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
-from training.data.batches import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
-from training.losses.evidence import PairLogProbs
+from training.losses.inputs import PairLogProbs
 from training.losses.preference import PairLosses, preference_loss
 from training.model.prefix import TokenSequence
 from training.model.scoring import Prompts, score_in_turns, shared_batches
@@ -33,7 +33,7 @@ _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class ScoredPairs:
     """Held-out pairs, by their positions among `pairs`, and how the policy does on them."""
 
     pairs: Pairs
@@ -74,7 +74,7 @@ class HeldOut:
         return rows | keys | {name: values.tolist() for name, values in numbers.items()}
 
 
-def evaluate_pairs(
+def score_pairs(
     policy: PreTrainedModel,
     pairs: Pairs,
     positions_V: npt.NDArray[np.int64],
@@ -82,7 +82,7 @@ def evaluate_pairs(
     loss: Loss,
     group: Group,
     events: EventWriter,
-) -> HeldOut:
+) -> ScoredPairs:
     """Score the pairs at `positions_V` with the policy, every rank its part; the outcome is on every rank's host.
 
     Raises TrainingError for a log-prob that is not finite, CorruptArtifact where the reference's counts are others.
@@ -99,7 +99,7 @@ def evaluate_pairs(
         policy_tails_B2=tails_V2,
         reference_tails_B2=None if reference_tails_P2 is None else torch.from_numpy(reference_tails_P2[positions_V]),
     )
-    return HeldOut(pairs, positions_V, logprobs, preference_loss(loss, logprobs))
+    return ScoredPairs(pairs, positions_V, logprobs, preference_loss(loss, logprobs))
 
 
 def _score_places(

@@ -12,7 +12,7 @@ LD-DPO (Liu et al. 2024, "Length Desensitization in Direct Preference Optimizati
 of the longer response beyond the length of the shorter one `alpha` times only, for policy and reference alike: such a *tail*
 is what a sum is lessened by. Of two equally long responses neither has one.
 
-A loss that looks at other pairs of the batch finds them in `Peers`, as constants.
+A loss that looks at other pairs of the batch finds them in `BatchContext`, as constants.
 """
 
 import math
@@ -49,7 +49,7 @@ class PairLogProbs:
 
 
 @dataclass(frozen=True)
-class Peers:
+class BatchContext:
     """What the global batch says to each of B of its pairs; without gradients.
 
     `mean_chosen_tokens` and `mean_reward` are the whole batch's. `matched_margins_B` and `matched_ratios_B2` are those of
@@ -61,7 +61,7 @@ class Peers:
     matched_margins_B: Tensor | None = None
     matched_ratios_B2: Tensor | None = None
 
-    def take(self, places_B: Tensor) -> "Peers":
+    def take(self, places_B: Tensor) -> "BatchContext":
         """What it says to the pairs at these places of the batch."""
         margins_B, ratios_B2 = self.matched_margins_B, self.matched_ratios_B2
         return replace(
@@ -72,7 +72,7 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class LossInputs:
     """B pairs as a loss sees them: `policy_B2` and `reference_B2` are the sums with their tails lessened."""
 
     beta: float
@@ -83,7 +83,7 @@ class Evidence:
     divergence: Divergence | None
 
     @classmethod
-    def of(cls, settings: Loss, logprobs: PairLogProbs) -> "Evidence":
+    def of(cls, settings: Loss, logprobs: PairLogProbs) -> "LossInputs":
         return cls(
             beta=settings.beta,
             policy_B2=_lessened(logprobs.policy_B2, logprobs.policy_tails_B2, settings.ld_alpha),
