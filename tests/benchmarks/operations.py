@@ -75,7 +75,7 @@ def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> floa
 
 def _again(model: PreTrainedModel, row: Row) -> float:
     """What the head's backward adds where no tile is kept: more of its forward, as counted on hidden states of zero."""
-    head, hidden_NH = head_of(model), torch.zeros(len(row.rows_N), model.config.hidden_size)
+    head, hidden_NH = head_of(model), torch.zeros(len(row.predictors_N), model.config.hidden_size)
     totals = []
     budget = Budget.of(CPU)
     for kept in (0, budget.kept):

@@ -138,7 +138,7 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> Stepper:
         table = replace(table, tails_P2=np.full((len(pairs), 2), -0.5))
     objective = PreferenceObjective(pairs, table, settings.loss, group)
     batches = Batches(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, 0)
-    return Stepper(masters, objective, batches, settings, 10, group)
+    return Stepper(masters, objective, batches, settings, 10)
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def test_supervised_tuning_waits_in_its_middle_alone(world: Any):
     masters = build_masters(TrainableModel(world.model, "float32"), "ddp", group, SILENT)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(train_items(pairs), Tokens(lengths_I, lengths_I), 8, 60, 0)
-    stepper = Stepper(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10, group)
+    stepper = Stepper(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
     take_steps(stepper, ResponseObjective.count)  # which counts on the host
 
 

@@ -20,7 +20,7 @@ def test_by_hand():
     assert row.ids_T.tolist() == [1, 2, 3, 4, 5, 8]
     assert row.positions_T.tolist() == [0, 1, 2, 3, 4, 0]
     assert [(s.start, s.length, s.prefix) for s in row.plan.segments] == [(0, 4, None), (4, 1, 0), (5, 1, None)]
-    assert row.rows_N.tolist() == [2, 3, 4, 2, 3, 5]
+    assert row.predictors_N.tolist() == [2, 3, 4, 2, 3, 5]
     assert row.targets_N.tolist() == [4, 5, 6, 4, 7, 9]
     assert row.counts_S.tolist() == [3, 2, 1]
 
@@ -65,7 +65,7 @@ def test_every_token_sees_its_own_sequence_and_nothing_else(groups: list[list[li
     assert sorted(seen) == list(range(len(row.ids_T)))
     flat = [ids for group in groups for ids in group]
     expected = [(ids[: at + 1], ids[at + 1]) for ids in flat for at in range(len(ids) - 1)]
-    found = [(seen[int(at)], int(target)) for at, target in zip(row.rows_N, row.targets_N, strict=True)]
+    found = [(seen[int(at)], int(target)) for at, target in zip(row.predictors_N, row.targets_N, strict=True)]
     assert found == expected
 
 
