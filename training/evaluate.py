@@ -33,7 +33,7 @@ from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, decode, spread_prompts, stop_tokens
 from training.model.selfcheck import demand_exact
-from training.parallel.choice import lay_out_weights
+from training.parallel.choice import choose_layout
 from training.parallel.models import FrozenModel
 from training.report import Report, Sample, WorstPair, render
 from training.scored_pairs import ScoredPairs, score_pairs
@@ -57,7 +57,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
     after_training = FrozenModel(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
     before_training = FrozenModel(job.inputs["reference_model"], reference.dtype)
-    layout = lay_out_weights(after_training, job.compute.parallel, group, events)
+    layout = choose_layout(after_training, job.compute.parallel, group, events)
     policy = layout.place(after_training.load)
     demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")

@@ -1,7 +1,7 @@
 """Being asked to stop: SIGTERM from whoever ends the job, SIGINT from Ctrl-C where the ranks were started by hand.
 
-By default either ends a process at once, and that is right as long as it has nothing to save. In the block of an
-`Interruption` they are only noted: whoever runs the block looks at it where it can stop well.
+By default either ends a process at once, which is right as long as it has nothing to save. Within the block of an
+`Interruption` they are only noted, for the training loop to act on between two steps.
 """
 
 import signal

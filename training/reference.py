@@ -1,12 +1,10 @@
-"""The `reference` job: what the frozen model says of every response, each distinct sequence scored once, ever.
+"""The `reference` job: log-probs of every response under the frozen model, each distinct sequence scored once, ever.
 
 1. The work is over the distinct sequences of all pairs, by their keys.
 2. Rank 0 looks them up in the memo and tells the other ranks which ones are missing.
 3. The ranks score the missing ones into the memo (training/memoized.py).
-4. When all are done, rank 0 reads everything back from the memo, checks that each response of each pair has exactly one
-   finite value over exactly its trained tokens, and writes the table.
-
-Values always come back through the store, also those made a moment ago: there is one path from a score to a table.
+4. Rank 0 reads all of them from the memo, checks that each response of each pair has one finite value over exactly its
+   trained tokens, and writes the table. New scores take the same path as old ones.
 
 Legend: P pairs, S distinct sequences, M missing ones.
 """
@@ -30,7 +28,7 @@ from training.data.tokenized import Pairs
 from training.distributed import Group
 from training.memoized import DistinctSequences, score_missing
 from training.model.selfcheck import demand_exact
-from training.parallel.choice import lay_out_weights
+from training.parallel.choice import load_frozen
 from training.parallel.models import FrozenModel
 
 
@@ -45,8 +43,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
     if len(missing_M):
         events.phase("score sequences with the reference model")
-        frozen = FrozenModel(reference, dtype)
-        model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
+        model = load_frozen(FrozenModel(reference, dtype), job.compute.parallel, group, events)
         demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:
@@ -70,7 +67,7 @@ def _details(sequences: DistinctSequences, scored: int, table: LogProbTable) -> 
 
 
 def _missing(memo: Memo, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:
-    """The sequences to score, the same on every rank: rank 0 alone reads (and, where broken, moves) the shards."""
+    """The sequences to score, the same on every rank: rank 0 alone reads the shards (and sets broken ones aside)."""
     known_S = torch.zeros(len(sequences), dtype=torch.uint8)
     if group.is_main:
         known_S = torch.from_numpy(memo.lookup(sequences.keys_SK).found_Q.astype(np.uint8))
@@ -82,7 +79,7 @@ def build_table(sequences: DistinctSequences, memo: Memo, dtype: str) -> LogProb
     """The table, from the memo. Raises TrainingError unless every response of every pair is covered exactly."""
     hits = memo.lookup(sequences.keys_SK)
     _demand_coverage(sequences, hits)
-    chosen_P, rejected_P = np.split(sequences.places_2P, 2)
+    chosen_P, rejected_P = np.split(sequences.sequence_2P, 2)
     return LogProbTable(
         chosen_logprobs=hits.sums_Q[chosen_P],
         chosen_tokens=hits.counts_Q[chosen_P],
@@ -94,7 +91,7 @@ def build_table(sequences: DistinctSequences, memo: Memo, dtype: str) -> LogProb
 
 
 def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
-    """Every sequence has one value, which is finite as all that the memo keeps, over as many tokens as its mask trains."""
+    """Raise TrainingError unless every sequence has a value over as many tokens as its mask trains."""
     if len(missing := np.flatnonzero(~hits.found_Q)):
         raise TrainingError(
             f"{len(missing)} of {len(sequences)} sequences have no reference log-prob after scoring, first "

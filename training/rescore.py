@@ -1,8 +1,8 @@
-"""The `proof` job: a few pairs scored again, live, beside what the table of reference log-probs says of them.
+"""The `proof` job: a few pairs scored again, beside their log-probs in the table.
 
-`pedigree verify` asks for it with the reference model, and then both must agree but for rounding (training.proof says by
-how much). With a policy among the inputs its log-probs are given instead: that is how `pedigree inspect` shows a pair that
-was trained on. It is the same function that made the table which scores here; only who shares a batch with whom differs.
+`pedigree verify` runs it with the reference model; both must then agree but for rounding (training.proof says by how much).
+With a policy among the inputs it gives that policy's log-probs instead, for `pedigree inspect`. Pairs are scored by the code
+that made the table; only the batches are others.
 
 `rescored.json` holds a row a pair:  {"row", "chosen": {"stored", "live", "allowed"}, "rejected": {...}}, in nats.
 """
@@ -23,7 +23,7 @@ from training.contract.store import Made
 from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
 from training.model.selfcheck import demand_exact
-from training.parallel.choice import lay_out_weights
+from training.parallel.choice import load_frozen
 from training.parallel.models import FrozenModel
 from training.proof import TOLERANCE_NATS, deviations, evenly_spaced
 from training.scored_pairs import score_pairs
@@ -38,7 +38,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     positions = _positions(pairs, job.settings["rows"])
     scorer = job.inputs.get("policy") or job.inputs["reference_model"]
     frozen = FrozenModel(scorer, table.dtype, job.inputs.get("reference_model"))
-    model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
+    model = load_frozen(frozen, job.compute.parallel, group, events)
     demand_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = score_pairs(model, pairs, positions, table, Loss(), group, events)

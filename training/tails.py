@@ -1,8 +1,8 @@
-"""The reference's log-probs beyond the common length of each pair: what a loss with `ld_alpha` wants beside the sums.
+"""The reference's log-probs beyond the common length of each pair: a loss with `ld_alpha` needs them beside the sums.
 
-They are sums over single tokens, which only the memo holds; the table has none of them, so it need not be another for the
-one option that asks. A memo is a cache: should a part be gone (collected, broken, or made by another version of the
-scoring), the sequences it lacks are scored again, as the `reference` job would, and nothing else depends on it.
+They are sums over some of a response's tokens. The table has sums over all tokens only, since no other option needs more;
+single tokens are in the memo. The memo is a cache: sequences that it lacks (collected, broken, or scored by another
+version) are scored again, as the `reference` job would.
 
 Legend: P pairs, V those asked for. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
@@ -25,7 +25,7 @@ from training.contract.store import Store
 from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
 from training.memoized import DistinctSequences, score_missing
-from training.parallel.choice import lay_out_weights
+from training.parallel.choice import load_frozen
 from training.parallel.models import FrozenModel
 
 Floats = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ class _Search:
     group: Group
 
     def read(self) -> Floats:
-        """What the memo knows, the same on every rank: rank 0 alone reads (and, where broken, moves) the shards."""
+        """What the memo has, the same on every rank: rank 0 alone reads the shards (and sets broken ones aside)."""
         tails_2V = torch.zeros(2 * len(self.positions_V), dtype=torch.float64)
         if self.group.is_main:
             keys_2VK = np.concatenate([self.pairs.keys(side)[self.positions_V] for side in SIDES])
@@ -74,12 +74,12 @@ class _Search:
     def score(
         self, missing: npt.NDArray[np.int64], frozen: FrozenModel, parallel: Parallel, events: EventWriter
     ) -> None:
-        """Score the sequences in these of the 2V places with the reference model, which is not kept."""
+        """Score the sequences at these of the 2V places into the memo; the reference model is freed afterwards."""
         side, at = np.divmod(missing, len(self.positions_V))
         sequences = DistinctSequences.of(self.pairs)
-        wanted = np.unique(sequences.places_2P[side * len(self.pairs) + self.positions_V[at]])
+        wanted = np.unique(sequences.sequence_2P[side * len(self.pairs) + self.positions_V[at]])
         events.note(f"the memo no longer knows the tokens of {len(wanted):,} sequences: scoring them again")
-        model = lay_out_weights(frozen, parallel, self.group, events).place(frozen.load)
+        model = load_frozen(frozen, parallel, self.group, events)
         score_missing(model, sequences, wanted, self.memo, self.group, events)
         del model
         gc.collect()  # its parts refer to each other, and the next model wants the memory

@@ -4,8 +4,8 @@ Legend: B pairs; a last 2 stands for (chosen, rejected). In the formulas h is th
 c and r are the rewards `beta log(pi/pi_ref)` of the chosen and the rejected response, |y| a number of response tokens, s the
 logistic function.
 
-Where a name means different things in papers and libraries, the reduction is in it or beside it: `ipo` divides by tokens, as
-in TRL and, its authors say, in their experiments; `ipo_sum` does not, as the paper writes it.
+Where a name means different things in papers and libraries, it says which reduction is meant: `ipo` divides by tokens, as
+TRL does and its authors say they did in their experiments; `ipo_sum` does not, as the paper writes it.
 """
 
 import math
@@ -118,7 +118,7 @@ def simpo(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
 def sft(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log pi(c)` over the mean number of chosen tokens of the batch: the batch's mean is that over all its chosen tokens.
 
-    So the term of TRL's "sft", of RPO (Pang et al. 2024, arXiv 2404.19733) and MPO (Wang et al. 2024, arXiv 2411.10442), with
-    the reduction of TRL taken over the global batch instead of one forward pass. RPO itself averages each response.
+    This is the term of TRL's "sft", of RPO (Pang et al. 2024, arXiv 2404.19733) and MPO (Wang et al. 2024, arXiv 2411.10442),
+    reduced as in TRL, but over the global batch instead of one forward pass. RPO itself averages each response.
     """
     return -pairs.whole_chosen_B / batch.mean_chosen_tokens

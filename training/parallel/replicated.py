@@ -1,12 +1,12 @@
-"""All weights on every rank, and one gradient buffer that the ranks sum up while the last backward pass still runs.
+"""All weights on every rank, and one gradient buffer that is summed over the ranks while the last backward pass still runs.
 
-With precision float32 the model's parameters are the masters. With bfloat16 the model that runs is a bfloat16 copy; the
+With precision float32 the model's parameters are the masters. With bfloat16 the running model is a bfloat16 copy; the
 gradients of each micro-batch are added to the float32 buffer, and after a step the masters are rounded into the copy.
 
 All gradients lie in one flat float32 tensor, and each master's `.grad` is a view of it. So the norm is one norm, clipping one
-product, and what the ranks exchange are slices (`Buckets`). torch's DistributedDataParallel is not used, since it
-hooks on a forward pass through the whole model and ours goes through the body alone; a rank without a pair in
-a step has no backward pass to take part in; and it would sum the gradients of a bfloat16 copy in bfloat16.
+product, and the ranks exchange slices (`Buckets`). torch's DistributedDataParallel does not fit: it hooks on a forward pass
+of the whole model, and ours runs the body alone; a rank without a pair in a step has no backward pass to take part in;
+and it would sum the gradients of a bfloat16 copy in bfloat16.
 
 Legend: N numbers of all trained tensors.
 """
@@ -34,7 +34,7 @@ class Replicated(Masters):
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if self._copied and trainable.adapter is None:
             trained = dict(layout.place(partial(trainable.load, "float32")).named_parameters())
-        elif self._copied:  # a new adapter was made in this precision: there are no more digits to be had
+        elif self._copied:  # a new adapter was made in bfloat16, so its masters are just that
             trained = {name: Parameter(running.detach().float()) for name, running in trained.items()}
         super().__init__(model, trained, trainable.precision, layout)
         sizes = [p.numel() for p in trained.values()]

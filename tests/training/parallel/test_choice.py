@@ -11,7 +11,7 @@ from training.contract.events import EventWriter
 from training.contract.job import Input
 from training.contract.recipe import Adapter, Parallel
 from training.distributed import Group
-from training.parallel.choice import choose, device_bytes, lay_out_weights
+from training.parallel.choice import choose, choose_layout, device_bytes
 from training.parallel.layout import Layout
 from training.parallel.models import FrozenModel, ModelSource, TrainableModel
 
@@ -87,7 +87,7 @@ def test_weights_that_cannot_be_read_are_an_error(tmp_path: Path):
 def test_how_often_six_ranks_hold_the_weights(folder: Path, parallel: Parallel, nodes: int, copies: int):
     """In all, once, or once a machine; where each machine has one rank, that is whole on each."""
     group = Group(0, 6, torch.device("cpu"), nodes)
-    found = lay_out_weights(source(folder, "scored in float32"), parallel, group, EventWriter(None))
+    found = choose_layout(source(folder, "scored in float32"), parallel, group, EventWriter(None))
     assert found == Layout(group, copies)
     assert (found.shards, found.is_sharded) == (6 // copies, copies < 6)
 
