@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from training.contract.source import source_digest
-from training.contract.store import library_versions
+from training.contract.software import library_versions, source_digest
 from training.distributed import Group
 
 _CPUINFO = Path("/proc/cpuinfo")

@@ -22,7 +22,6 @@ from training.contract.fingerprint import fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Hits, Memo, scoring_rule
-from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Made, Store
 from training.data.tokenized import Pairs
 from training.distributed import Group
@@ -36,7 +35,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     started = time.monotonic()
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
     sequences = DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
-    memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype, SCORING_VERSION), events.note)
+    memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note)
     events.phase("look up reference log-probs")
     missing_M = _missing(memo, sequences, group)
     known = len(sequences) - len(missing_M)

@@ -20,7 +20,6 @@ from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Memo, scoring_rule
 from training.contract.recipe import Parallel
-from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Store
 from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
@@ -36,7 +35,7 @@ def with_tails(
 ) -> LogProbTable:
     """The table with `tails_P2` filled in for the pairs at `positions_V`, NaN elsewhere. Raises TrainingError."""
     weights = job.inputs["reference_model"]
-    memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype, SCORING_VERSION), events.note)
+    memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
     search = _Search(memo, table, pairs, positions_V, group)
     tails_2V = search.read()
     if len(missing := np.flatnonzero(np.isnan(tails_2V))):

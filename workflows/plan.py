@@ -25,7 +25,6 @@ from assets.release import is_decided
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, look
 from training.contract.memo import Memo, scoring_rule
-from training.contract.scoring import SCORING_VERSION
 from training.contract.shard import KEY_BYTES
 from training.contract.store import Artifact
 from workflows.lineage import Outlook, judge, outlook
@@ -132,7 +131,7 @@ class _Work:
         weights = self._outcomes["reference_model"].fingerprint
         if weights is None:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
-        rule = scoring_rule(weights, self._pipeline.recipe.reference.dtype, SCORING_VERSION)
+        rule = scoring_rule(weights, self._pipeline.recipe.reference.dtype)
         found_S = Memo(self._services.store, rule).lookup(keys_SK).found_Q
         return {"sequences": len(keys_SK), "missing": int((~found_S).sum())}
 

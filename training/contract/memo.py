@@ -40,14 +40,16 @@ from training.contract.store import Artifact, Made, Store
 
 Rows = npt.NDArray[np.int64]
 
+# The version of the algorithm that scores sequences (training.model): with another one no log-prob is used again.
+SCORING_VERSION = "shared-prefix-1"
 _FORMAT = "2"
 _BLOCK_KEYS = 1 << 20  # keys looked up at a time, which bounds the memory that takes
 _LOG = logging.getLogger(__name__)
 
 
-def scoring_rule(weights: str, dtype: str, version: str) -> str:
+def scoring_rule(weights: str, dtype: str) -> str:
     """The rule under which log-probs stay valid: the weights' fingerprint, the dtype, the version of the algorithm."""
-    return fingerprint("scoring_rule", {"weights": weights, "dtype": dtype, "version": version})
+    return fingerprint("scoring_rule", {"weights": weights, "dtype": dtype, "version": SCORING_VERSION})
 
 
 @dataclass(frozen=True)

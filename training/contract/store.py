@@ -16,11 +16,8 @@ staging folder whose lock nobody holds, and the next one that stages something r
 """
 
 import contextlib
-import functools
-import importlib.metadata
 import json
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -52,9 +49,8 @@ from training.contract.manifest import (
     read_manifest,
     verify_files,
 )
+from training.contract.software import library_versions
 from training.contract.staging import claim_folder, remove_abandoned
-
-_LIBRARIES = ("torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
 
 
 @dataclass(frozen=True)
@@ -257,13 +253,3 @@ def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -
         files=files,
         details=made.details,
     )
-
-
-@functools.cache
-def library_versions() -> dict[str, str]:
-    """The versions of Python and of the libraries a result depends on, of those that are installed."""
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions

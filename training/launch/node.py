@@ -25,8 +25,7 @@ from pathlib import Path
 from training.contract.errors import NodesError
 from training.contract.fields import Section
 from training.contract.job import Job
-from training.contract.source import source_digest
-from training.contract.store import library_versions
+from training.contract.software import library_versions, source_digest
 from training.launch.local import environment, torchrun
 from training.launch.meeting import interface_of, meet
 from training.launch.supervisor import CANCELLED, restore_signals, supervise
