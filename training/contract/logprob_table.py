@@ -2,11 +2,10 @@
 
     chosen_logprobs float64[P]    chosen_tokens int32[P]    rejected_logprobs float64[P]    rejected_tokens int32[P]
 
-A loss that looks at single tokens wants more: `tails_P2`, the part of each sum beyond the common length of the pair's
-responses. It is not in the file, since few need it and the memo has it; training/tails.py fills it in.
+A loss with `ld_alpha` needs more: `tails_P2`, the part of each sum beyond the common length of the pair's responses. It is
+not in the file, since few need it; training/tails.py takes it from the memo.
 
-The header says under which rule and in which dtype the values were made, so that whoever scores a policy against them
-can do it in the same way.
+The header has the rule and the dtype of the values, so that a policy can be scored in the same way.
 """
 
 from dataclasses import dataclass

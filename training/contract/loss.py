@@ -1,8 +1,8 @@
 """Which preference loss is minimized: the settings of `training.loss`, and what each type of loss needs.
 
-A type has settings of its own beside `beta`; one that it does not use is refused, and neither shown nor part of any
-fingerprint. What a type needs is said here once, by the type itself: whoever trains, proves, evaluates or compares asks it,
-and nobody asks for its name. The formulas are in training/losses.
+A type has settings of its own beside `beta`; one that it does not use is refused, and is neither shown nor part of any
+fingerprint. What a type needs is stated here once, in its `Traits`: other code asks for a trait and never compares the
+name of a type. The formulas are in training/losses.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,14 @@ from training.contract.fields import NUMERIC, NonNegative, Positive, Section, Sh
 class Traits:
     """What a type of loss needs and allows.
 
-    settings            its own, beside `beta`
+    settings            those of its own, beside `beta`
     needs_reference     it is a function of log-ratios, policy over reference
-    averages_tokens     it divides what belongs to a response by its number of tokens
-    couples_pairs       a pair's loss depends on other pairs of the batch through the policy
-    matches_pairs       and that by comparing responses of different pairs
-    keeps_state         it depends on the batches before as well
-    compares_scores     it is a function of the difference of two scores; only then does an f-divergence have a meaning
-    compares_responses  it has a chosen and a rejected response; else it is no preference loss, only a term of a mixture
+    averages_tokens     it divides by the number of tokens of a response
+    couples_pairs       a pair's loss depends on the policy's log-probs of other pairs of the batch
+    matches_pairs       namely by comparing responses of different pairs
+    keeps_state         it depends on earlier batches too
+    compares_scores     it is a function of the difference of two scores; f-divergences are defined for these only
+    compares_responses  it needs a chosen and a rejected response; else it can only be a term of a mixture
     """
 
     settings: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ _OWN = {"label_smoothing", "gamma", "tau", "of"}  # the fields below that only s
 
 
 class TypedLoss(Section):
-    """A type with its own settings. One that the type does not use is refused when given and left out when written."""
+    """A type with its own settings; settings of other types are refused when given and left out when written."""
 
     type: LossType
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(NUMERIC)] = 0.0
@@ -100,7 +100,7 @@ class TypedLoss(Section):
 
 
 class Term(TypedLoss):
-    """A part of a mixture: its loss counts `weight` times. Beta is the mixture's."""
+    """A term of a mixture: its loss, times `weight`. Beta is the mixture's."""
 
     weight: Positive = 1.0
 
@@ -130,7 +130,7 @@ class Divergence(Section):
 class Loss(TypedLoss):
     """One loss, or with `type: mixture` the weighted sum of those in `of`.
 
-    `ld_alpha`, `weighting` and `divergence` are off unless given, and change every preference loss in it alike.
+    `ld_alpha`, `weighting` and `divergence` are off by default, and hold for all preference losses of a mixture.
     """
 
     type: LossType = LossType.SIGMOID
@@ -142,7 +142,7 @@ class Loss(TypedLoss):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """What is summed; of a simple loss only itself."""
+        """The terms of the sum; a simple loss is its own only term."""
         if self.type is LossType.MIXTURE:
             return self.of
         own = {name: getattr(self, name) for name in self.type.traits.settings}
@@ -162,16 +162,16 @@ class Loss(TypedLoss):
 
     @property
     def needs_token_logprobs(self) -> bool:
-        """Sums over responses do not suffice: values of single tokens are needed, the reference's too."""
+        """Whether sums over responses do not suffice, and log-probs of single tokens are needed, the reference's too."""
         return self.ld_alpha is not None
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether a pair's loss is another one among other pairs: through the policy, or through their numbers of tokens."""
+        """Whether a pair's loss depends on the other pairs of its batch: on their log-probs, or on their numbers of tokens."""
         return any(t.type.traits.couples_pairs or not t.type.traits.compares_responses for t in self.terms)
 
     def settings(self) -> dict[str, Any]:
-        """What counts for a fingerprint: what is off is left out, so a recipe older than an option keeps its own."""
+        """For a fingerprint: options that are off are left out, so a new option does not change those of older recipes."""
         return self.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")

@@ -3,9 +3,9 @@
     preferences.parquet   row, prompt, chosen, rejected (lists of {role, content}), split, source, line
     quarantine.parquet    source, line, reason, detail, text (the row as it was read)
 
-Rows read = pairs + quarantined, always. A pair's split is decided by the hash of its prompt alone, so it never changes
-as data grows, and pairs that share a prompt never stand on both sides. The fingerprint covers the pairs with their
-splits and line numbers and the quarantined rows, in order, not the names of the files they came from.
+Rows read = pairs + quarantined, always. A pair's split follows from the hash of its prompt alone, so it stays as data
+grows, and pairs with the same prompt are in the same split. The fingerprint covers the pairs with their splits and line
+numbers and the quarantined rows, in order, not the names of the files they came from.
 """
 
 import hashlib
@@ -84,7 +84,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 
 def split_of(prompt: Sequence[Message], validation_fraction: float) -> str:
-    """The side a prompt stands on: its sha256, read as a number in [0, 1), against the fraction."""
+    """The split of a prompt: its sha256, read as a number in [0, 1), is compared with the fraction."""
     digest = hashlib.sha256(canonical_json(list(prompt))).digest()
     return "validation" if int.from_bytes(digest, "big") < int(validation_fraction * 2**256) else "train"
 
@@ -179,7 +179,7 @@ class _ParquetRows:
 
 
 def _listed(job: Job, sources: Sequence[DataSource], events: EventWriter) -> list[list[DataFile]]:
-    """The files of each source: those that were listed and hashed before, or those of a hub's data set, downloaded now."""
+    """The files of each source: as listed and hashed before, or those of a data set of the hub, downloaded now."""
     given = job.locations.get("files", [None] * len(sources))
     return [_files(source, known, events) for source, known in zip(sources, given, strict=True)]
 
@@ -191,7 +191,7 @@ def _files(source: DataSource, given: list[Any] | None, events: EventWriter) -> 
 
 
 def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:
-    """Files of one name, from several sources, get their number before it: the result tells them apart."""
+    """Prefix the names that files of several sources share with their numbers."""
     names = Counter(file.name for file, _ in files)
     return [
         (replace(file, name=f"{number}:{file.name}") if names[file.name] > 1 else file, form)
@@ -200,7 +200,7 @@ def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceF
 
 
 def _collect(file: SourceFile, wanted: str, collector: _Collector) -> None:
-    """Convert every record of `file`, in the format `wanted` or the one its first rows show."""
+    """Convert every record of `file`, in the format `wanted` or the one detected from its first rows."""
     name, records = _recognize(file, wanted)
     collector.formats[file.name] = name
     for record in records:
@@ -219,7 +219,7 @@ def _convert(record: Record, name: str) -> Pair:
 
 
 def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
-    """The format of `file`, and all of its records: those that were looked at come first."""
+    """The format of `file`, and all of its records, those that were read to detect it included."""
     records = file.read()
     if wanted != "auto":
         return wanted, records
