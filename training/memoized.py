@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
@@ -19,8 +20,9 @@ from training.contract.events import EventWriter, Progress
 from training.contract.memo import Memo
 from training.data.tokenized import SIDES, Pairs, Side
 from training.distributed import Group
+from training.model.logprobs import LogProbs
 from training.model.prefix import TokenSequence
-from training.model.scoring import Batch, Prompts, Scores, score_in_rounds, shared_batches
+from training.model.scoring import Batch, Prompts, score_in_rounds, shared_batches
 
 COMMIT_SECONDS = 30.0
 _COMMIT_TOKENS = 1 << 24  # 64 MiB of log-probs
@@ -75,11 +77,11 @@ class _Shards:
     memo: Memo
     commit_seconds: float
     _keys: list[npt.NDArray[np.uint8]] = field(default_factory=list)
-    _scores: list[Scores] = field(default_factory=list)
+    _scores: list[LogProbs] = field(default_factory=list)
     _tokens: int = 0
     _committed: float = field(default_factory=time.monotonic)
 
-    def add(self, keys: npt.NDArray[np.uint8], scores: Scores) -> None:
+    def add(self, keys: npt.NDArray[np.uint8], scores: LogProbs) -> None:
         self._keys.append(keys)
         self._scores.append(scores)
         self._tokens += len(scores.tokens_N)
@@ -88,8 +90,9 @@ class _Shards:
 
     def commit(self) -> None:
         if self._keys:
-            counts = np.concatenate([s.counts_S for s in self._scores])
-            self.memo.add(np.concatenate(self._keys), counts, np.concatenate([s.tokens_N for s in self._scores]))
+            counts_S = torch.cat([scores.counts_S for scores in self._scores]).numpy().astype(np.int32)
+            tokens_N = torch.cat([scores.tokens_N for scores in self._scores]).numpy()
+            self.memo.add(np.concatenate(self._keys), counts_S, tokens_N)
         self._keys, self._scores, self._tokens, self._committed = [], [], 0, time.monotonic()
 
 
@@ -117,10 +120,10 @@ def score_missing(
     group.barrier()
 
 
-def _refuse_nonfinite(scores: Scores, batch: npt.NDArray[np.int64], sequences: DistinctSequences) -> None:
-    bad_N = ~np.isfinite(scores.tokens_N)
+def _refuse_nonfinite(scores: LogProbs, batch: npt.NDArray[np.int64], sequences: DistinctSequences) -> None:
+    bad_N = ~np.isfinite(scores.tokens_N.numpy())
     if bad_N.any():
-        sequence = int(np.repeat(batch, scores.counts_S)[bad_N][0])
+        sequence = int(np.repeat(batch, scores.counts_S.numpy())[bad_N][0])
         raise TrainingError(
             f"the reference model gives {int(bad_N.sum())} tokens of {len(bad_N)} a log-prob that is not finite, first "
             f"in {sequences.name(sequence)}; its weights are broken or `reference.dtype` is too narrow: try float32"

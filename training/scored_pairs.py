@@ -34,6 +34,23 @@ _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
 
 
 @dataclass(frozen=True)
+class Accuracy:
+    """In how many of some pairs the chosen response has the higher reward."""
+
+    won: int
+    pairs: int
+
+    @property
+    def share(self) -> float:
+        return self.won / self.pairs
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Its 95% confidence interval."""
+        return wilson_interval(self.won, self.pairs)
+
+
+@dataclass(frozen=True)
 class ScoredPairs:
     """Pairs at some positions of `pairs`, with their log-probs, losses and rewards."""
 
@@ -52,11 +69,33 @@ class ScoredPairs:
             "logps/chosen": self.logprobs.policy_B2[:, 0],
             "logps/rejected": self.logprobs.policy_B2[:, 1],
         } | {f"losses/{name}": losses_B for name, losses_B in self.outcome.parts.items()}
-        return {f"eval/{name}": float(v.mean()) for name, v in means.items()} | {"eval/pairs": len(self.positions_V)}
+        by_length = {f"eval/accuracies/{name}": found.share for name, found in self.accuracy_by_length().items()}
+        return (
+            {f"eval/{name}": float(v.mean()) for name, v in means.items()}
+            | by_length
+            | {"eval/pairs": len(self.positions_V)}
+        )
 
-    def interval(self) -> tuple[float, float]:
-        """The 95% confidence interval of the accuracy."""
-        return wilson_interval(int(self.outcome.accuracies_B.sum()), len(self.positions_V))
+    def accuracy(self) -> Accuracy:
+        return Accuracy(int(self.outcome.accuracies_B.sum()), len(self.positions_V))
+
+    def accuracy_by_length(self) -> dict[str, Accuracy]:
+        """The accuracy where the chosen response has more tokens, fewer, or as many; kinds without a pair are left out.
+
+        A policy that took length for preference is right in the first and wrong in the second (Park et al. 2024,
+        "Disentangling Length from Quality in Direct Preference Optimization").
+        """
+        chosen_B, rejected_B = self.logprobs.tokens_B2.unbind(dim=1)
+        kinds = {
+            "chosen_longer": chosen_B > rejected_B,
+            "chosen_shorter": chosen_B < rejected_B,
+            "same_length": chosen_B == rejected_B,
+        }
+        return {
+            name: Accuracy(int(self.outcome.accuracies_B[of_kind_B].sum()), int(of_kind_B.sum()))
+            for name, of_kind_B in kinds.items()
+            if of_kind_B.any()
+        }
 
     def columns(self) -> dict[str, list[Any]]:
         """A row a pair, for a comparison with another policy on the same pairs."""
@@ -70,9 +109,10 @@ class ScoredPairs:
             "reference_chosen_logprob": self.logprobs.reference_B2[:, 0],
             "reference_rejected_logprob": self.logprobs.reference_B2[:, 1],
         }
+        tokens = {f"{side}_tokens": self.logprobs.tokens_B2[:, at].tolist() for at, side in enumerate(SIDES)}
         keys = {f"{side}_key": [k.tobytes().hex() for k in self.pairs.keys(side)[self.positions_V]] for side in SIDES}
         rows = {"row": self.pairs.rows[self.positions_V].tolist()}
-        return rows | keys | {name: values.tolist() for name, values in numbers.items()}
+        return rows | keys | tokens | {name: values.tolist() for name, values in numbers.items()}
 
 
 def score_pairs(
@@ -116,7 +156,8 @@ def _score_places(
     of_prompts = (pairs.prompt_numbers(positions_V), pairs.prompt_lengths[positions_V].astype(np.int64))
     batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in of_prompts)))
     progress = Progress(events, 2 * len(positions_V), "sequences")
-    rows = [np.empty((0, 4))]
+    common_2V = torch.from_numpy(common_V).tile(2)
+    rows = [torch.empty(0, 4, dtype=torch.float64)]
 
     def read(place: int) -> TokenSequence:
         side, at = divmod(place, len(positions_V))
@@ -125,10 +166,11 @@ def _score_places(
     for scored in score_in_rounds(policy, batches, read, group):
         if scored.own is not None:
             batch, scores = scored.own
-            tails_S = scores.tails_S(np.tile(common_V, 2)[batch.positions].astype(np.int64))
-            rows.append(np.stack([batch.positions, scores.counts_S, scores.sums_S, tails_S], axis=1))
+            places_S = torch.from_numpy(batch.positions)
+            columns = (places_S, scores.counts_S, scores.sums_S, scores.tails_S(common_2V[places_S]))
+            rows.append(torch.stack([column.double() for column in columns], dim=1))
         progress.advance(len(scored.all_positions))
-    all_rows = group.gather_rows(torch.from_numpy(np.concatenate(rows)).to(group.device)).cpu().numpy()
+    all_rows = group.gather_rows(torch.cat(rows).to(group.device)).cpu().numpy()
     by_place: npt.NDArray[np.float64] = all_rows[all_rows[:, 0].argsort(), 1:]
     return by_place
 

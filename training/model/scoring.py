@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from training.distributed import Group
-from training.model.logprobs import response_logprobs, runs_in_lockstep
+from training.model.logprobs import LogProbs, response_logprobs, runs_in_lockstep
 from training.model.prefix import TokenSequence
 
 Positions = npt.NDArray[np.int64]
@@ -45,27 +45,6 @@ class Batch:
 
     positions: Positions
     sizes: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Scores:
-    """`counts_S`: response tokens of each sequence; `tokens_N`: their log-probs in nats, sequence after sequence."""
-
-    counts_S: npt.NDArray[np.int32]
-    tokens_N: npt.NDArray[np.float32]
-
-    @property
-    def sums_S(self) -> npt.NDArray[np.float64]:
-        """Summed log-probs, added up in float64."""
-        return self.tails_S(np.zeros(len(self.counts_S), np.int64))
-
-    def tails_S(self, starts_S: Positions) -> npt.NDArray[np.float64]:
-        """The part of each sum that belongs to the response's tokens number `starts_S[s]`, counted from 0, and after."""
-        owners_N = np.repeat(np.arange(len(self.counts_S)), self.counts_S)
-        begins_S = np.cumsum(self.counts_S, dtype=np.int64) - self.counts_S
-        late_N = np.arange(len(owners_N)) - begins_S[owners_N] >= starts_S[owners_N]
-        weights_N = self.tokens_N * late_N
-        return np.bincount(owners_N, weights=weights_N, minlength=len(self.counts_S)).astype(np.float64)
 
 
 def shared_batches(lengths_S: Positions, prompts: Prompts, tokens: int = BATCH_TOKENS) -> list[Batch]:
@@ -109,7 +88,7 @@ def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
 class Scored:
     """One round: this rank's batch with its scores, if there was one for it, and the positions that all ranks scored."""
 
-    own: tuple[Batch, Scores] | None
+    own: tuple[Batch, LogProbs] | None
     all_positions: Positions
 
 
@@ -130,8 +109,8 @@ def score_in_rounds(
         yield Scored((batch, scores) if has_own else None, np.concatenate([each.positions for each in round_]))
 
 
-def score(model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None) -> Scores:
-    """The log-probs of the response tokens of one batch, on the host; `sizes` as in `Batch`, by default each alone."""
+def score(model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None) -> LogProbs:
+    """The log-probs of one batch, without gradients and on the CPU; `sizes` as in `Batch`, by default each alone."""
     with torch.no_grad():  # not inference_mode: tensors that FSDP gathers there cannot be used in training later
         logprobs = response_logprobs(model, sequences, sizes)
-    return Scores(logprobs.counts_S.cpu().numpy().astype(np.int32), logprobs.tokens_N.cpu().numpy().astype(np.float32))
+    return LogProbs(logprobs.tokens_N.float().cpu(), logprobs.counts_S.cpu())
