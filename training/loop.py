@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 
 from training.contract.events import EventWriter
 from training.contract.job import Input, Job
-from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import TrainingSpec
 from training.contract.store import Made
 from training.data.packing import Batches, Positions, train_items
@@ -37,7 +36,7 @@ from training.parallel.models import FrozenModel, TrainableModel
 from training.proof import Proof, evenly_spaced, prove_zero_margin
 from training.scored_pairs import ScoredPairs, score_pairs
 from training.stepper import Stepper
-from training.tails import with_tails
+from training.tails import read_table
 from training.trained_model import load_for_training, write_trained
 from training.trainer import Trainer
 
@@ -66,7 +65,8 @@ class _Tuning:
         self.start = self._start()
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.held_out = self.pairs.indices("validation")
-        self.reference = self._table()
+        everything = np.arange(len(self.pairs))
+        self.reference = read_table(job, self.pairs, everything, settings.loss, group, events)
         trainable = TrainableModel(self.start.folder, settings.precision, settings.adapter, settings.seed)
         float8_head = settings.head_precision == "float8"
         self.masters = load_for_training(trainable, job.compute, group, events, float8_head)
@@ -82,12 +82,6 @@ class _Tuning:
             return self.job.inputs["reference_model"]
         folder = Path(self.job.locations["champion"])
         return Input(kind="champion", fingerprint=self.settings.champion, folder=folder)
-
-    def _table(self) -> LogProbTable:
-        table = LogProbTable.read(self.job.inputs["reference_logprobs"].folder, len(self.pairs))
-        if not self.settings.loss.needs_token_logprobs:
-            return table
-        return with_tails(table, self.pairs, np.arange(len(self.pairs)), self.job, self.group, self.events)
 
     def observe(self, step: int) -> None:
         """Before the first step the proof; held-out metrics when they are due."""

@@ -18,6 +18,7 @@ from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
+from training.contract.loss import Loss
 from training.contract.memo import Memo, scoring_rule
 from training.contract.recipe import Parallel
 from training.contract.store import Store
@@ -28,6 +29,14 @@ from training.parallel.choice import load_frozen
 from training.parallel.models import FrozenModel
 
 Floats = npt.NDArray[np.float64]
+
+
+def read_table(
+    job: Job, pairs: Pairs, positions_V: npt.NDArray[np.int64], loss: Loss, group: Group, events: EventWriter
+) -> LogProbTable:
+    """The table that `job` was given; if `loss` needs them, with the tails of the pairs at `positions_V`."""
+    table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
+    return with_tails(table, pairs, positions_V, job, group, events) if loss.needs_token_logprobs else table
 
 
 def with_tails(

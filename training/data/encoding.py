@@ -78,13 +78,6 @@ class EncodedPair:
 
 
 @dataclass(frozen=True)
-class _Texts:
-    prompt: Rendered
-    chosen: Rendered
-    rejected: Rendered
-
-
-@dataclass(frozen=True)
 class _Tokens:
     ids: list[int]
     offsets: Offsets
@@ -103,7 +96,7 @@ class PairEncoder:
     def encode(self, pairs: Sequence[Mapping[str, Sequence[Message]]]) -> Iterator[EncodedPair | Dropped]:
         """For each of `pairs` (prompt, chosen, rejected), in order: its tokens, or why it is dropped."""
         rendered = [self._render(pair) for pair in pairs]
-        texts = [text for found in rendered if isinstance(found, _Texts) for text in _all_three(found)]
+        texts = [text for found in rendered if not isinstance(found, Dropped) for text in found]
         tokens = iter(self._tokenize(texts))
         for found in rendered:
             if isinstance(found, Dropped):
@@ -114,14 +107,15 @@ class PairEncoder:
             except Dropped as dropped:
                 yield dropped
 
-    def _render(self, pair: Mapping[str, Sequence[Message]]) -> _Texts | Dropped:
+    def _render(self, pair: Mapping[str, Sequence[Message]]) -> list[Rendered] | Dropped:
+        """The texts of the prompt and of both conversations."""
         prompt = list(pair["prompt"])
         try:
-            return _Texts(
+            return [
                 self._template.render(prompt, generation_prompt=True),
                 self._template.render([*prompt, *pair["chosen"]]),
                 self._template.render([*prompt, *pair["rejected"]]),
-            )
+            ]
         except Rejected as error:
             return Dropped(DropReason.TEMPLATE, str(error))
 
@@ -222,7 +216,3 @@ def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
 
 def _cut(response: Response, room: int) -> Response:
     return Response(response.ids[:room], response.mask[:room])
-
-
-def _all_three(texts: _Texts) -> tuple[Rendered, Rendered, Rendered]:
-    return texts.prompt, texts.chosen, texts.rejected
