@@ -7,7 +7,7 @@
               learned nothing; where it starts from the champion, the reference model is loaded for the proof alone
     train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
     save      a Hugging Face folder in the precision that was trained, or its adapter alone, with the tokenizer and an
-              account of the run
+              summary of the run
 
 The same code runs in one process or in many; results differ by rounding only.
 """
@@ -139,15 +139,15 @@ class _Tuning:
             fingerprint = write_trained(self.job, self.masters, self.start, self.settings.adapter)
         if not self.group.is_main:
             return Made(fingerprint)
-        account = self._account()
-        written = {"training.json": self.job.settings, "recipe.json": self.job.recipe, "metrics.json": account}
+        summary = self._summary()
+        written = {"training.json": self.job.settings, "recipe.json": self.job.recipe, "metrics.json": summary}
         for name, content in written.items():
             (staging / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
         if self.job.events.is_file():
             shutil.copyfile(self.job.events, staging / "events.jsonl")
-        return Made(fingerprint, account)
+        return Made(fingerprint, summary)
 
-    def _account(self) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
         """The run's facts: last metrics on both splits, counts, seconds, and the course of the rewards."""
         facts = self.trainer.facts
         rewards = [value for name in _REWARDS for value in facts["series"][name]]

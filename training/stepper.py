@@ -29,6 +29,7 @@ from training.agreement import Agreed, Flags, agree
 from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
 from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
+from training.model.logprobs import runs_in_lockstep
 from training.model.transfer import ahead
 from training.objective import Objective
 from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
@@ -68,7 +69,7 @@ class Stepper:
         started = time.perf_counter()
         masters, objective, group, settings = self.masters, self.objective, self.group, self._settings
         batch = self.batches.batch(step)
-        parts = self.batches.micro_batches(step, group.rank, group.world, masters.in_lockstep)
+        parts = self.batches.micro_batches(step, group.rank, group.world, runs_in_lockstep(masters.model))
         count = objective.count(batch)
 
         masters.zero()
@@ -140,8 +141,9 @@ class Stepper:
         own = items[bad_I] if bad_I.any() else items
         rows = self.objective.rows(own if self.group.rank in agreed.suspects else items[:0])
         ranks = np.full_like(rows, self.group.rank)
-        told = self.group.gather_rows(torch.from_numpy(np.stack([ranks, rows], axis=1)).to(self.group.device)).cpu()
-        of_rank = {rank: told[told[:, 0] == rank, 1].tolist() for rank in agreed.suspects}
+        table = torch.from_numpy(np.stack([ranks, rows], axis=1)).to(self.group.device)
+        all_ranks = self.group.gather_rows(table).cpu()
+        of_rank = {rank: all_ranks[all_ranks[:, 0] == rank, 1].tolist() for rank in agreed.suspects}
         return "; ".join(f"rank {rank}, {_shown(rows)}" for rank, rows in of_rank.items() if rows)
 
 

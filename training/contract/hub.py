@@ -9,14 +9,15 @@ has what is wanted. The cache names a file by its hash, SHA-256 for a large one,
 compares. Authentication is the client's: HF_TOKEN, or `hf auth login`.
 """
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from huggingface_hub import HfApi, ResolvedRevision, constants, get_cached_repo_tree, snapshot_download
 from huggingface_hub.errors import (
@@ -50,7 +51,6 @@ CARD_FILES = (
 )  # configs and splits of a data set; the second file is an alternative place for them
 _ABOUT_ALL = (*CARD_FILES, ".gitattributes")
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class _PromptApi(HfApi):
@@ -70,13 +70,14 @@ class Repository:
 
     def commit(self) -> str:
         """The commit of the revision; no request is made where the revision is a commit."""
-        return self._asked(self._resolved).resolved
+        with self._explaining():
+            return self._resolved().resolved
 
     def files(self, commit: str) -> dict[str, str]:
         """The files of `commit` by path, with Git's hash of each."""
         tree = self._cached_tree(commit)
         if tree is None:
-            self._pinned(commit, lambda pinned: pinned._download(_ABOUT_ALL, (), _say_nothing))
+            replace(self, revision=commit)._download(_ABOUT_ALL, (), _say_nothing)
             tree = self._cached_tree(commit)
         assert tree is not None, "a download leaves the list of files in the cache"
         return tree
@@ -117,11 +118,7 @@ class Repository:
     ) -> Path:
         """The folder with those files, after downloading the missing ones; phase and progress go to `emit`."""
         found = self.cached(commit, patterns, ignored)
-        return found or self._pinned(commit, lambda pinned: pinned._download(patterns, ignored, emit or _say_nothing))
-
-    def _pinned(self, commit: str, work: Callable[["Repository"], _T]) -> _T:
-        pinned = Repository(self.id, self.kind, commit)
-        return pinned._asked(lambda: work(pinned))
+        return found or replace(self, revision=commit)._download(patterns, ignored, emit or _say_nothing)
 
     def _cached_tree(self, commit: str) -> dict[str, str] | None:
         try:
@@ -131,18 +128,19 @@ class Repository:
         return {file.path: file.blob_id for file in tree}
 
     def _download(self, patterns: Sequence[str], ignored: Sequence[str], emit: Emit) -> Path:
-        _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
-        emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
-        return Path(
-            snapshot_download(
-                self.id,
-                repo_type=self.kind,
-                revision=self.revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(ignored),
-                tqdm_class=_reporting(emit),
+        with self._explaining():
+            _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
+            emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
+            return Path(
+                snapshot_download(
+                    self.id,
+                    repo_type=self.kind,
+                    revision=self.revision,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=list(ignored),
+                    tqdm_class=_reporting(emit),
+                )
             )
-        )
 
     def _resolved(self) -> ResolvedRevision:
         about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
@@ -158,9 +156,11 @@ class Repository:
             _LOG.warning("%s is asked too often (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
             return found
 
-    def _asked(self, question: Callable[[], _T]) -> _T:
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn the client's errors into a HubError."""
         try:
-            return question()
+            yield
         except Exception as error:  # the client raises of many kinds, and some of them as the cause of another
             raise HubError(self._explained(error)) from error
 

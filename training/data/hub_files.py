@@ -49,13 +49,13 @@ def _names(source: DataSource, repository: Repository) -> list[str]:
             f"the data set {source.hub} is made by a script, {script}, and code of a repository is never run; use one that "
             "holds its data as files, or download it and use `path`"
         )
-    told = [name for name in _READ_TO_DIVIDE if name in listed]
-    downloaded = repository.fetch(source.revision, told) if told else Path()
+    dividing = [name for name in _READ_TO_DIVIDE if name in listed]
+    downloaded = repository.fetch(source.revision, dividing) if dividing else Path()
     with TemporaryDirectory() as place:
         folder = Path(place).resolve() / "data"
         for name in listed:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((downloaded / name).read_bytes() if name in told else b"")
+            (folder / name).write_bytes((downloaded / name).read_bytes() if name in dividing else b"")
         found = _split(source, folder)
     names = {str(folder / name): name for name in listed}
     if other := [file for file in found if file not in names]:

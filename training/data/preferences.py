@@ -8,14 +8,14 @@ grows, and pairs with the same prompt are in the same split. The fingerprint cov
 numbers and the quarantined rows, in order, not the names of the files they came from.
 """
 
+import contextlib
 import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -72,7 +72,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             for file in open_files(opened)
         ]
     )
-    with _Collector(job.staging, job.settings["validation_fraction"]) as collector:
+    with contextlib.closing(_Collector(job.staging, job.settings["validation_fraction"])) as collector:
         progress = Progress(events, len(files), "files")
         for file, name in files:
             _collect(file, name, collector)
@@ -103,14 +103,11 @@ class _Collector:
     examples: list[dict[str, Any]] = field(default_factory=list)
     quarantine_examples: list[dict[str, Any]] = field(default_factory=list)
 
-    def __enter__(self) -> Self:
+    def __post_init__(self) -> None:
         self._pairs = _ParquetRows(self.folder / PREFERENCES_FILE, PREFERENCES_SCHEMA)
         self._quarantine = _ParquetRows(self.folder / QUARANTINE_FILE, QUARANTINE_SCHEMA)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._pairs.close()
         self._quarantine.close()
 

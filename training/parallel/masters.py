@@ -43,11 +43,6 @@ class Masters(ABC):
         self.dtype = DTYPES[precision]
 
     @property
-    def in_lockstep(self) -> bool:
-        """Whether every pass is collective, so that all ranks must run equally many."""
-        return self.layout.is_sharded
-
-    @property
     def has_dropout(self) -> bool:
         """Whether the model or an adapter has any dropout; else training mode is left off, since it differs in nothing."""
         fields = self.model.config.to_dict().items()
