@@ -31,7 +31,7 @@ from training.losses.preference import part_names, preference_loss
 from training.model.logprobs import CollatedRows, collate, logprobs_of
 from training.model.transfer import ahead, send
 
-NAMES = (
+METRICS = (
     "loss",
     "rewards/chosen",
     "rewards/rejected",
@@ -92,7 +92,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
     """The mean over pairs of a loss of training/losses; `names` has those of a mixture's terms too."""
 
     def __init__(self, pairs: Pairs, reference: LogProbTable, loss: Loss, group: Group) -> None:
-        super().__init__(pairs, NAMES + tuple(f"losses/{name}" for name in part_names(loss)))
+        super().__init__(pairs, METRICS + tuple(f"losses/{name}" for name in part_names(loss)))
         self._loss, self._group = loss, group
         self._reference_P2, self._tokens_P2 = reference.logprobs_P2, reference.tokens_P2
         self._tails_P2 = reference.tails_P2

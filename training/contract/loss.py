@@ -19,7 +19,7 @@ from training.contract.fields import NUMERIC, NonNegative, Positive, Section, Sh
 class Traits:
     """What a type of loss needs and allows.
 
-    settings            those of its own, beside `beta`
+    own_settings        names of settings that it uses, beside `beta`
     needs_reference     it is a function of log-ratios, policy over reference
     averages_tokens     it divides by the number of tokens of a response
     couples_pairs       a pair's loss depends on the policy's log-probs of other pairs of the batch
@@ -29,7 +29,7 @@ class Traits:
     compares_responses  it needs a chosen and a rejected response; else it can only be a term of a mixture
     """
 
-    settings: tuple[str, ...] = ()
+    own_settings: tuple[str, ...] = ()
     needs_reference: bool = True
     averages_tokens: bool = False
     couples_pairs: bool = False
@@ -84,8 +84,8 @@ class TypedLoss(Section):
 
     @model_validator(mode="after")
     def _uses_what_is_given(self) -> Self:
-        for name in sorted(self.model_fields_set & _OWN - set(self.type.traits.settings)):
-            users = ", ".join(kind for kind in LossType if name in kind.traits.settings)
+        for name in sorted(self.model_fields_set & _OWN - set(self.type.traits.own_settings)):
+            users = ", ".join(kind for kind in LossType if name in kind.traits.own_settings)
             raise ValueError(
                 f"`{name}` does nothing in a loss of type {self.type}; it belongs to {users}: leave it out"
             )
@@ -95,7 +95,7 @@ class TypedLoss(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        unused = _OWN - set(self.type.traits.settings)
+        unused = _OWN - set(self.type.traits.own_settings)
         return {name: value for name, value in write(self).items() if name not in unused}
 
 
@@ -145,7 +145,7 @@ class Loss(TypedLoss):
         """The terms of the sum; a simple loss is its own only term."""
         if self.type is LossType.MIXTURE:
             return self.of
-        own = {name: getattr(self, name) for name in self.type.traits.settings}
+        own = {name: getattr(self, name) for name in self.type.traits.own_settings}
         return (Term.model_validate({"type": self.type, **own}),)
 
     @property
