@@ -45,11 +45,11 @@ def with_tails(
     """The table with `tails_P2` filled in for the pairs at `positions_V`, NaN elsewhere. Raises TrainingError."""
     weights = job.inputs["reference_model"]
     memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
-    search = _Search(memo, table, pairs, positions_V, group)
-    tails_2V = search.read()
+    tails = _Tails(memo, table, pairs, positions_V, group)
+    tails_2V = tails.read()
     if len(missing := np.flatnonzero(np.isnan(tails_2V))):
-        search.score(missing, FrozenModel(weights, table.dtype), job.compute.parallel, events)
-        tails_2V = search.read()
+        tails.score(missing, FrozenModel(weights, table.dtype), job.compute.parallel, events)
+        tails_2V = tails.read()
     if not np.isfinite(tails_2V).all():
         raise TrainingError(
             f"{int(np.isnan(tails_2V).sum())} of {len(tails_2V)} responses have no log-probs of single tokens after "
@@ -61,7 +61,9 @@ def with_tails(
 
 
 @dataclass(frozen=True)
-class _Search:
+class _Tails:
+    """The tails of the 2V responses at `positions_V`, in the memo."""
+
     memo: Memo
     table: LogProbTable
     pairs: Pairs
