@@ -5,7 +5,7 @@
     reference, evaluate, rescore, merge      jobs that score or write models; jobs on data are in data/
     trainer, stepper, objective, agreement   the training loop, one step of it, what is minimized, what ranks exchange
     optim, trained_model                     the optimizer; loading a model for training and writing what was trained
-    checkpoint, saver, pieces, interruption  checkpoints: their files, saving in a thread, their format, being asked to stop
+    checkpoint, saver, pieces                checkpoints: their files, saving in a thread, their format
     scored_pairs, proof, tails, memoized     log-probs without gradients: of pairs, compared with the table, from the memo
     generate, report, provenance             samples, the evaluation's page, what a job ran on
     distributed                              the processes of a job

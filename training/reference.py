@@ -59,8 +59,8 @@ def _details(sequences: DistinctSequences, scored: int, table: LogProbTable) -> 
         "hits": len(sequences) - scored,
         "scored": scored,
         "pairs": len(table),
-        "finite": int((np.isfinite(table.chosen_logprobs) & np.isfinite(table.rejected_logprobs)).sum()),
-        "tokens": int(table.chosen_tokens.sum() + table.rejected_tokens.sum()),
+        "finite": int(np.isfinite(table.logprobs_P2).all(axis=1).sum()),
+        "tokens": int(table.tokens_P2.sum()),
         "rule": table.rule,
     }
 
@@ -78,15 +78,8 @@ def build_table(sequences: DistinctSequences, memo: Memo, dtype: str) -> LogProb
     """The table, from the memo. Raises TrainingError unless every response of every pair is covered exactly."""
     hits = memo.lookup(sequences.keys_SK)
     _demand_coverage(sequences, hits)
-    chosen_P, rejected_P = np.split(sequences.sequence_2P, 2)
-    return LogProbTable(
-        chosen_logprobs=hits.sums_Q[chosen_P],
-        chosen_tokens=hits.counts_Q[chosen_P],
-        rejected_logprobs=hits.sums_Q[rejected_P],
-        rejected_tokens=hits.counts_Q[rejected_P],
-        rule=memo.rule,
-        dtype=dtype,
-    )
+    sequence_P2 = np.stack(np.split(sequences.sequence_2P, 2), axis=1)
+    return LogProbTable(hits.sums_Q[sequence_P2], hits.counts_Q[sequence_P2], memo.rule, dtype)
 
 
 def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
@@ -107,6 +100,5 @@ def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
 
 
 def _identity(table: LogProbTable, weights: str) -> str:
-    columns = (table.chosen_logprobs, table.chosen_tokens, table.rejected_logprobs, table.rejected_tokens)
-    values = (column.tobytes() for column in columns)
+    values = (column.tobytes() for column in table.columns().values())
     return fingerprint_of_stream("reference_logprobs", [weights.encode(), table.rule.encode(), *values])

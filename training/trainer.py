@@ -11,6 +11,7 @@ finishes the step, saves, and ends with an error that says so; an observation th
 """
 
 import contextlib
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,6 @@ from training.checkpoint import Checkpoints, State
 from training.contract.errors import StoreError, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.job import Job
-from training.interruption import Interruption
 from training.saver import Saver
 from training.stepper import Stepper, peak_memory_mb
 
@@ -41,8 +41,8 @@ class Trainer:
         self._events, self._stepper, self._group = events, stepper, stepper.group
         self._every = job.compute.checkpoint_every
         self._checkpoints = Checkpoints(job.checkpoints, job.derivation, job.compute.keep_checkpoints)
-        self._saver, self._interruption = Saver(self._checkpoints, stepper.group), Interruption()
-        self._checkpoint_is_due = False
+        self._saver, self._checkpoint_is_due = Saver(self._checkpoints, stepper.group), False
+        self._signals: list[str] = []
         self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
         self._stride = -(-stepper.steps // _CURVE_POINTS)
         empty: dict[str, list[float]] = {name: [] for name in curves}
@@ -63,7 +63,7 @@ class Trainer:
             observe(done)
         self._events.phase("training")
         progress = Progress(self._events, self._stepper.steps, "steps", done)
-        with self._interruption:
+        with _noted_signals() as self._signals:
             for step in range(done + 1, self._stepper.steps + 1):
                 flags = self._step(step)
                 if flags.stopping:
@@ -90,7 +90,7 @@ class Trainer:
 
     def _step(self, step: int) -> Flags:
         """Take a step, emit its event and update the facts; gives the flags of all ranks. Raises TrainingError."""
-        flags = Flags(self._interruption.noticed is not None, self._saver.busy, self._saver.failed)
+        flags = Flags(bool(self._signals), self._saver.busy, self._saver.failed)
         try:
             with self.timed("training"):
                 done = self._stepper.step(step, flags)
@@ -142,7 +142,7 @@ class Trainer:
 
     def _stop_if_asked_since(self) -> None:
         """Stop if a signal came after the flags of the last step were exchanged: writing the model still takes long."""
-        asked = torch.tensor([float(self._interruption.noticed is not None)], device=self._group.device)
+        asked = torch.tensor([float(bool(self._signals))], device=self._group.device)
         if bool(self._group.sum_(asked)):
             self._stop(self._stepper.steps, observed=self._stepper.steps)
 
@@ -152,10 +152,25 @@ class Trainer:
         self._save(step, observed)
         self._saver.finish()
         raise TrainingError(
-            f"stopped by {self._interruption.noticed or 'a signal to another rank'} after step {step} of "
+            f"stopped by {self._signals[-1] if self._signals else 'a signal to another rank'} after step {step} of "
             f"{self._stepper.steps}; checkpoint saved; run again to go on"
         )
 
     def _save(self, step: int, observed: int) -> None:
         with self.timed("checkpoints"):
             self._saver.start(step, self._state, {**self.facts, _OBSERVED: observed})
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[str]]:
+    """Within the block SIGTERM, and SIGINT from Ctrl-C, do not end the process; their names are added to the list."""
+    noted: list[str] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {
+        number: signal.signal(number, lambda got, _: noted.append(signal.Signals(got).name)) for number in numbers
+    }
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

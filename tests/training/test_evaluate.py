@@ -342,7 +342,7 @@ def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
 def test_a_table_over_other_tokens_is_refused_with_a_row(tiny_world):
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
     wrong = copy.deepcopy(table)
-    wrong.rejected_tokens[40] += 1
+    wrong.tokens_P2[40, 1] += 1
     with pytest.raises(CorruptArtifact, match=r"row 140 is over \d+ tokens"):
         tiny_held_out(tiny_world, wrong, load_model(tiny_world.model, "float32", ALONE.device))
 

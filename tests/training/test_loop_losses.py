@@ -241,7 +241,7 @@ def test_tails_of_some_pairs_are_those_of_plain_transformers(tiny_world):
 def test_a_table_of_another_model_is_refused_whatever_the_loss(tiny_world):
     """SimPO has no reference; the table still says what the policy's log-probs are before it has learned anything."""
     table = LogProbTable.read(tiny_world.reference, 45)
-    table.rejected_logprobs[:] += 0.5
+    table.logprobs_P2[:, 1] += 0.5
     table.write(tiny_world.reference)
     with pytest.raises(TrainingError, match="8 of 8 pairs differ by more than rounding"):
         tune(tiny_world.job("policy", settings({"type": "simpo"})))

@@ -103,8 +103,8 @@ def test_it_agrees_with_float64_one_sequence_at_a_time(oracle, last_response):
     worst = worst_difference(oracle, table, "suffix_logp", lambda row: True)
     assert worst < TOLERANCE
     found = LogProbTable.read(table.folder, len(oracle.rows))
-    assert found.chosen_tokens.tolist() == [r["chosen"]["n_total"] - r["chosen"]["n_prompt"] for r in oracle.rows]
-    assert found.rejected_tokens.tolist() == [r["rejected"]["n_total"] - r["rejected"]["n_prompt"] for r in oracle.rows]
+    assert found.tokens_P2[:, 0].tolist() == [r["chosen"]["n_total"] - r["chosen"]["n_prompt"] for r in oracle.rows]
+    assert found.tokens_P2[:, 1].tolist() == [r["rejected"]["n_total"] - r["rejected"]["n_prompt"] for r in oracle.rows]
 
 
 @pytest.mark.shared
@@ -273,7 +273,7 @@ def test_a_response_in_many_pairs_is_scored_once(tiny_world, workshop):
     made = workshop.do(tiny_job(tiny_world, workshop))
     assert made.details["sequences"] == made.details["scored"] == 2 * len(tiny_world.examples) - 10
     table = LogProbTable.read(made.folder, len(tiny_world.examples))
-    assert len({*table.chosen_logprobs[:10], table.rejected_logprobs[11]}) == 1
+    assert len({*table.logprobs_P2[:10, 0], table.logprobs_P2[11, 1]}) == 1
 
 
 def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_world, workshop):
@@ -285,7 +285,7 @@ def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_worl
     second = workshop.do(tiny_job(tiny_world, workshop))
     after = LogProbTable.read(second.folder, len(everything))
     assert (second.details["hits"], second.details["scored"]) == (80, 2 * len(everything) - 80)
-    assert after.chosen_logprobs[::-1][:40].tolist() == before.chosen_logprobs.tolist()
+    assert after.logprobs_P2[::-1][:40].tolist() == before.logprobs_P2.tolist()
 
 
 @pytest.mark.parametrize("change", ["dtype", "weights"])

@@ -41,7 +41,7 @@ def test_a_number_of_rows_is_spread_from_the_first_to_the_last(tiny_world: Any) 
 
 def test_a_value_that_is_not_the_models_shows(tiny_world: Any) -> None:
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
-    table.rejected_logprobs[22] += 0.02
+    table.logprobs_P2[22, 1] += 0.02
     table.write(tiny_world.reference)
     wrong = [
         (row["row"], side)
