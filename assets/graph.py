@@ -1,4 +1,4 @@
-"""The graph of a recipe: what each asset is made from, where it stands, and which fields of the recipe it reads itself.
+"""The graph of a recipe: what each asset is made from, and which fields of the recipe it reads itself.
 
 This table is the one place that knows the shape of a pipeline. The Dagster assets are declared from it, keys of
 derivations are computed from it, and `pedigree status` walks it. Order is topological.
@@ -34,13 +34,13 @@ def _tokenization(recipe: Recipe) -> Settings:
 
 
 def _training(recipe: Recipe) -> Settings:
-    """Epochs change nothing where `max_steps` says when to stop; what came later is left out where it is not used."""
-    unused = {
-        "epochs": recipe.training.max_steps is not None,
-        "head_precision": recipe.training.head_precision == "exact",
-    }
-    without = {name for name, is_unused in unused.items() if is_unused}
-    return recipe.training.model_dump(mode="json", exclude=without) | {"loss": recipe.training.loss.settings()}
+    """Without `epochs` where `max_steps` decides, and without a later field at its default: such a spec keeps its key."""
+    training, unused = recipe.training, set[str]()
+    if training.max_steps is not None:
+        unused.add("epochs")
+    if training.head_precision == "exact":
+        unused.add("head_precision")
+    return training.model_dump(mode="json", exclude=unused) | {"loss": training.loss.settings()}
 
 
 def _evaluation(recipe: Recipe) -> Settings:
@@ -52,7 +52,7 @@ def _supervised(recipe: Recipe) -> Settings:
 
 
 def _scoring(recipe: Recipe) -> Settings:
-    """The scoring's version too: log-probs of another one are others, though the recipe says nothing of it."""
+    """With the version of the scoring algorithm: another one gives other log-probs."""
     return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION}
 
 
@@ -62,12 +62,17 @@ def _release(recipe: Recipe) -> Settings:
 
 @dataclass(frozen=True)
 class Node:
-    """`version` is the version of the asset's algorithm: raise it when the same inputs shall give another result."""
+    """An asset: `needs` are its direct dependencies, `reads` gives the fields of the recipe that it reads itself.
+
+    `needs_if_tuned` are further dependencies in a recipe with `reference.sft`. `version` is that of the asset's
+    algorithm: raise it when the same inputs shall give another result.
+    """
 
     group: str
     kinds: frozenset[str]
     description: str
     needs: tuple[str, ...] = ()
+    needs_if_tuned: tuple[str, ...] = ()
     reads: Callable[[Recipe], Settings] = _nothing
     pool: str | None = None
     version: str = "1"
@@ -76,11 +81,9 @@ class Node:
         """What Dagster compares to see that the code or the recipe's fields behind an asset changed."""
         return f"{self.version}-{short(fingerprint('settings', self.reads(recipe)))}"
 
-    def needed_by(self, recipe: Recipe) -> tuple[str, ...]:
-        """The direct dependencies in this recipe: supervised tuning of the reference is what brings in the pairs."""
-        if self.group == "reference" and "base_model" in self.needs and recipe.reference.sft is None:
-            return ("base_model",)
-        return self.needs
+    def inputs(self, recipe: Recipe) -> tuple[str, ...]:
+        """The direct dependencies in this recipe."""
+        return self.needs if recipe.reference.sft is None else (*self.needs, *self.needs_if_tuned)
 
 
 GRAPH: dict[str, Node] = {
@@ -123,7 +126,8 @@ GRAPH: dict[str, Node] = {
         "reference",
         frozenset({"pytorch"}),
         "The frozen model the policy is measured against: the base model, or the base model after supervised tuning.",
-        needs=("base_model", "tokenized_pairs"),
+        needs=("base_model",),
+        needs_if_tuned=("tokenized_pairs",),
         reads=_supervised,
         pool=GPU_POOL,
     ),
@@ -163,6 +167,6 @@ GRAPH: dict[str, Node] = {
 
 
 def derivation(asset: str, inputs: dict[str, str], settings: Settings) -> Derivation:
-    """How `asset` is made from `inputs` (fingerprints by asset name) and `settings`; its key says if that was done."""
+    """How `asset` is made from `inputs` (fingerprints by asset name) and `settings`."""
     sources = {name: Source(kind=name, fingerprint=found) for name, found in inputs.items()}
     return Derivation(kind=asset, code_version=GRAPH[asset].version, inputs=sources, settings=settings)

@@ -66,7 +66,7 @@ def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataV
 
 
 def picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
-    """A figure as a PNG inside a line of Markdown, which Dagster's UI shows as a picture."""
+    """A figure as a PNG within Markdown, as Dagster's UI shows pictures."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return dg.MetadataValue.md(
@@ -74,12 +74,22 @@ def picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
     )
 
 
+def shown_changes(words: Sequence[str] | None) -> dg.MarkdownMetadataValue:
+    """What changed since the latest materialization; None stands for an asset that never had one."""
+    if not words:
+        return dg.MetadataValue.md("first materialization" if words is None else "nothing")
+    return dg.MetadataValue.md(_verbatim(words))
+
+
 def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
-    """Pairs as the model sees them, each in a block of its own in which nothing is taken for markup."""
+    """Pairs as the model sees them."""
     texts = [
         f"row {pair['row']}\n{pair['prompt']}\n--- chosen\n{pair['chosen']}\n--- rejected\n{pair['rejected']}"
         for pair in examples
     ]
-    return dg.MetadataValue.md(
-        "\n\n".join(f"~~~~text\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts) or "none"
-    )
+    return dg.MetadataValue.md(_verbatim(texts) or "none")
+
+
+def _verbatim(texts: Sequence[str]) -> str:
+    """Each text in a block of its own, in which nothing is taken for markup."""
+    return "\n\n".join(f"~~~~text\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts)

@@ -19,11 +19,12 @@ import dagster as dg
 
 from assets.changes import changes_since
 from assets.graph import GRAPH
+from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_key
-from assets.world import Found, hash_cache, look
+from assets.world import Found, FoundTokenizer, hash_cache, look
 from training.contract.errors import RecipeError
 from training.contract.fingerprint import fingerprint
+from training.contract.store import Store
 from workflows.resources import build_services, pedigree_home
 
 _SECONDS_BETWEEN_LOOKS = 60
@@ -94,7 +95,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         description=f"Records data, base model and tokenizer of {pipeline.name} when they are not what they were.",
     )
     def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
-        if data_version(context.instance, pipeline.key("preference_source")) is None:
+        if latest(context.instance, pipeline.key("preference_source")).fingerprint is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
         services = build_services(pedigree_home())
         cache = hash_cache(services)
@@ -119,29 +120,27 @@ def _was_asked_for(seen: str, cursor: str | None) -> bool:
 
 
 def _causes(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Sequence[Found]) -> list[str]:
-    """What of the world is not what was last materialized, in words; nothing for what never was."""
+    """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
     causes = []
     for each in found:
-        key = latest_key(instance, pipeline.key(each.asset))
-        if key is not None and not _is_recorded(pipeline, services, instance, each, key):
-            causes += [f"{each.asset}: {words}" for words in changes_since(services.store, key, each)]
+        recorded = latest(instance, pipeline.key(each.asset))
+        if recorded.key is not None and not _is_recorded(services.store, recorded, each):
+            causes += [f"{each.asset}: {words}" for words in changes_since(services.store, recorded.key, each)]
     return causes
 
 
-def _is_recorded(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Found, key: str) -> bool:
-    if found.fingerprint is not None:
-        return data_version(instance, pipeline.key(found.asset)) == found.fingerprint
-    if found.job is None:
-        return False  # a model that is not downloaded yet: the run does it
-    record = services.store.record(found.asset, key)
-    return record is not None and _files(record.derivation.settings) == _files(found.derivation.settings)
+def _is_recorded(store: Store, recorded: Materialization, found: Found) -> bool:
+    if not isinstance(found, FoundTokenizer):  # a model without a fingerprint is to be downloaded, by the run
+        return recorded.fingerprint == found.fingerprint
+    before = None if recorded.key is None else store.derivation(found.asset, recorded.key)
+    return before is not None and _files(before.settings) == _files(found.derivation.settings)
 
 
 def _identity(found: Found) -> Any:
     settings = found.derivation.settings
-    return found.fingerprint or (settings if found.job is None else _files(settings))
+    return _files(settings) if isinstance(found, FoundTokenizer) else found.fingerprint or settings
 
 
 def _files(settings: dict[str, Any]) -> dict[str, Any]:
-    """The files of a tokenization spec. Its rules are the recipe's, and a code version tells of those."""
+    """The files of a tokenization spec. Its rules are fields of the recipe, of which the code version tells."""
     return {name: settings[name] for name in ("files", "chat_template")}

@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 import dagster as dg
 
 from assets.graph import GPU_POOL, GRAPH
+from assets.materialized import latest
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
-from assets.realize import data_version, latest_metadata
 from training.contract.errors import PedigreeError, UsageError
 from workflows.recipes import LoadedRecipe
 
@@ -68,7 +68,7 @@ def with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
     wanted = {asset}
     for name in reversed(GRAPH):
         if name in wanted:
-            wanted.update(GRAPH[name].needed_by(pipeline.recipe))
+            wanted.update(GRAPH[name].inputs(pipeline.recipe))
     return [name for name in GRAPH if name in wanted]
 
 
@@ -91,7 +91,7 @@ def materialize(
         raise_on_error=False,
     )
     assets = list(_asset_runs(result, pipeline, instance))
-    shown = {a.asset: latest_metadata(instance, pipeline.key(a.asset)) for a in assets if a.outcome != "failed"}
+    shown = {a.asset: latest(instance, pipeline.key(a.asset)).metadata for a in assets if a.outcome != "failed"}
     evaluated = {a.asset: a.fingerprint for a in assets if a.outcome != "failed"}.get("evaluation")
     details = services.store.open("evaluation", evaluated).details if evaluated else {}
     return RunReport(
@@ -158,12 +158,11 @@ def _asset_runs(
     failures = {step: event for event in result.filter_events(lambda e: e.is_step_failure) if (step := event.step_key)}
     for asset in GRAPH:
         failure = failures.get(pipeline.key(asset).to_python_identifier())
-        fingerprint = data_version(instance, pipeline.key(asset))
+        found = latest(instance, pipeline.key(asset))
         if failure is not None:
-            yield AssetRun(asset, "failed", fingerprint, 0.0, _reason(failure))
+            yield AssetRun(asset, "failed", found.fingerprint, 0.0, _reason(failure))
         elif asset in done:
-            shown = latest_metadata(instance, pipeline.key(asset))
-            yield AssetRun(asset, shown["outcome"], fingerprint, shown["seconds"])
+            yield AssetRun(asset, found.metadata["outcome"], found.fingerprint, found.metadata["seconds"])
 
 
 def _reason(failure: dg.DagsterEvent) -> str:

@@ -26,8 +26,8 @@ from pydantic import ValidationError
 
 from assets.adapters import MERGED
 from assets.graph import GRAPH
+from assets.materialized import latest
 from assets.pipeline import Services
-from assets.realize import data_version, latest_key
 from training.contract.errors import CorruptArtifact
 from training.contract.job import Job
 from training.contract.manifest import Manifest, Source, read_manifest
@@ -161,13 +161,12 @@ class Sweep:
 
     def _materialized(self) -> Iterator[Reference]:
         for key in self._instance.get_asset_keys():
-            asset, found = key.path[-1], data_version(self._instance, key)
-            if asset not in GRAPH or found is None:
+            asset, recorded = key.path[-1], latest(self._instance, key)
+            if asset not in GRAPH or recorded.fingerprint is None:
                 continue
-            yield asset, found
-            derivation_key = latest_key(self._instance, key)
-            if derivation_key and (record := self._store.record(asset, derivation_key)):
-                yield from _references(record.derivation.inputs)
+            yield asset, recorded.fingerprint
+            if recorded.key is not None and (derivation := self._store.derivation(asset, recorded.key)):
+                yield from _references(derivation.inputs)
 
     def _in_progress(self) -> Iterator[Reference]:
         for folder in self._jobs:

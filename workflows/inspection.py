@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from assets.adapters import base_of
+from assets.materialized import latest, latest_derivation
 from assets.page import render_page
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_derivation
 from assets.rescoring import rescore
 from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
 from training.contract.errors import UsageError
@@ -134,7 +134,7 @@ class _Inspector:
         return artifact
 
     def _materialized(self, asset: str) -> Artifact | None:
-        found = data_version(self._instance, self._pipeline.key(asset))
+        found = latest(self._instance, self._pipeline.key(asset)).fingerprint
         return None if found is None else self._services.store.open(asset, found)
 
 

@@ -22,8 +22,9 @@ import dagster as dg
 
 from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
+from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import IRREPLACEABLE, data_version, latest_key, latest_metadata
+from assets.realize import IRREPLACEABLE
 from assets.release import is_decided
 from assets.world import ROOTS, Found, hash_cache, look
 from model_registry.connection import brief_patience
@@ -106,7 +107,7 @@ def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) 
 
 def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, cache: HashCache) -> Outcome:
     settings = GRAPH[asset].reads(pipeline.recipe)
-    inputs = {name: above[name].fingerprint for name in GRAPH[asset].needed_by(pipeline.recipe)}
+    inputs = {name: above[name].fingerprint for name in GRAPH[asset].inputs(pipeline.recipe)}
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return Outcome(None, None, settings)
@@ -154,19 +155,19 @@ class _Judge:
         self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
 
     def asset(self, asset: str) -> AssetStatus:
-        materialized = data_version(self._instance, self._pipeline.key(asset))
-        if materialized is None:
+        recorded = latest(self._instance, self._pipeline.key(asset))
+        if recorded.fingerprint is None:
             self._causes[asset] = [(asset, NEVER)]
             return AssetStatus(asset, "missing", (NEVER,), None)
-        if self._outcomes[asset].fingerprint == materialized:
+        if self._outcomes[asset].fingerprint == recorded.fingerprint:
             self._causes[asset] = []
             if asset == "released_model":
-                return self._released(materialized)
-            return AssetStatus(asset, "fresh", (), materialized)
-        found = list(dict.fromkeys(self._find_causes(asset)))
+                return self._released(recorded.fingerprint)
+            return AssetStatus(asset, "fresh", (), recorded.fingerprint)
+        found = list(dict.fromkeys(self._find_causes(asset, recorded)))
         self._causes[asset] = found
         words = tuple(text if origin == asset else f"{origin}: {text}" for origin, text in found)
-        return AssetStatus(asset, "stale", words, materialized)
+        return AssetStatus(asset, "stale", words, recorded.fingerprint)
 
     def _released(self, key: str) -> AssetStatus:
         """A model whose derivation is that of now: fresh if the registry has it, or cannot be asked within seconds."""
@@ -179,20 +180,16 @@ class _Judge:
             return AssetStatus("released_model", "fresh", (), key)
         return AssetStatus("released_model", "stale", (NO_VERSION,), key)
 
-    def _find_causes(self, asset: str) -> Iterator[tuple[str, str]]:
-        outcome, key = self._outcomes[asset], latest_key(self._instance, self._pipeline.key(asset))
+    def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
+        outcome = self._outcomes[asset]
         if outcome.fault is not None:
             yield asset, outcome.fault
             return
-        if outcome.found is not None and not self._is_lost(asset, key):
-            yield from ((asset, words) for words in changes_since(self._store, key, outcome.found))
+        if outcome.found is not None and not self._is_lost(asset, recorded.key):
+            yield from ((asset, words) for words in changes_since(self._store, recorded.key, outcome.found))
             return
-        before = self._before(asset, key)
-        own = (
-            []
-            if before is None
-            else own_changes(self._without_spec(asset, before), GRAPH[asset].version, outcome.settings)
-        )
+        before = self._before(asset, recorded)
+        own = [] if before is None else self._own_changes(asset, before)
         above = list(self._inherited(asset, before))
         yield from ((asset, words) for words in own)
         yield from above
@@ -200,24 +197,26 @@ class _Judge:
             yield asset, LOST if before is not None or asset in ROOTS else NO_RECORD
 
     def _is_lost(self, asset: str, key: str | None) -> bool:
-        """Whether the very derivation that was materialized is asked for, and what it gave is gone."""
+        """Whether a run would repeat the derivation that was materialized, and what that gave is gone."""
         how = self._outcomes[asset].derivation
         return how is not None and how.key == key and self._outcomes[asset].fingerprint is None
 
-    def _before(self, asset: str, key: str | None) -> Derivation | None:
-        if key is None or asset in ROOTS:
+    def _before(self, asset: str, recorded: Materialization) -> Derivation | None:
+        """How an asset that is made from others was made when it was last materialized."""
+        if recorded.key is None or asset in ROOTS:
             return None
         if asset == "released_model":  # its artifact is in the registry, so its derivation is with the materialization
-            told = latest_metadata(self._instance, self._pipeline.key(asset)).get("derivation")
+            told = recorded.metadata.get("derivation")
             return None if told is None else Derivation.model_validate(told)
-        return self._store.derivation(asset, key)
+        return self._store.derivation(asset, recorded.key)
 
-    def _without_spec(self, asset: str, before: Derivation) -> Derivation:
+    def _own_changes(self, asset: str, before: Derivation) -> list[str]:
         """Fields that come out of a spec are the spec's to explain."""
-        return before.model_copy(update={"settings": {}}) if asset in _SPECS else before
+        known = before.model_copy(update={"settings": {}}) if asset in _SPECS else before
+        return own_changes(known, GRAPH[asset].version, self._outcomes[asset].settings)
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
-        inputs = GRAPH[asset].needed_by(self._pipeline.recipe)
+        inputs = GRAPH[asset].inputs(self._pipeline.recipe)
         for name in inputs:
             now = self._outcomes[name].fingerprint
             old = before.inputs.get(name) if before is not None else None

@@ -23,7 +23,7 @@ from assets.realize import Realized, make, record_found
 from assets.reference import point_to
 from assets.release import is_decided
 from assets.specs import tokenizer_work
-from assets.world import ROOTS, look
+from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
 from training.contract.memo import Memo, scoring_rule
 from training.contract.scoring import SCORING_VERSION
 from training.contract.shard import KEY_BYTES
@@ -75,16 +75,18 @@ class _Cheap:
 
     @classmethod
     def made(cls, pipeline: Pipeline, services: Services) -> "_Cheap":
-        found = {asset: look(pipeline, services, asset) for asset in ROOTS}
-        roots = {asset: record_found(services, found[asset]) for asset in ROOTS if found[asset].job is None}
-        spec = make(pipeline, services, "tokenization_spec", tokenizer_work(found["tokenization_spec"]), {}, _LOG)
-        source = roots["preference_source"]
-        reading = preferences_work(pipeline, found["preference_source"])
+        data, model = find_data(pipeline), find_model(pipeline, services)
+        tokenizer = find_tokenizer(pipeline, services)
+        source, base_model = record_found(services, data), record_found(services, model)
+        for asset in ("training_spec", "evaluation_spec"):
+            record_found(services, look(pipeline, services, asset))
+        spec = make(pipeline, services, "tokenization_spec", tokenizer_work(tokenizer), {}, _LOG)
+        reading = preferences_work(pipeline, data)
         rows = make(pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact}, _LOG)
         above = {"raw_preferences": rows.artifact, "tokenization_spec": spec.artifact}
         pairs = make(pipeline, services, "tokenized_pairs", PAIRS_WORK, above, _LOG)
         if pipeline.recipe.reference.sft is None:
-            point_to(services, roots["base_model"].artifact.fingerprint)
+            point_to(services, base_model.artifact.fingerprint)
         return cls(source, rows, pairs)
 
 

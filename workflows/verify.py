@@ -14,8 +14,8 @@ import dagster as dg
 from assets.adapters import MERGED
 from assets.changes import changes_since
 from assets.graph import GRAPH
+from assets.materialized import latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_key
 from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
 from assets.world import look
@@ -78,21 +78,21 @@ class _Verifier:
 
     def asset(self, asset: str) -> VerifiedAsset | None:
         """The asset as last materialized; None if it never was."""
-        key = self._pipeline.key(asset)
-        fingerprint = data_version(self._instance, key)
+        recorded = latest(self._instance, self._pipeline.key(asset))
+        fingerprint = recorded.fingerprint
         if fingerprint is None:
             return None
         released = asset == "released_model"
         fault = self._version_fault(fingerprint) if released else self._artifact_fault(asset, fingerprint)
         if fault is None and asset in _OUTSIDE:
-            fault = self._outside_fault(asset, fingerprint, latest_key(self._instance, key))
+            fault = self._outside_fault(asset, fingerprint, recorded.key)
         if fault is None and asset == "reference_logprobs":
             fault = self._memo_fault(fingerprint)
         return VerifiedAsset(asset, fingerprint, fault is None, fault)
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
         """The latest table with the pairs and the model that it was made from; None if there is no table."""
-        key = latest_key(self._instance, self._pipeline.key("reference_logprobs"))
+        key = latest(self._instance, self._pipeline.key("reference_logprobs")).key
         table = None if key is None else self._services.store.find("reference_logprobs", key)
         if table is None:
             return None

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from mlflow import MlflowClient
 
-from assets.realize import data_version
+from assets.materialized import latest
 from assets.world import look
 from model_registry.registry import Registry
 from tests.workflows import edits
@@ -52,7 +52,10 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     edits.rewrite_data(world)
     field("release.gate.min_accuracy", 0.1)(world)
     pipeline = run(ground, world).pipeline
-    now = {name: data_version(ground.instance, pipeline.key(name)) for name in ("preference_source", "raw_preferences")}
+    now = {
+        name: latest(ground.instance, pipeline.key(name)).fingerprint
+        for name in ("preference_source", "raw_preferences")
+    }
     before = ground.fingerprints["plain"]
     assert (
         now["raw_preferences"] == before["raw_preferences"] and now["preference_source"] != before["preference_source"]
@@ -77,7 +80,7 @@ def test_a_table_that_was_first_made_from_other_pairs_fits_those_of_now(ground: 
     retokenizer(edits.end_with_the_user)(world)
     pipeline = run(ground, world, "reference_logprobs").pipeline
     for asset, same in (("tokenized_pairs", False), ("reference_logprobs", True)):
-        assert (data_version(ground.instance, pipeline.key(asset)) == ground.fingerprints["plain"][asset]) is same
+        assert (latest(ground.instance, pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]) is same
     found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
     assert found.chosen.reference_logprob is not None and found.chosen.policy_logprob is not None
 
@@ -91,7 +94,7 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     found = {a.asset: a.causes for a in status(load_recipe(world.folder).pipeline, ground.services, ground.instance)}
     assert f"champion absent -> {short(weights)}" in found["training_spec"]
     pipeline = run(ground, world).pipeline
-    made = ground.services.store.open("policy", data_version(ground.instance, pipeline.key("policy")) or "")
+    made = ground.services.store.open("policy", latest(ground.instance, pipeline.key("policy")).fingerprint or "")
     assert made.manifest.made_from.settings["champion"] == weights
     assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(made.details["series"]["rewards/margins"][0]) > 1e-4

@@ -6,7 +6,7 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
-from assets.realize import latest_metadata
+from assets.materialized import latest
 from tests.workflows.conftest import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
 from workflows.resources import services
@@ -110,7 +110,7 @@ def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
 
 def test_a_materialization_shows_what_changed(sensed):
     def shown(asset):
-        return latest_metadata(sensed.instance, sensed.pipeline.key(asset))["changes"]
+        return latest(sensed.instance, sensed.pipeline.key(asset)).metadata["changes"]
 
     sensed.look()
     assert shown("preference_source") == "first materialization"
