@@ -1,15 +1,15 @@
-"""When an asset is materialized without anybody asking: once for every change of content, and never for a repetition.
+"""When an asset is materialized automatically: once for every change of content, never for a repetition.
 
-    cause          the code version of the asset changed (its algorithm, or fields of the recipe that it reads), or the data
-                   version of something it is made from did, or that is about to be made anew; or it went missing; or blocking
-                   checks that held it up have passed
-    and            everything it is made from is there, nothing of it or of the asset is being made, and no blocking check of
-                   what it is made from has failed
+    cause          the asset's code version changed (its algorithm, or fields of the recipe that it reads); or the data version
+                   of a dependency did; or a dependency is requested at this tick; or the asset went missing; or blocking
+                   checks that had failed have passed
+    and            no dependency is missing, neither the asset nor a dependency is in progress, and no blocking check of a
+                   dependency has failed
 
-A cause is remembered until the asset is requested or materialized: one that comes while a check has failed, or while a run is
-in progress, is answered afterwards. Because of "about to be made anew" one change gives one run of all that lies below it, in
-the order of the graph; there the store answers for whatever the change does not reach, and a failed blocking check stops what
-follows. `eager()` is another thing: it fires for every materialization, identical or not.
+A cause is remembered until the asset is requested or materialized, so one that arises during a run, or while a check has
+failed, is handled afterwards. Since requested dependencies count, one change gives one run of everything downstream, in
+which the store answers for whatever the change does not affect. `AutomationCondition.eager()` would not do: it fires for
+every materialization, identical or not.
 """
 
 from typing import Any

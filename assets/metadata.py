@@ -1,4 +1,4 @@
-"""What people look at in the UI: tables, pictures and links, made from the details in an artifact's manifest."""
+"""What Dagster's UI shows of an artifact: tables, pictures and links, made from the details in its manifest."""
 
 import base64
 import io
@@ -34,7 +34,7 @@ def inputs_table(how: Derivation) -> dg.TableMetadataValue:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.TableMetadataValue:
-    """Rows as a table. Every column is text, so that an empty table has its columns as well."""
+    """Rows as a table. Its schema is given, so that an empty table has columns too."""
     records = [dg.TableRecord({name: str(row.get(name, "")) for name in columns}) for row in rows]  # type: ignore[call-arg]
     schema = dg.TableSchema([dg.TableColumn(name, "string") for name in columns])
     return dg.MetadataValue.table(records, schema=schema)

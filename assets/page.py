@@ -1,7 +1,7 @@
-"""A page for people: pairs as their tokens, the trained ones framed, coloured by the reference's log-prob of each.
+"""An HTML page of pairs: trained tokens are framed, and coloured by their log-prob under the reference.
 
-One file that needs nothing else and runs nothing. All text in it comes out of preference data and is escaped; a policy in the
-head forbids scripts and requests besides.
+The file is self-contained and has no scripts. Its text comes from preference data, so all of it is escaped, and a content
+security policy forbids scripts and requests besides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ h2 { margin: 2rem 0 .3rem } h3 { margin: 1rem 0 .2rem; font-weight: 600 } .sums 
 
 
 def render_page(title: str, rows: Sequence[TokenizedRow], policy: PolicyLogProbs | None = None) -> str:
-    """The page as HTML; `policy` gives the policy's sums where they are known."""
+    """The page as HTML; `policy` holds the policy's log-probs by row, where they are known."""
     sections = "\n".join(_section(row, (policy or {}).get(row.row, (None, None))) for row in rows)
     return f"""<!doctype html>
 <html lang="en">
@@ -75,7 +75,7 @@ def _token(text: str, trained: bool, value: float | None) -> str:
 
 
 def _policy(value: float | None) -> str:
-    """Nothing where it is not known: the pages of the reference have none."""
+    """Empty where it is unknown, as on the pages of the reference."""
     return "" if value is None else f", policy log-prob {value:.4f}"
 
 

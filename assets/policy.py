@@ -101,7 +101,7 @@ class _Tracking:
             key=derivation.key,
             name=f"{pipeline.name}-{short(derivation.key)}",
             params=recipe,
-            tags={**tags, "recipe": pipeline.name, "dagster_run_id": self._step.context.run_id},
+            tags={**tags, "recipe": pipeline.name, "dagster_run_id": self._step.context.run.run_id},
             dataset=DatasetUsed(
                 name="tokenized_pairs",
                 fingerprint=pairs.fingerprint,
