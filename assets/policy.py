@@ -95,7 +95,8 @@ class _Tracking:
         return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._services.tracker.run_link(run_id))}
 
     def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
-        pairs = upstream(self._context, self._pipeline, self._services, "tokenized_pairs")
+        trained_on = derivation.inputs["tokenized_pairs"].fingerprint  # which need not be those of now
+        pairs = self._services.store.open("tokenized_pairs", trained_on, hashes=False)
         tags = {name: source.fingerprint for name, source in derivation.inputs.items()}
         return self._services.tracker.run(
             experiment=self._pipeline.family,  # a recipe's runs and its variants' stand beside each other

@@ -16,12 +16,12 @@ import dagster as dg
 
 from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes, shown_changes
+from assets.evaluation import delivered_evaluation
 from assets.event_log import Log
 from assets.graph import GRAPH, derivation
 from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
 from assets.metadata import inputs_table
 from assets.pipeline import Pipeline, Services, declare
-from assets.policy import delivered_run
 from assets.realize import upstream
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, decide
@@ -41,7 +41,7 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
     def released_model(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
         started = time.monotonic()
         above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
-        find_run = partial(delivered_run, context, pipeline, services, above["policy"])
+        find_run = partial(delivered_evaluation, context, pipeline, services, above["policy"], above["evaluation"])
         candidate = _Candidate(pipeline, services, context.instance, above, find_run)
         changes = input_changes(context.instance, pipeline, "released_model")
 
@@ -125,8 +125,8 @@ def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
     run_id = candidate.find_run()
     if run_id is None:
         raise RegistryAway(
-            f"MLflow at {shown(registry.tracking_uri)} takes no run of the policy of {candidate.pipeline.name}; run again "
-            "once it does: nothing is trained again, the run is replayed"
+            f"MLflow at {shown(registry.tracking_uri)} does not take all that the run of the policy of "
+            f"{candidate.pipeline.name} has to hold; run again once it does: nothing is computed again"
         )
     model = plain_model(candidate.pipeline, services, policy, log)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}

@@ -8,7 +8,6 @@ deterministic, so a later one is the same but for its speed.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from mlflow import MlflowClient
@@ -48,7 +47,6 @@ class TrackedRun:
         self.run_id: str | None = None
         self._connection, self._open_run, self._plan = connection, open_run, plan
         self._pending: dict[Point, Metric] = {}
-        self._files: list[tuple[Path, str | None]] = []
         self._delivered: set[Point] = set()
         self._not_finite: set[str] = set()
         self._warned = False
@@ -57,7 +55,7 @@ class TrackedRun:
     @property
     def is_delivered(self) -> bool:
         """Whether the server has everything this run was given."""
-        return self.run_id is not None and not self._pending and not self._files
+        return self.run_id is not None and not self._pending
 
     def record(self, event: Event) -> None:
         """Take an event; every two seconds those taken so far are delivered."""
@@ -69,11 +67,6 @@ class TrackedRun:
         """Take many events at once, those of an earlier run's file; gives whether the server has them all."""
         for event in events:
             self._take(event)
-        return self.flush()
-
-    def log_file(self, path: Path, folder: str | None = None) -> bool:
-        """Add a file to the run's artifacts; kept for later, by its path, where the server does not answer."""
-        self._files.append((path, folder))
         return self.flush()
 
     def flush(self) -> bool:
@@ -111,13 +104,6 @@ class TrackedRun:
             self._delivered.update(points)
             for point in points:
                 del self._pending[point]
-        while self._files:
-            path, folder = self._files[0]
-            if path.is_file():
-                client.log_artifact(self.run_id, str(path), folder)
-            else:
-                self._connection.warn(f"not logged to MLflow: {path} is not a file")
-            del self._files[0]
 
     def _begin(self, client: MlflowClient, run: Run) -> None:
         """Describe a new run; of one that is continued, learn what it holds already."""
