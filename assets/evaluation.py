@@ -6,6 +6,7 @@ import dagster as dg
 
 from assets import checks
 from assets.metadata import table
+from assets.policy import delivered_run
 from assets.realize import Work, realize
 from assets.step import Step
 from training.contract.store import Artifact
@@ -25,14 +26,25 @@ def evaluation(step: Step) -> dg.MaterializeResult:
     return made.result(metadata, [checks.accuracy(made.artifact)])
 
 
-def _tracked(step: Step, evaluated: Artifact) -> dict[str, Any]:
-    """Add the metrics and the report to the policy's MLflow run, if there is one; gives the link to the report there."""
-    policy = step.latest("policy").metadata
-    run_id = policy.get("mlflow_run_id")
+def delivered_evaluation(step: Step, policy: Artifact, evaluation: Artifact) -> str | None:
+    """The MLflow run of an evaluated policy, after what it misses was delivered: events, held-out metrics, the report.
+
+    None where the server does not take them; a later run delivers them then.
+    """
+    run_id = delivered_run(step, policy)
+    if run_id is None:
+        return None
+    metrics, at = evaluation.details["metrics"], policy.details["steps"]
+    tracker, report = step.services.tracker, evaluation.file("report.html")
+    return run_id if tracker.log_evaluation(run_id, evaluation.fingerprint, metrics, at, report) else None
+
+
+def _tracked(step: Step, evaluation: Artifact) -> dict[str, Any]:
+    """The link to the report in the policy's MLflow run, if the server has them."""
+    made_from = evaluation.derivation.inputs["policy"].fingerprint
+    policy = step.services.store.open("policy", made_from, hashes=False)
+    run_id = delivered_evaluation(step, policy, evaluation)
     if run_id is None:
         return {}
-    tracker = step.services.tracker
-    tracker.log_evaluation(run_id, evaluated.details["metrics"], step=int(policy["steps"]))
-    tracker.log_file(run_id, evaluated.file("report.html"), "evaluation", evaluated.fingerprint)
-    link = tracker.run_link(run_id, "artifacts/evaluation/report.html")
+    link = step.services.tracker.run_link(run_id, "artifacts/evaluation/report.html")
     return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(link)}

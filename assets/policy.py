@@ -94,7 +94,8 @@ class _Tracking:
         return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._tracker.run_link(run_id))}
 
     def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
-        pipeline, pairs = self._step.pipeline, self._step.upstream("tokenized_pairs")
+        pipeline, trained_on = self._step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
+        pairs = self._step.services.store.open("tokenized_pairs", trained_on, hashes=False)  # not always the latest
         tags = {name: source.fingerprint for name, source in derivation.inputs.items()}
         return self._tracker.run(
             experiment=pipeline.family,  # the runs of a recipe and of its variants stand beside each other

@@ -5,6 +5,7 @@ The key's lock is held from the question to the answer, and by the job's own pro
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,8 +32,7 @@ from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Made
 from training.launch.launcher import run_job
 
-# A model that is not what was published is refused; any other artifact can be made again without loss.
-IRREPLACEABLE = {"policy", "reference_model"}
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def record(
     """An artifact of a few small JSON files whose content is known, so that no job is needed."""
     started = time.monotonic()
     with services.store.lock(derivation.kind, derivation.key):
-        found = services.store.find(derivation.kind, derivation.key)
+        found = find_sound(services, derivation, _LOG)
         if found is not None:
             return Realized(found, reused=True, seconds=time.monotonic() - started)
         with services.store.staging() as staging:
@@ -128,11 +128,19 @@ def find_sound(services: Services, derivation: Derivation, log: Log) -> Artifact
     try:
         return services.store.find(derivation.kind, derivation.key)
     except CorruptArtifact as error:
-        if derivation.kind in IRREPLACEABLE:
+        if is_irreplaceable(derivation):
             raise
         place = services.store.set_aside_key(derivation.kind, derivation.key)
         log.warning(f"{error}. Set aside in {place}; it is made again.")
         return None
+
+
+def is_irreplaceable(derivation: Derivation) -> bool:
+    """Whether it gives a trained model, which is refused where it is not what was published: a person has to know.
+
+    Anything else can be made again without loss, a pointer to the base model too.
+    """
+    return derivation.kind == "policy" or (derivation.kind == "reference_model" and bool(derivation.settings))
 
 
 def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact]) -> Job:

@@ -16,12 +16,12 @@ import dagster as dg
 
 from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes
+from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
 from assets.held_out import accuracy, loss, rows_by_pair, scale_of
 from assets.materialized import ancestry
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
-from assets.policy import delivered_run
 from assets.step import Step
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, decide
@@ -133,11 +133,11 @@ def _has_decision(version: Version) -> bool:
 
 def _register(candidate: _Candidate) -> Version:
     step, registry, policy = candidate.step, candidate.registry, candidate.above["policy"]
-    run_id = delivered_run(step, policy)
+    run_id = delivered_evaluation(step, policy, candidate.above["evaluation"])
     if run_id is None:
         raise RegistryAway(
-            f"MLflow at {shown(registry.tracking_uri)} takes no run of the policy of {step.pipeline.name}; run again "
-            "once it does: nothing is trained again, the run is replayed"
+            f"MLflow at {shown(registry.tracking_uri)} does not take all that the run of the policy of "
+            f"{step.pipeline.name} has to hold; run again once it does: nothing is computed again"
         )
     model = plain_model(step.pipeline, step.services, policy, step.context.log)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}

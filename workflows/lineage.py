@@ -24,7 +24,7 @@ from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
 from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import IRREPLACEABLE
+from assets.realize import is_irreplaceable
 from assets.release import is_decided
 from assets.world import ROOTS, Found, hash_cache, look
 from model_registry.connection import brief_patience
@@ -38,6 +38,7 @@ State = Literal["fresh", "stale", "missing"]
 
 NEVER = "never materialized"
 LOST = "its files are no longer in the store"
+CORRUPT_RECORD = "the record of how it was made is corrupt"
 NO_VERSION = "its version is no longer in the registry"
 # Which spec holds the settings of an asset that reads none of the recipe's fields itself.
 _SPECS = {"policy": "training_spec", "evaluation": "evaluation_spec"}
@@ -129,10 +130,14 @@ def _look_up(
 
 
 def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
-    record = store.record(how.kind, how.key)
-    assert record is not None, "what was never made cannot be corrupt"
-    text = corrupt_file(store, how.kind, record.fingerprint, error)
-    return f"{text}; it is refused until it is moved away" if how.kind in IRREPLACEABLE else text
+    try:
+        record = store.record(how.kind, how.key)
+    except CorruptArtifact:
+        text = CORRUPT_RECORD
+    else:
+        assert record is not None, "what was never made cannot be corrupt"
+        text = corrupt_file(store, how.kind, record.fingerprint, error)
+    return f"{text}; it is refused until it is moved away" if is_irreplaceable(how) else text
 
 
 def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifact) -> str:

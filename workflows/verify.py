@@ -12,7 +12,7 @@ from typing import Any
 import dagster as dg
 
 from assets.adapters import MERGED
-from assets.changes import changes_since
+from assets.changes import NO_RECORD, changes_since
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.pipeline import Pipeline, Services
@@ -24,7 +24,7 @@ from training.contract.fingerprint import short
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.execution import in_gpu_pool
-from workflows.lineage import LOST, corrupt_file
+from workflows.lineage import CORRUPT_RECORD, LOST, corrupt_file
 
 _OUTSIDE = ("preference_source", "base_model")
 _SCORED_WITH = ("tokenized_pairs", "reference_model")
@@ -84,6 +84,8 @@ class _Verifier:
             return None
         released = asset == "released_model"
         fault = self._version_fault(fingerprint) if released else self._artifact_fault(asset, fingerprint)
+        if fault is None and not released:
+            fault = self._record_fault(asset, recorded.key)
         if fault is None and asset in _OUTSIDE:
             fault = self._outside_fault(asset, fingerprint, recorded.key)
         if fault is None and asset == "reference_logprobs":
@@ -109,6 +111,12 @@ class _Verifier:
         except StoreError:
             return LOST
         return None
+
+    def _record_fault(self, asset: str, key: str | None) -> str | None:
+        try:
+            return None if key and self._services.store.record(asset, key) else NO_RECORD
+        except CorruptArtifact:
+            return CORRUPT_RECORD
 
     def _outside_fault(self, asset: str, fingerprint: str, key: str | None) -> str | None:
         try:

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 from mlflow import MlflowClient
 
+from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.world import look
 from model_registry.registry import Registry
@@ -111,6 +112,32 @@ def test_before_there_is_a_champion_a_policy_starts_from_the_reference(ground: G
     field("release.model_name", "nobody")(world)
     found = look(load_recipe(world.folder).pipeline, ground.services, "training_spec")
     assert found.files["spec.json"]["champion"] is None
+
+
+def test_whatever_is_corrupt_and_no_model_is_made_again(ground: Ground, world: World):
+    """A bit of every artifact but the policy, sources, specs and the pointer to the base model included, and of a record."""
+    store, before = ground.services.store, ground.fingerprints["plain"]
+    pipeline = load_recipe(world.folder).pipeline
+    for asset in (name for name in GRAPH if name not in ("policy", "released_model")):
+        manifest = store.open(asset, before[asset]).manifest
+        flip(store.folder(asset, before[asset]) / next(iter(manifest.files)))
+    key = latest(ground.instance, pipeline.key("evaluation")).key
+    flip(store.root / "keys" / "evaluation" / f"{key}.json")
+    found = {a.asset: a.causes for a in status(pipeline, ground.services, ground.instance)}
+    assert found["raw_preferences"] == ("file pairs.parquet of its artifact is corrupt",)
+    assert found["evaluation"][-1] == "the record of how it was made is corrupt"
+    report = materialize(load_recipe(world.folder), ground.services, ground.instance)
+    assert report.succeeded, report
+    assert {asset.asset: asset.fingerprint for asset in report.assets} == before
+    assert [asset.asset for asset in report.assets if asset.outcome == "reused"] == ["policy", "released_model"]
+    for asset in GRAPH.keys() - {"released_model"}:
+        store.open(asset, before[asset])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_a_registry_that_is_away_leaves_a_word(ground: Ground, world: World):
