@@ -1,14 +1,12 @@
-"""When a recipe is materialized without anybody asking: on a schedule, and when its content changes.
+"""When a recipe is materialized automatically: on a schedule, and when its content changes.
 
-Three parts, each of which does what only it can:
+* The schedule requests the whole graph. Every asset asks the store first, so an unchanged asset costs a look-up.
+* The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
+  from its latest materialization, the sensor requests the assets that record it, and no others.
+* The automation condition of every asset (`assets.conditions`) does the rest: recorded content that changed, or a code
+  version that a changed recipe gave, requests everything downstream in one run. Unchanged content requests nothing.
 
-* The schedule requests the whole graph. Every asset asks the store first, so what did not change costs a look and no more.
-* The data sensor looks at the world, which Dagster cannot see: preference files, base model, tokenizer and template. If
-  something is not what was last materialized, it requests the assets that record it, and only these.
-* The automation condition of every asset (`assets.conditions`) does the rest: what was recorded anew, or a code version that
-  a changed recipe gave, requests everything below it in one run. Recorded anew with the same content, it requests nothing.
-
-The first run is a person's to start: a recipe that was never materialized is left alone by sensor and conditions.
+A person starts the first run: sensor and conditions ignore a recipe that was never materialized.
 """
 
 import time
@@ -30,15 +28,15 @@ from workflows.resources import build_services, pedigree_home
 _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
-_NOTHING = "nothing"  # the cursor when there is nothing to ask for; Dagster would keep the old one for an empty text
-# What stands for the world outside; the two other specs are made of the recipe alone, and their code version tells.
+_NOTHING = "nothing"  # the cursor when there is nothing to request; Dagster keeps the old cursor for an empty one
+# The assets that record the world outside. The other two specs depend on the recipe alone, so on its code version.
 _LOOKED_AT = ("preference_source", "base_model", "tokenization_spec")
 _CAUSE_TAG = "pedigree/cause"
 _CAUSE_CHARACTERS = 500
 
 
 def retraining(pipeline: Pipeline) -> dg.Definitions:
-    """The jobs of a recipe, with the schedule and the sensors that it asks for; these start running."""
+    """The jobs of a recipe, and its schedule and sensors, which are switched on."""
     retrain = dg.define_asset_job(
         f"{pipeline.identifier}_retrain",
         selection=[pipeline.key(asset) for asset in GRAPH],
@@ -114,7 +112,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
 
 
 def _was_asked_for(seen: str, cursor: str | None) -> bool:
-    """Whether a run for what is seen was requested lately. One that failed, since a disk was full, is requested again."""
+    """Whether a run for this state was requested within the hour; after that a run that failed is requested again."""
     asked, _, when = (cursor or "").partition(" ")
     return asked == seen and time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN
 

@@ -1,7 +1,7 @@
 """`type: workflows.PreferenceTuning`: a recipe's file becomes a pipeline, and one more for each of its variants.
 
-A pipeline is twelve assets, jobs, a schedule and sensors. Its name begins its asset keys, and with `-` as `_` the names of
-its jobs, so no two pipelines may share it: neither two of one file nor those of files in folders beside each other.
+A pipeline is twelve assets, jobs, a schedule and sensors. Its asset keys, and with `_` for `-` the names of its jobs, begin
+with its name, so the names of all pipelines in one folder of recipes must differ.
 """
 
 import re
@@ -63,7 +63,7 @@ def pipeline_definitions(pipeline: Pipeline) -> dg.Definitions:
 
 
 def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
-    """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a folder beside."""
+    """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a sibling folder."""
     if len(pipelines) == 1:
         return
     taken: dict[str, str] = {}

@@ -1,17 +1,17 @@
-"""What of a recipe is fresh, stale or missing, and why, as the world is at this moment.
+"""Which assets of a recipe are fresh, stale or missing now, and why.
 
-The sources and specs are looked at; from there every asset's derivation follows, in the order of the graph, as its body
-would compute it. An asset is fresh if the artifact that derivation gives is the one that was last materialized. Where
-something above has still to be made, what it will be is unknown, and so is everything below that reads it: it counts
-as stale, although the run may find that the new artifact is the old one.
+Sources and specs are looked at; from them every asset's derivation follows, in the order of the graph, as its body would
+compute it. An asset is fresh if that derivation gives the artifact that was last materialized. While an input has yet to be
+made its fingerprint is unknown, so everything that depends on it counts as stale, although the run may find that the new
+artifact equals the old one.
 
-A cause is told where it arises and again, behind the name of that asset, wherever it leads:
+A cause is given where it arises and, behind the name of that asset, wherever it has an effect:
 
     training_spec    stale    loss.beta 0.1 -> 0.2
     policy           stale    training_spec: loss.beta 0.1 -> 0.2
     evaluation       stale    training_spec: loss.beta 0.1 -> 0.2
 
-So whatever is stale names what a person did, however far above, and never an asset that is stale itself for another reason.
+So every stale asset names what a person did, however far upstream, and never an asset that is itself only stale.
 """
 
 from collections.abc import Iterator
@@ -40,15 +40,15 @@ NEVER = "never materialized"
 LOST = "its files are no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt"
 NO_VERSION = "its version is no longer in the registry"
-# Which spec holds the settings of an asset that reads none of the recipe's fields itself.
+# The spec that holds the settings of an asset; such an asset reads no fields of the recipe itself.
 _SPECS = {"policy": "training_spec", "evaluation": "evaluation_spec"}
 
 
 @dataclass(frozen=True)
 class AssetStatus:
-    """`fingerprint` is that of the last materialization; `causes` say why it is not what a run would give now.
+    """`fingerprint` is that of the latest materialization; `causes` say why a run would give another one now.
 
-    A fresh asset has none, but for a model whose registry cannot be asked: its version is taken to be there, with a word.
+    A fresh asset has none, except a released model whose registry does not answer: then a cause says so.
     """
 
     asset: str
@@ -59,9 +59,10 @@ class AssetStatus:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run would give: the derivation (None if an input is unknown) and, if it is known, the fingerprint.
+    """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
 
-    `settings`: the fields of the recipe that the asset reads itself; `found`: what a source or a spec was seen to be.
+    `settings`: the fields of the recipe that the asset reads itself; `found`: for a source or a spec; `fault`: what is
+    wrong with the artifact in the store.
     """
 
     derivation: Derivation | None
@@ -141,7 +142,7 @@ def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
 
 
 def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifact) -> str:
-    """Which file of an artifact `error` speaks of, in a few words."""
+    """Which file of an artifact `error` is about, in a few words."""
     folder = store.folder(kind, fingerprint)
     try:
         names = read_manifest(folder).files
@@ -175,7 +176,7 @@ class _Judge:
         return AssetStatus(asset, "stale", words, recorded.fingerprint)
 
     def _released(self, key: str) -> AssetStatus:
-        """A model whose derivation is that of now: fresh if the registry has it, or cannot be asked within seconds."""
+        """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
             with brief_patience():
                 decided = is_decided(self._registry, self._pipeline, key)
