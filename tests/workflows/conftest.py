@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner, Result
+
+from workflows import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PEDIGREE = str(Path(sys.executable).with_name("pedigree"))
@@ -47,10 +50,24 @@ class Home:
         command = [PEDIGREE, *arguments]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=500)
 
-    def json(self, *arguments: str) -> Any:
-        """What the command prints with --json, after making sure that it is all it printed."""
-        done = self.pedigree(*arguments, "--json")
+    def run(self, *arguments: str) -> Any:
+        """What `pedigree run` prints with --json, after making sure that it is all it printed."""
+        done = self.pedigree("run", *arguments, "--json")
         assert done.returncode == 0, done.stderr + done.stdout
+        return json.loads(done.stdout)
+
+    def invoke(self, *arguments: str) -> Result:
+        """The command in this process: one of its own spends seconds on imports."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PEDIGREE_HOME", str(self.path))
+            patch.setenv("DAGSTER_HOME", str(self.path / "dagster"))
+            patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+            return CliRunner().invoke(cli.main, arguments)
+
+    def look(self, *arguments: str) -> Any:
+        """What the command prints with --json in this process."""
+        done = self.invoke(*arguments, "--json")
+        assert done.exit_code == 0, done.output
         return json.loads(done.stdout)
 
 
@@ -94,4 +111,4 @@ def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Home]:
 def materialized(small_recipe: Path, new_home: Callable[[], Home]) -> tuple[Home, dict[str, Any]]:
     """A home in which the small recipe was run once, on two processes, and what the command said."""
     home = new_home()
-    return home, home.json("run", str(small_recipe))
+    return home, home.run(str(small_recipe))
