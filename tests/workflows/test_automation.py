@@ -7,7 +7,7 @@ import pytest
 
 from assets.graph import GRAPH
 from assets.materialized import latest
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
 from workflows.resources import services
 

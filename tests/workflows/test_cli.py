@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import mlflow.transformers
 import pytest
 from mlflow import MlflowClient
 
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 
 pytestmark = pytest.mark.slow
 

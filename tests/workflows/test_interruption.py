@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
 
 pytestmark = pytest.mark.slow
 SECONDS_ALLOWED = 5.0

@@ -4,7 +4,7 @@ import hashlib
 
 from assets.data import preferences_work
 from assets.world import find_data
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
 
 

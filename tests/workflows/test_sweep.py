@@ -13,7 +13,7 @@ import model_registry.files
 from assets.graph import GRAPH
 from assets.materialized import latest
 from model_registry.package import package
-from tests.workflows.conftest import write_recipe
+from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from workflows.comparison import Comparison, compare, last_evaluated

@@ -13,7 +13,7 @@ import yaml
 
 from assets.graph import GRAPH
 from assets.pipeline import Services
-from tests.workflows.conftest import ATTRIBUTES, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, Home, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe

@@ -8,21 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.workflows.conftest import Home
-from tests.workflows.lookers import looker
+from tests.workflows.homes import Home
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
 from workflows.verify import verify
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def looking(materialized, small_recipe, tmp_path):
-    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
-    with found.instance:
-        yield found
 
 
 def folder_of(looking, materialized, asset):
