@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tests.training.runs import published
+from tests.training.workshop import Workshop
 from training import evaluate
 from training.contract.errors import CorruptArtifact, DataError, TrainingError
 from training.contract.events import EventWriter
@@ -45,7 +46,7 @@ HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }
 class World:
     """Forty real pairs, a third held out; tiny-chat as the reference, and a policy beside it."""
 
-    def __init__(self, root: Path, data: Path, workshop: Any) -> None:
+    def __init__(self, root: Path, data: Path, workshop: Workshop) -> None:
         self.workshop, self.model = workshop, data / "models" / "tiny-chat"
         lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[:2000:50]
         hostile = {side: [{"role": "assistant", "content": f"{side} {HOSTILE}"}] for side in ("chosen", "rejected")}
@@ -91,9 +92,9 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(shared_data, tmp_path_factory, workshop_at: Callable[[Path], Any]) -> World:
+def world(shared_data, tmp_path_factory) -> World:
     root = tmp_path_factory.mktemp("evaluation")
-    return World(root, shared_data, workshop_at(root))
+    return World(root, shared_data, Workshop(root))
 
 
 @pytest.fixture(scope="module")
