@@ -46,7 +46,7 @@ HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }
 class World:
     """Forty real pairs, a third held out; tiny-chat as the reference, and a policy beside it."""
 
-    def __init__(self, root: Path, data: Path, workshop: Workshop) -> None:
+    def __init__(self, root: Path, data: Path, workshop: Any) -> None:
         self.workshop, self.model = workshop, data / "models" / "tiny-chat"
         lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[:2000:50]
         hostile = {side: [{"role": "assistant", "content": f"{side} {HOSTILE}"}] for side in ("chosen", "rejected")}
