@@ -4,9 +4,8 @@ With `export: adapter` a policy is a few files that are useless without their ba
 nevertheless, merged by a job: whoever loads a version expects a complete model.
 """
 
-from assets.event_log import Log
-from assets.pipeline import Pipeline, Services
 from assets.realize import Work, make
+from assets.step import Step
 from training.contract.store import Artifact, Store
 from training.contract.weights import ADAPTER_CONFIG
 
@@ -23,10 +22,10 @@ def base_of(policy: Artifact, store: Store) -> Artifact | None:
     return store.open("reference_model", policy.manifest.made_from.inputs["reference_model"].fingerprint)
 
 
-def plain_model(pipeline: Pipeline, services: Services, policy: Artifact, log: Log) -> Artifact:
+def plain_model(step: Step, policy: Artifact) -> Artifact:
     """`policy` itself, or, if it is an adapter, the model that a job merges it into."""
-    base = base_of(policy, services.store)
+    base = base_of(policy, step.services.store)
     if base is None:
         return policy
     inputs = {"policy": policy, "reference_model": base}
-    return make(pipeline, services, MERGED, Work("merge", {}), inputs, log).artifact
+    return make(step.pipeline, step.services, MERGED, Work("merge", {}), inputs, step.context.log).artifact

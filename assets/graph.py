@@ -69,7 +69,7 @@ class Node:
     """
 
     group: str
-    kinds: frozenset[str]
+    kinds: tuple[str, ...]
     description: str
     needs: tuple[str, ...] = ()
     needs_if_tuned: tuple[str, ...] = ()
@@ -89,42 +89,38 @@ class Node:
 GRAPH: dict[str, Node] = {
     "preference_source": Node(
         "sources",
-        frozenset({"json"}),
+        ("json",),
         "Preference files or a hub data set, as they are now. The data version is the fingerprint of their contents.",
     ),
     "base_model": Node(
         "sources",
-        frozenset({"huggingface"}),
+        ("huggingface",),
         "The model the recipe starts from. The data version is the fingerprint of its weights and configuration.",
     ),
     "tokenization_spec": Node(
         "specs",
-        frozenset({"json"}),
+        ("json",),
         "How text becomes tokens: tokenizer, chat template and rules, frozen.",
         reads=_tokenization,
     ),
-    "training_spec": Node(
-        "specs", frozenset({"json"}), "Every field that changes the trained policy, frozen.", reads=_training
-    ),
-    "evaluation_spec": Node(
-        "specs", frozenset({"json"}), "Every field that changes the evaluation, frozen.", reads=_evaluation
-    ),
+    "training_spec": Node("specs", ("json",), "Every field that changes the trained policy, frozen.", reads=_training),
+    "evaluation_spec": Node("specs", ("json",), "Every field that changes the evaluation, frozen.", reads=_evaluation),
     "raw_preferences": Node(
         "data",
-        frozenset({"parquet"}),
+        ("parquet",),
         "Preference pairs in one schema, each in its split; rows that are none, with reasons, in quarantine.",
         needs=("preference_source",),
         reads=_data,
     ),
     "tokenized_pairs": Node(
         "data",
-        frozenset({"huggingface", "arrow"}),
+        ("huggingface", "arrow"),
         "Token ids and response masks of every pair, memory-mapped.",
         needs=("raw_preferences", "tokenization_spec"),
     ),
     "reference_model": Node(
         "reference",
-        frozenset({"pytorch"}),
+        ("pytorch",),
         "The frozen model the policy is measured against: the base model, or the base model after supervised tuning.",
         needs=("base_model",),
         needs_if_tuned=("tokenized_pairs",),
@@ -133,7 +129,7 @@ GRAPH: dict[str, Node] = {
     ),
     "reference_logprobs": Node(
         "reference",
-        frozenset({"pytorch", "safetensors"}),
+        ("pytorch", "safetensors"),
         "Log-probs of every response under the reference model; each distinct sequence is scored once, ever.",
         needs=("tokenized_pairs", "reference_model"),
         reads=_scoring,
@@ -141,7 +137,7 @@ GRAPH: dict[str, Node] = {
     ),
     "policy": Node(
         "training",
-        frozenset({"pytorch", "mlflow"}),
+        ("pytorch", "mlflow"),
         "The model trained with Direct Preference Optimization. A reward is beta times the log-prob over the reference's; "
         "`loss` and `rewards/...` are of the last step, `eval/...` of the held-out pairs after it; memory in MB.",
         needs=("tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"),
@@ -149,7 +145,7 @@ GRAPH: dict[str, Node] = {
     ),
     "evaluation": Node(
         "evaluation",
-        frozenset({"pytorch", "mlflow"}),
+        ("pytorch", "mlflow"),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
         needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
         pool=GPU_POOL,
@@ -157,7 +153,7 @@ GRAPH: dict[str, Node] = {
     ),
     "released_model": Node(
         "release",
-        frozenset({"mlflow"}),
+        ("mlflow",),
         "A version in the MLflow registry, and the gate's decision whether it is champion. Losses are those of the held-out "
         "pairs, rounded to 1 / pairs: the Ladder tells no more, so that the pairs can be used again.",
         needs=("policy", "evaluation", "tokenization_spec"),

@@ -139,7 +139,7 @@ def _register(candidate: _Candidate) -> Version:
             f"MLflow at {shown(registry.tracking_uri)} does not take all that the run of the policy of "
             f"{step.pipeline.name} has to hold; run again once it does: nothing is computed again"
         )
-    model = plain_model(step.pipeline, step.services, policy, step.context.log)
+    model = plain_model(step, policy)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     return registry.register(
         candidate.name,

@@ -96,28 +96,21 @@ def test_killed_rank_is_named_with_its_signal(make_job: MakeJob) -> None:
     assert not alive(pids)
 
 
-def test_killed_torchrun_takes_its_ranks_along(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(
+    ("victim", "told", "seconds"),
+    [("torchrun", "it was ended by SIGKILL", 0), ("supervisor", "its supervisor was ended by SIGKILL", 5)],
+)
+def test_who_is_killed_above_the_ranks_takes_them_along(
+    make_job: MakeJob, victim: str, told: str, seconds: float
+) -> None:
     pids: list[int] = []
 
     def kill(note: Event) -> None:
         pids.extend(pids_of(note))
-        os.kill(note["torchrun"], signal.SIGKILL)
+        os.kill(note[victim], signal.SIGKILL)
 
-    message = run_and_fail(make_job("train_for_ever", ranks=2), kill)
-    assert "it was ended by SIGKILL" in message
-    assert not alive(pids)
-
-
-def test_killed_supervisor_takes_everything_along(make_job: MakeJob) -> None:
-    pids: list[int] = []
-
-    def kill(note: Event) -> None:
-        pids.extend(pids_of(note))
-        os.kill(note["supervisor"], signal.SIGKILL)
-
-    message = run_and_fail(make_job("train_for_ever", ranks=2), kill)
-    assert "its supervisor was ended by SIGKILL" in message
-    assert all_gone(pids)
+    assert told in run_and_fail(make_job("train_for_ever", ranks=2), kill)
+    assert all_gone(pids, seconds)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
