@@ -20,6 +20,7 @@ import dagster as dg
 
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline
+from assets.recorded import data_version, latest
 from assets.tokenizer_changes import tokenizer_changes
 from assets.world import Found, count_source_rows, named_files
 from training.contract.errors import StoreError
@@ -28,7 +29,6 @@ from training.contract.manifest import Derivation
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
-_INPUT_TAG, _CODE_TAG = "dagster/input_data_version/", "dagster/code_version"
 _LONGEST_SECTION = 160
 _MOST_FILES = 5
 
@@ -66,18 +66,16 @@ def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
 
 def input_changes(instance: dg.DagsterInstance, pipeline: Pipeline, asset: str) -> list[str] | None:
     """Which inputs of `asset`, and whether its code version, are not those of its latest materialization, if any."""
-    event = instance.get_latest_materialization_event(pipeline.key(asset))
-    if event is None or event.asset_materialization is None:
+    before, node = latest(instance, pipeline.key(asset)), GRAPH[asset]
+    if before is None:
         return None
-    tags, node = event.asset_materialization.tags or {}, GRAPH[asset]
     words = []
-    if (old := tags.get(_CODE_TAG)) != (new := node.code_version(pipeline.recipe)):
-        words.append(f"code version {old} -> {new}")
+    if before.code_version != (new := node.code_version(pipeline.recipe)):
+        words.append(f"code version {before.code_version} -> {new}")
     for name in node.needed_by(pipeline.recipe):
-        before = tags.get(_INPUT_TAG + pipeline.key(name).to_user_string())
-        now = _latest_version(instance, pipeline.key(name))
-        if before != now:
-            words.append(f"{name} {short(before)} -> {short(now)}")
+        old, now = before.input_version(pipeline.key(name)), data_version(instance, pipeline.key(name))
+        if old != now:
+            words.append(f"{name} {short(old)} -> {short(now)}")
     return words
 
 
@@ -89,12 +87,6 @@ def shown_changes(words: Sequence[str] | None) -> dg.MarkdownMetadataValue:
     if not words:
         return dg.MetadataValue.md("first materialization" if words is None else "nothing")
     return dg.MetadataValue.md("\n\n".join(f"~~~~text\n{word.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for word in words))
-
-
-def _latest_version(instance: dg.DagsterInstance, key: dg.AssetKey) -> str | None:
-    event = instance.get_latest_materialization_event(key)
-    tags = event.asset_materialization.tags if event and event.asset_materialization else None
-    return (tags or {}).get("dagster/data_version")
 
 
 def _code_version(before: Derivation, now: str) -> Iterator[str]:

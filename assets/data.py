@@ -8,7 +8,8 @@ from assets import checks
 from assets.graph import GRAPH
 from assets.metadata import length_histogram, rendered_pairs, table
 from assets.pipeline import Pipeline, Services, declare
-from assets.realize import Realized, Work, data_version, realize
+from assets.realize import Realized, Work, realize
+from assets.recorded import data_version
 from assets.world import Found, look
 from training.contract.errors import DataError
 from training.contract.fingerprint import short

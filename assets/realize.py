@@ -22,6 +22,7 @@ from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata
 from assets.pipeline import Listener, Pipeline, Services, ignore
 from assets.process import sign
+from assets.recorded import data_version
 from assets.world import Found, count_source_rows
 from training.contract.errors import CorruptArtifact, StoreError, UsageError
 from training.contract.events import Event
@@ -68,13 +69,6 @@ class Work:
     settings: dict[str, Any]
     locations: dict[str, Any] = field(default_factory=dict)
     during: Callable[[Job], AbstractContextManager[Listener]] | None = None
-
-
-def data_version(instance: dg.DagsterInstance, key: dg.AssetKey) -> str | None:
-    """The fingerprint that the latest materialization of `key` recorded; None if there is none."""
-    event = instance.get_latest_materialization_event(key)
-    tags = event.asset_materialization.tags if event and event.asset_materialization else None
-    return (tags or {}).get("dagster/data_version")
 
 
 def latest_metadata(instance: dg.DagsterInstance, key: dg.AssetKey) -> dict[str, Any]:

@@ -20,7 +20,8 @@ import dagster as dg
 from assets.changes import changes_since
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_key
+from assets.realize import latest_key
+from assets.recorded import data_version
 from assets.world import Found, hash_cache, look
 from training.contract.errors import RecipeError
 from training.contract.fingerprint import fingerprint
@@ -81,6 +82,7 @@ def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinit
         target=[pipeline.key(asset) for asset in GRAPH],
         minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
+        use_user_code_server=True,  # one of the conditions is ours
         description=f"Materializes what of {pipeline.name} lies below a change of content.",
     )
 

@@ -16,7 +16,7 @@ import dagster as dg
 
 from assets.held_out import Ancestor, accuracy, ancestry, loss, margin, rows_by_pair, scale_of
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version
+from assets.recorded import data_version
 from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
 from model_registry.records import flatten
 from training.contract.errors import PedigreeError, StoreError

@@ -12,7 +12,8 @@ import dagster as dg
 from assets.graph import GPU_POOL, GRAPH
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
-from assets.realize import data_version, latest_metadata
+from assets.realize import latest_metadata
+from assets.recorded import data_version
 from training.contract.errors import PedigreeError, UsageError
 from workflows.recipes import LoadedRecipe
 

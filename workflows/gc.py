@@ -27,7 +27,8 @@ from pydantic import ValidationError
 from assets.adapters import MERGED
 from assets.graph import GRAPH
 from assets.pipeline import Services
-from assets.realize import data_version, latest_key
+from assets.realize import latest_key
+from assets.recorded import data_version
 from training.contract.errors import CorruptArtifact
 from training.contract.job import Job
 from training.contract.manifest import Manifest, Source, read_manifest

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from assets.adapters import base_of
 from assets.page import render_page
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_derivation
+from assets.realize import latest_derivation
+from assets.recorded import data_version
 from assets.rescoring import rescore
 from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
 from training.contract.errors import UsageError

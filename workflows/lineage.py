@@ -23,7 +23,8 @@ import dagster as dg
 from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, is_irreplaceable, latest_key, latest_metadata
+from assets.realize import is_irreplaceable, latest_key, latest_metadata
+from assets.recorded import data_version
 from assets.release import is_decided
 from assets.world import ROOTS, Found, hash_cache, look
 from model_registry.connection import brief_patience
@@ -185,10 +186,17 @@ class _Judge:
         return AssetStatus("released_model", "stale", (NO_VERSION,), key)
 
     def _find_causes(self, asset: str) -> Iterator[tuple[str, str]]:
-        outcome, key = self._outcomes[asset], latest_key(self._instance, self._pipeline.key(asset))
-        if outcome.fault is not None:
-            yield asset, outcome.fault
+        if (fault := self._outcomes[asset].fault) is not None:
+            yield asset, fault
             return
+        try:
+            yield from self._compared(asset)
+        except CorruptArtifact:
+            yield asset, CORRUPT_RECORD
+
+    def _compared(self, asset: str) -> Iterator[tuple[str, str]]:
+        """How what was materialized differs from what a run would give. Raises CorruptArtifact for a record of either."""
+        outcome, key = self._outcomes[asset], latest_key(self._instance, self._pipeline.key(asset))
         if outcome.found is not None and not self._is_lost(asset, key):
             yield from ((asset, words) for words in changes_since(self._store, key, outcome.found))
             return

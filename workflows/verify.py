@@ -15,7 +15,8 @@ from assets.adapters import MERGED
 from assets.changes import NO_RECORD, changes_since
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_key
+from assets.realize import latest_key
+from assets.recorded import data_version
 from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
 from assets.world import look

@@ -11,7 +11,8 @@ import pytest
 from mlflow import MlflowClient
 
 from assets.graph import GRAPH
-from assets.realize import data_version, latest_key
+from assets.realize import latest_key
+from assets.recorded import data_version
 from assets.world import look
 from model_registry.registry import Registry
 from tests.workflows import edits
@@ -121,8 +122,8 @@ def test_whatever_is_corrupt_and_no_model_is_made_again(ground: Ground, world: W
     key = latest_key(ground.instance, pipeline.key("evaluation"))
     flip(store.root / "keys" / "evaluation" / f"{key}.json")
     found = {a.asset: a.causes for a in status(pipeline, ground.services, ground.instance)}
-    assert found["raw_preferences"] == ("file pairs.parquet of its artifact is corrupt",)
-    assert found["evaluation"][-1] == "the record of how it was made is corrupt"
+    assert found["raw_preferences"] == ("file preferences.parquet of its artifact is corrupt",)
+    assert found["evaluation"] == ("the record of how it was made is corrupt",)
     report = materialize(load_recipe(world.folder), ground.services, ground.instance)
     assert report.succeeded, report
     assert {asset.asset: asset.fingerprint for asset in report.assets} == before

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 
 import model_registry.files
 from assets.graph import GRAPH
-from assets.realize import data_version
+from assets.recorded import data_version
 from model_registry.package import package
 from tests.workflows.conftest import write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
