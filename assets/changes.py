@@ -26,7 +26,6 @@ from training.contract.manifest import Derivation
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
-_INPUT_TAG, _CODE_TAG = "dagster/input_data_version/", "dagster/code_version"
 _LONGEST_SECTION = 160
 _MOST_FILES = 5
 
@@ -43,13 +42,12 @@ def input_changes(step: Step) -> list[str] | None:
     if latest.fingerprint is None:
         return None
     words = []
-    if (old := latest.tags.get(_CODE_TAG)) != (new := node.code_version(step.pipeline.recipe)):
-        words.append(f"code version {old} -> {new}")
+    if latest.code_version != (new := node.code_version(step.pipeline.recipe)):
+        words.append(f"code version {latest.code_version} -> {new}")
     for name in node.inputs(step.pipeline.recipe):
-        before = latest.tags.get(_INPUT_TAG + step.pipeline.key(name).to_user_string())
-        now = step.latest(name).fingerprint
-        if before != now:
-            words.append(f"{name} {short(before)} -> {short(now)}")
+        old, now = latest.input_version(step.pipeline.key(name)), step.latest(name).fingerprint
+        if old != now:
+            words.append(f"{name} {short(old)} -> {short(now)}")
     return words
 
 

@@ -27,6 +27,14 @@ class Materialization:
         """The key of its derivation."""
         return self.metadata.get("key")
 
+    @property
+    def code_version(self) -> str | None:
+        return self.tags.get("dagster/code_version")
+
+    def input_version(self, asset: dg.AssetKey) -> str | None:
+        """The data version of `asset` that it was made from."""
+        return self.tags.get(f"dagster/input_data_version/{asset.to_user_string()}")
+
 
 def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
     """The latest materialization of the asset `key`."""

@@ -80,6 +80,7 @@ def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinit
         target=[pipeline.key(asset) for asset in GRAPH],
         minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
+        use_user_code_server=True,  # one of the conditions is ours
         description=f"Materializes what of {pipeline.name} lies below a change of content.",
     )
 

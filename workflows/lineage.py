@@ -187,10 +187,17 @@ class _Judge:
         return AssetStatus("released_model", "stale", (NO_VERSION,), key)
 
     def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
-        outcome = self._outcomes[asset]
-        if outcome.fault is not None:
-            yield asset, outcome.fault
+        if (fault := self._outcomes[asset].fault) is not None:
+            yield asset, fault
             return
+        try:
+            yield from self._compared(asset, recorded)
+        except CorruptArtifact:
+            yield asset, CORRUPT_RECORD
+
+    def _compared(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
+        """How what was materialized differs from what a run would give. Raises CorruptArtifact for a corrupt record."""
+        outcome = self._outcomes[asset]
         if outcome.found is not None and not self._is_lost(asset, recorded.key):
             yield from ((asset, words) for words in changes_since(self._store, recorded.key, outcome.found))
             return

@@ -124,8 +124,8 @@ def test_whatever_is_corrupt_and_no_model_is_made_again(ground: Ground, world: W
     key = latest(ground.instance, pipeline.key("evaluation")).key
     flip(store.root / "keys" / "evaluation" / f"{key}.json")
     found = {a.asset: a.causes for a in status(pipeline, ground.services, ground.instance)}
-    assert found["raw_preferences"] == ("file pairs.parquet of its artifact is corrupt",)
-    assert found["evaluation"][-1] == "the record of how it was made is corrupt"
+    assert found["raw_preferences"] == ("file preferences.parquet of its artifact is corrupt",)
+    assert found["evaluation"] == ("the record of how it was made is corrupt",)
     report = materialize(load_recipe(world.folder), ground.services, ground.instance)
     assert report.succeeded, report
     assert {asset.asset: asset.fingerprint for asset in report.assets} == before
