@@ -18,19 +18,11 @@ Settings = dict[str, Any]
 GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says otherwise
 
 
-def _nothing(recipe: Recipe) -> Settings:
-    return {}
-
-
 def _data(recipe: Recipe) -> Settings:
     return {
         "formats": [source.format for source in recipe.data.sources],
         "validation_fraction": recipe.data.validation_fraction,
     }
-
-
-def _tokenization(recipe: Recipe) -> Settings:
-    return recipe.tokenization.model_dump(mode="json", exclude={"tokenizer", "revision", "chat_template"})
 
 
 def _training(recipe: Recipe) -> Settings:
@@ -43,21 +35,9 @@ def _training(recipe: Recipe) -> Settings:
     return training.model_dump(mode="json", exclude=unused) | {"loss": training.loss.settings()}
 
 
-def _evaluation(recipe: Recipe) -> Settings:
-    return {**recipe.evaluation.model_dump(mode="json"), "loss": recipe.training.loss.settings()}
-
-
-def _supervised(recipe: Recipe) -> Settings:
-    return recipe.reference.sft.model_dump(mode="json") if recipe.reference.sft else {}
-
-
 def _scoring(recipe: Recipe) -> Settings:
     """With the version of the scoring algorithm: another one gives other log-probs."""
     return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION}
-
-
-def _release(recipe: Recipe) -> Settings:
-    return recipe.release.model_dump(mode="json")
 
 
 @dataclass(frozen=True)
@@ -73,7 +53,7 @@ class Node:
     description: str
     needs: tuple[str, ...] = ()
     needs_if_tuned: tuple[str, ...] = ()
-    reads: Callable[[Recipe], Settings] = _nothing
+    reads: Callable[[Recipe], Settings] = lambda recipe: {}
     pool: str | None = None
     version: str = "1"
 
@@ -101,10 +81,17 @@ GRAPH: dict[str, Node] = {
         "specs",
         ("json",),
         "How text becomes tokens: tokenizer, chat template and rules, frozen.",
-        reads=_tokenization,
+        reads=lambda recipe: recipe.tokenization.model_dump(
+            mode="json", exclude={"tokenizer", "revision", "chat_template"}
+        ),
     ),
     "training_spec": Node("specs", ("json",), "Every field that changes the trained policy, frozen.", reads=_training),
-    "evaluation_spec": Node("specs", ("json",), "Every field that changes the evaluation, frozen.", reads=_evaluation),
+    "evaluation_spec": Node(
+        "specs",
+        ("json",),
+        "Every field that changes the evaluation, frozen.",
+        reads=lambda recipe: recipe.evaluation.model_dump(mode="json") | {"loss": recipe.training.loss.settings()},
+    ),
     "raw_preferences": Node(
         "data",
         ("parquet",),
@@ -124,7 +111,7 @@ GRAPH: dict[str, Node] = {
         "The frozen model the policy is measured against: the base model, or the base model after supervised tuning.",
         needs=("base_model",),
         needs_if_tuned=("tokenized_pairs",),
-        reads=_supervised,
+        reads=lambda recipe: recipe.reference.sft.model_dump(mode="json") if recipe.reference.sft else {},
         pool=GPU_POOL,
     ),
     "reference_logprobs": Node(
@@ -157,7 +144,7 @@ GRAPH: dict[str, Node] = {
         "A version in the MLflow registry, and the gate's decision whether it is champion. Losses are those of the held-out "
         "pairs, rounded to 1 / pairs: the Ladder tells no more, so that the pairs can be used again.",
         needs=("policy", "evaluation", "tokenization_spec"),
-        reads=_release,
+        reads=lambda recipe: recipe.release.model_dump(mode="json"),
     ),
 }
 

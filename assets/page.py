@@ -58,10 +58,11 @@ def _section(row: TokenizedRow, policy: tuple[float | None, float | None]) -> st
 def _side(name: str, side: TokenizedSide, policy: float | None) -> str:
     columns = zip(side.texts, side.mask, side.reference_token_logprobs, strict=True)
     tokens = "".join(_token(text, trained, value) for text, trained, value in columns)
+    of_policy = "" if policy is None else f", policy log-prob {policy:.4f}"  # unknown on the pages of the reference
     return (
         f"<h3>{name}</h3>\n"
         f'<div class="sums">{len(side.texts)} tokens, {sum(side.mask)} trained; '
-        f"reference log-prob {_number(side.reference_logprob)}{_policy(policy)}</div>\n"
+        f"reference log-prob {_number(side.reference_logprob)}{of_policy}</div>\n"
         f'<div class="tokens">{tokens}</div>'
     )
 
@@ -72,11 +73,6 @@ def _token(text: str, trained: bool, value: float | None) -> str:
         share = min(1.0, max(0.0, -value / _FULL_NATS))
         attributes += f' style="background: rgba(231,111,81,{share:.2f})" title="{value:.4f} nats"'
     return f"<span{attributes}>{escape(text)}</span>"
-
-
-def _policy(value: float | None) -> str:
-    """Empty where it is unknown, as on the pages of the reference."""
-    return "" if value is None else f", policy log-prob {value:.4f}"
 
 
 def _number(value: float | None) -> str:

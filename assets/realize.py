@@ -5,18 +5,18 @@ The key's lock is held from the question to the answer, and by the job's own pro
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from logging import Logger, getLogger
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import dagster as dg
 
 from assets.changes import found_changes, input_changes
-from assets.event_log import EventLog, Log
+from assets.event_log import EventLog
 from assets.graph import GRAPH
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
@@ -32,7 +32,7 @@ from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Made
 from training.launch.launcher import run_job
 
-_LOG = logging.getLogger(__name__)
+_LOG = getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def realize_found(step: Step, found: Found) -> Realized:
 
 
 def make(
-    pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact], log: Log
+    pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact], log: Logger
 ) -> Realized:
     """`asset` made from `inputs`, in the store; Dagster is told nothing."""
     started = time.monotonic()
@@ -123,7 +123,7 @@ def record(
     return Realized(artifact, reused=False, seconds=time.monotonic() - started)
 
 
-def find_sound(services: Services, derivation: Derivation, log: Log) -> Artifact | None:
+def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:
     """What the store has for `derivation`. A corrupt artifact that can be made again is set aside, with a warning."""
     try:
         return services.store.find(derivation.kind, derivation.key)
@@ -178,7 +178,7 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
     return located.folder
 
 
-def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Log) -> Artifact:
+def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logger) -> Artifact:
     """Run `job` to its end and give what it published; the log, the services' listener and that of `work` hear its events."""
     events = EventLog(log, job.artifact)
     with work.during(job) if work.during else nullcontext(ignore) as listener:

@@ -18,7 +18,6 @@ from training.contract.errors import RegistryAway
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 _LONG_SECONDS = 1.0
-UI_VARIABLE = "PEDIGREE_MLFLOW_UI"
 DEFAULT_PAGE = "http://127.0.0.1:5000"
 # The client repeats a request whose answer was lost, which would make a run or a version twice.
 _ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
@@ -139,13 +138,13 @@ def page(uri: str, path: str = "") -> str:
 
     `workflowType` chooses MLflow's layout for training runs over the one for chat traces.
     """
-    address = shown(uri).rstrip("/") if is_server(uri) else served_at(uri, os.environ)
+    address = shown(uri).rstrip("/") if is_server(uri) else _served_at(uri)
     return f"{address.rstrip('/')}/#/{path}?workflowType=machine_learning"
 
 
-def served_at(uri: str, environ: Mapping[str, str]) -> str:
+def _served_at(uri: str) -> str:
     """Where the pages over a database are: at PEDIGREE_MLFLOW_UI, else where they were last served, else at the default."""
-    if told := environ.get(UI_VARIABLE):
+    if told := os.environ.get("PEDIGREE_MLFLOW_UI"):
         return told
     with contextlib.suppress(OSError):
         if (note := _note_of_address(uri)) and (noted := note.read_text(encoding="utf-8").strip()):
