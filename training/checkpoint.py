@@ -121,7 +121,7 @@ class Checkpoints:
             files=files,
             details=facts,
         )
-        write_durably(partial / MANIFEST, manifest.model_dump_json(indent=2).encode())
+        write_durably(partial / MANIFEST, manifest.sealed())
         _replace(partial, place)
         sync_folder(self.folder)
         for old in self._steps()[: -self._keep]:

@@ -261,25 +261,17 @@ def room() -> Iterator[Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 1000])
-def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size: int):
-    """Of a checkpoint of some 1,400 bytes only the first `size` find room; the one before stays what it was."""
+@pytest.mark.parametrize(("size", "series"), [(0, []), (1, []), (100, []), (1000, []), (4000, ["x" * 5000])])
+def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size: int, series: list[str]):
+    """A file of weights of some 1,400 bytes, then the manifest with `series`: `size` is too small for one of them.
+
+    The checkpoint before stays what it was.
+    """
     checkpoints = saved(tmp_path, 5)
     saver = Saver(checkpoints, ALONE)
     room(size)
-    saver.start(10, Toy(10).state, {})
-    with pytest.raises(StoreError, match=r"File too large.*make room and run again"):
-        saver.finish()
-    room(resource.RLIM_INFINITY)
-    assert resumed(checkpoints).step == 5
-
-
-def test_a_full_disk_at_the_manifest_commits_nothing(tmp_path: Path, room: Any):
-    checkpoints = saved(tmp_path, 5)
-    saver = Saver(checkpoints, ALONE)
-    room(4000)
-    saver.start(10, Toy(10).state, {"series": ["x" * 5000]})
-    with pytest.raises(StoreError, match="step 10"):
+    saver.start(10, Toy(10).state, {"series": series})
+    with pytest.raises(StoreError, match=r"step 10.*File too large.*make room and run again"):
         saver.finish()
     room(resource.RLIM_INFINITY)
     assert resumed(checkpoints).step == 5

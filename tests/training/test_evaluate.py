@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tests.training.runs import published
+from tests.training.workshop import Workshop
 from training import evaluate
 from training.contract.errors import CorruptArtifact, DataError, TrainingError
 from training.contract.events import EventWriter
@@ -91,9 +92,9 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(shared_data, tmp_path_factory, workshop_at: Callable[[Path], Any]) -> World:
+def world(shared_data, tmp_path_factory) -> World:
     root = tmp_path_factory.mktemp("evaluation")
-    return World(root, shared_data, workshop_at(root))
+    return World(root, shared_data, Workshop(root))
 
 
 @pytest.fixture(scope="module")

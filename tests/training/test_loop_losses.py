@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.training import runs
 from tests.training.runs import ALONE, BETA, RATE, SIDES, TIMED, losses, published, told, tune
+from tests.training.worlds import build_world
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
@@ -171,10 +172,10 @@ def test_micro_batches_change_nothing(tiny_world, loss):
         assert [e[name] for e in told(small)] == pytest.approx([e[name] for e in told(large)], rel=1e-5, abs=1e-5)
 
 
-def test_both_passes_meet_the_same_dropout(tmp_path, world_builder):
+def test_both_passes_meet_the_same_dropout(tmp_path):
     """The two passes of step 1 agree to the bit, so a pair that alone is its batch meets itself: at zero margin between
     its own two passes the loss of aot_unpaired is -log s(beta (c - r)), that of the sigmoid."""
-    world = world_builder(tmp_path, attention_dropout=0.3)
+    world = build_world(tmp_path, attention_dropout=0.3)
     coupled, plain = (
         world.job("policy", settings({"type": kind}, batch_size=1, max_steps=4), kind)
         for kind in ("aot_unpaired", "sigmoid")

@@ -18,6 +18,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tests.training.runs import published
+from tests.training.workshop import Workshop
 from training import memoized, reference
 from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import read_events
@@ -67,12 +68,12 @@ def fits(row: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def oracle(shared_data: Path, tmp_path_factory, workshop_at: Callable[[Path], Any]) -> Oracle:
+def oracle(shared_data: Path, tmp_path_factory) -> Oracle:
     root = tmp_path_factory.mktemp("oracle")
     rows = [row for row in json.loads((shared_data / "tiny-chat-logps.json").read_text())["rows"] if fits(row)]
     lines = (shared_data / "preferences-real.jsonl").read_bytes().split(b"\n")
     (root / "rows.jsonl").write_bytes(b"".join(lines[row["row"]] + b"\n" for row in rows))
-    workshop = workshop_at(root)
+    workshop = Workshop(root)
     where = {"sources": [{"path": str(root / "rows.jsonl"), "format": "auto"}]}
     settings = {"formats": ["auto"], "validation_fraction": 0.3}
     raw = workshop.do(workshop.job("preferences", "raw_preferences", {}, settings, where))
@@ -248,8 +249,8 @@ def tiny_job(world: Any, workshop: Any, dtype: str = "float32") -> Job:
 
 
 @pytest.fixture
-def workshop(tmp_path, workshop_at):
-    return workshop_at(tmp_path / "workshop")
+def workshop(tmp_path):
+    return Workshop(tmp_path / "workshop")
 
 
 def test_the_table_is_that_of_plain_transformers(tiny_world, workshop):

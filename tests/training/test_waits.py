@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from tests.training.worlds import build_world
 from training import agreement
 from training.agreement import Flags
 from training.contract.events import EventWriter
@@ -151,14 +152,14 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, world_builder: Callable[..., Any]) -> Any:
-    return world_builder(tmp_path_factory.mktemp("world"))
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module")
-def dropping(tmp_path_factory: pytest.TempPathFactory, world_builder: Callable[..., Any]) -> Any:
+def dropping(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A world whose model draws attention dropout, so that each sequence runs in a row of its own."""
-    return world_builder(tmp_path_factory.mktemp("dropping"), attention_dropout=0.3)
+    return build_world(tmp_path_factory.mktemp("dropping"), attention_dropout=0.3)
 
 
 WAYS: list[dict[str, Any]] = [

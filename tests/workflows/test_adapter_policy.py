@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from assets.graph import GRAPH
-from tests.workflows.conftest import write_recipe
+from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, run_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.store import Artifact

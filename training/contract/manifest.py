@@ -9,11 +9,12 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from training.contract.errors import CorruptArtifact
 from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files
 from training.contract.hash_cache import HashCache
+from training.contract.sealed import Sealed
 
 MANIFEST = "manifest.json"
 
@@ -46,10 +47,9 @@ class Derivation(BaseModel):
         return fingerprint("derivation", self.model_dump(mode="json"))
 
 
-class Manifest(BaseModel):
+class Manifest(Sealed):
     """`fingerprint` identifies the contents; `details` are small facts for people and for checks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: int = SCHEMA_VERSION
     kind: str
     fingerprint: str
@@ -87,13 +87,13 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises CorruptArtifact where it is unreadable, a link, or not of a manifest's form."""
+    """The manifest in `folder`. Raises CorruptArtifact where it is unreadable, a link, or not what was written."""
     path = folder / MANIFEST
     if path.is_symlink():
         raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
     try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
+        return Manifest.unseal(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CorruptArtifact(f"{path} is not a readable manifest: {error}") from error
 
 

@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from pydantic import ValidationError
-
 from training.contract.store import Record, Store
 
 
@@ -43,8 +41,8 @@ def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
     """The keys of every artifact of `kind`; unreadable records are left out."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in (store.root / "keys" / kind).glob("*.json"):
-        with contextlib.suppress(ValidationError, FileNotFoundError):
-            found[Record.model_validate_json(path.read_bytes()).fingerprint].append(path.stem)
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            found[Record.unseal(path.read_bytes()).fingerprint].append(path.stem)
     return found
 
 

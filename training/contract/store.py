@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from training.contract.durable import (
     lacks_room,
@@ -49,6 +49,7 @@ from training.contract.manifest import (
     read_manifest,
     verify_files,
 )
+from training.contract.sealed import Sealed
 from training.contract.software import library_versions
 from training.contract.staging import claim_folder, remove_abandoned
 
@@ -82,10 +83,9 @@ class Made:
     details: dict[str, Any] = field(default_factory=dict)
 
 
-class Record(BaseModel):
+class Record(Sealed):
     """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
     derivation: Derivation
     details: dict[str, Any]
@@ -151,8 +151,13 @@ class Store:
         return place / fingerprint
 
     def set_aside_key(self, kind: str, key: str) -> Path:
-        """`set_aside` for the artifact that the derivation `key` gave."""
-        record = self._read_record(kind, key)
+        """`set_aside` for the artifact that the derivation `key` gave, or for its record where that cannot be read."""
+        try:
+            record = self._read_record(kind, key)
+        except CorruptArtifact:
+            place = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
+            os.rename(self._record(kind, key), place)
+            return place
         assert record is not None, f"{kind} {key} was never made"
         return self.set_aside(kind, record.fingerprint)
 
@@ -200,14 +205,14 @@ class Store:
             manifest = _manifest(derivation, made, files)
             open_as_umask_says(staging)
             sync_tree(staging)
-            write_durably(staging / MANIFEST, manifest.model_dump_json(indent=2).encode())
+            write_durably(staging / MANIFEST, manifest.sealed())
             target.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):  # another process published the same contents meanwhile
                 rename_new(staging, target)
             sync_folder(target.parent)
         record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
         with self.staging() as scratch:
-            write_durably(self._record(kind, derivation.key), record.model_dump_json(indent=2).encode(), scratch)
+            write_durably(self._record(kind, derivation.key), record.sealed(), scratch)
         return replace(self.open(kind, made.fingerprint, hashes=False), derivation=derivation, details=made.details)
 
     @contextlib.contextmanager
@@ -233,11 +238,14 @@ class Store:
     def _read_record(self, kind: str, key: str) -> "Record | None":
         path = self._record(kind, key)
         try:
-            return Record.model_validate_json(path.read_bytes())
+            record = Record.unseal(path.read_bytes())
         except FileNotFoundError:
             return None
-        except ValidationError as error:
+        except ValueError as error:
             raise CorruptArtifact(f"{path} is not the record of a derivation ({error}); remove it") from error
+        if record.derivation.key != key:
+            raise CorruptArtifact(f"{path} is the record of {short(record.derivation.key)}, not of its name; remove it")
+        return record
 
     def _record(self, kind: str, key: str) -> Path:
         return self.root / "keys" / kind / f"{key}.json"
