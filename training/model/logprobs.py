@@ -134,10 +134,11 @@ def _tokens(
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
     """The hidden states that predict response tokens, N x H, from the model without its head."""
     inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
+    body = model.base_model if model.base_model is not model else model.get_submodule("model")  # llama4 names another
     if sharing:
         with shared_prefixes(model):
-            states_1TH = model.base_model(**inputs, plan=row.plan).last_hidden_state
+            states_1TH = body(**inputs, plan=row.plan).last_hidden_state
     else:
-        states_1TH = model.base_model(**inputs).last_hidden_state
+        states_1TH = body(**inputs).last_hidden_state
     picked_NH: Tensor = states_1TH[0].index_select(0, row.rows_N)
     return picked_NH
