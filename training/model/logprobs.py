@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from training.distributed import Group
 from training.model.attention import refusal, shared_prefixes
 from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, lay_out
@@ -109,9 +110,9 @@ def logprobs_of(model: PreTrainedModel, laid_out: LaidOut, collisions: bool = Fa
     return LogProbs(tokens_N, torch.cat([row.counts_S for row in laid_out.rows]), collisions_N)
 
 
-def hook_passes(model: PreTrainedModel) -> None:
+def hook_passes(model: PreTrainedModel, group: Group) -> None:
     """Let FSDP, in which `model` was wrapped, know that what runs here is a forward pass of the model, head included."""
-    setattr(model, _HOOKED, partial(_tokens, model))
+    setattr(model, _HOOKED, partial(_tokens, model, lockstep=group))
     register_fsdp_forward_method(model, _HOOKED)
 
 
@@ -121,14 +122,24 @@ def runs_in_lockstep(model: PreTrainedModel) -> bool:
 
 
 def _tokens(
-    model: PreTrainedModel, rows: Sequence[Row], sharing: bool, collisions: bool
+    model: PreTrainedModel, rows: Sequence[Row], sharing: bool, collisions: bool, lockstep: Group | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights."""
-    hidden_NH = torch.cat([_hidden(model, row, sharing) for row in rows])
+    """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights.
+
+    In `lockstep` all ranks run equally many rows: one with fewer runs its first again, and of that takes no token.
+    """
+    missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
+    parts = [_hidden(model, row, sharing) for row in rows]
+    parts += [_hidden(model, rows[0], sharing)[:0] for _ in range(missing)]
+    hidden_NH = torch.cat(parts)
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
     if collisions:
         return token_logprobs_and_collisions(hidden_NH, targets_N, head)
     return token_logprobs(hidden_NH, targets_N, head), None
+
+
+def _most(count: int, group: Group) -> int:
+    return int(group.gather_rows(torch.tensor([count], device=group.device)).max())
 
 
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:

@@ -9,7 +9,7 @@ Shards are those of FSDP2 (Zhao et al. 2023): each decoder layer gathers its wei
 embedding, last norm and head stay from the forward to the backward pass, since tied weights are both the first and the
 last thing a pass needs. Their gathering is tied to the model's forward pass, and the head is used outside of it: so the
 part of `response_logprobs` that touches weights is made known to FSDP as a forward pass too (`hook_passes`). Every pass is
-then an exchange, so all ranks run equally many.
+then an exchange, so all ranks run equally many, also of the rows of a model that cannot share prefixes.
 """
 
 import json
@@ -64,7 +64,7 @@ class Layout:
         for part in [*_layers(model), model]:
             arriving.take(part)
             fully_shard(part, mesh=mesh, mp_policy=precision or MixedPrecisionPolicy())
-        hook_passes(model)
+        hook_passes(model, self.group)
         return model
 
 
@@ -75,6 +75,7 @@ class _Place(NamedTuple):
     owner: str
     dtype: str
     shape: list[int]
+    requires_grad: bool
 
 
 class _Arriving:
@@ -113,7 +114,7 @@ class _Arriving:
         else:
             whole = torch.empty(place.shape, dtype=getattr(torch, place.dtype), device=self._group.device)
         self._group.broadcast_(whole.view(-1).view(torch.uint8))  # as bytes: not every backend knows every dtype
-        return Parameter(whole, own.requires_grad) if isinstance(own, Parameter) else whole
+        return Parameter(whole, place.requires_grad) if isinstance(own, Parameter) else whole
 
 
 def _load(load: Load, group: Group) -> PreTrainedModel:
@@ -146,7 +147,7 @@ def _places(model: PreTrainedModel) -> list[_Place]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     owners: dict[int, str] = {}
     return [
-        _Place(name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))
+        _Place(name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape), t.requires_grad)
         for name, t in named
     ]
 
