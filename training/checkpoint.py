@@ -82,8 +82,8 @@ class State:
 
     def _read(self, reader: PieceReader, path: str) -> Tensor:
         name = path.split("/", 1)[1]
-        held, shape = self.held(name), reader.shapes.get(path, ())
-        if shape and shape == (held.of, *self.parameters[name].shape[1:]):
+        shape = reader.shapes.get(path, ())
+        if shape and shape == ((held := self.held(name)).of, *self.parameters[name].shape[1:]):
             return reader.read(path, held.first, held.rows)
         return reader.read(path)
 

@@ -147,7 +147,9 @@ def _places(model: PreTrainedModel) -> list[_Place]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     owners: dict[int, str] = {}
     return [
-        _Place(name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape), t.requires_grad)
+        _Place(
+            name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape), t.requires_grad
+        )
         for name, t in named
     ]
 
