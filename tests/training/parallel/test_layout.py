@@ -97,19 +97,19 @@ def test_what_no_config_or_file_tells_arrives_as_well(tmp_path: Path, forker: An
 
 
 @pytest.mark.slow
-def test_what_an_architecture_freezes_every_rank_takes_for_the_same(tmp_path: Path, world_builder: Any, forker: Any):
+def test_what_an_architecture_freezes_every_rank_takes_for_the_same(tmp_path: Path, forker: Any):
     """Ernie's own code freezes a bias of its experts, and transformers thaws what it loads, which rank 0 alone does."""
-    world = world_builder(tmp_path, train=8, validation=2)
+    world = build_world(tmp_path, train=8, validation=2)
     another_architecture("ernie4_5_moe")(world)
     alone, together = (tuned(world, forker, ranks, "ddp") for ranks in (1, 2))
     assert together == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.slow
-def test_ranks_with_unequally_many_rows_run_equally_many(tmp_path: Path, world_builder: Any, forker: Any):
+def test_ranks_with_unequally_many_rows_run_equally_many(tmp_path: Path, forker: Any):
     """A model that cannot share prefixes runs each sequence in a row of its own, and each row is an exchange: five sequences
     a step are three rows on one rank and two on the other."""
-    world = world_builder(tmp_path, train=20, validation=2)
+    world = build_world(tmp_path, train=20, validation=2)
     (world.model / WEIGHTS).unlink()
     build("stablelm", {}).save_pretrained(world.model)
     alone, together = (tuned(world, forker, ranks, "fsdp") for ranks in (1, 2))
