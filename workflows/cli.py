@@ -76,7 +76,6 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
 
 @click.group()
 @click.version_option(package_name="pedigree")
-@_reporting
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.
 
@@ -86,7 +85,6 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"dagster.*")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
-    settle(pedigree_home())
 
 
 @main.command()
@@ -214,6 +212,7 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
 @_reporting
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion of the registered model NAME champion again."""
+    settle(pedigree_home())
     services = build_services(pedigree_home())
     with sole_decision(services.store, name):
         left = services.registry.champion(name)

@@ -13,7 +13,7 @@ import dagster as dg
 from assets.pipeline import Pipeline
 from training.contract.errors import RecipeError, UsageError
 from workflows.component import RECIPE_FILE, PreferenceTuning, pipeline_definitions
-from workflows.recipe_file import explained
+from workflows.recipe_file import explained, refuse_no_recipe
 
 DEFS = Path(__file__).parent / "defs"
 
@@ -59,6 +59,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
 
     Raises RecipeError with file, line and field of what is wrong.
     """
+    refuse_no_recipe(folder / RECIPE_FILE)
     place = ModuleType(folder.name)
     place.__path__ = [str(folder)]
     place.__file__ = None
@@ -69,10 +70,6 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
         found = [LoadedRecipe(pipeline, pipeline_definitions(pipeline)) for pipeline in pipelines]
     except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
         raise RecipeError(explained(folder / RECIPE_FILE, error)) from error
-    if len(components) != 1:
-        raise RecipeError(
-            f"{folder / RECIPE_FILE} holds {len(components)} components of type workflows.PreferenceTuning, expected one"
-        )
     return found
 
 

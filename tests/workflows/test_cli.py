@@ -47,6 +47,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.parametrize("words", [["status", "--help"], ["run", "nowhere"], ["plan"]])
+def test_a_question_or_a_slip_makes_no_home(here, words):
+    CliRunner().invoke(cli.main, words)
+    assert not (here / "home").exists()
+
+
 def test_a_home_that_cannot_be_written_is_named_with_what_to_do(here):
     (here / "home").write_text("a file where a folder should be")
     done = CliRunner().invoke(cli.main, ["status", "demo"])

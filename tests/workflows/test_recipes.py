@@ -117,6 +117,25 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
         ("{%s, automation: {cron: every day}}", "`automation.cron: every day` .* expected five fields"),
         ("{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}", "`automation.timezone: Mars`"),
+        (
+            "{%s, training: {loss: {type: sigmiod}}}",
+            "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",
+        ),
+        ("{%s, training: {loss: {type: sigmoid_norm}}}", "found 'sigmoid_norm'$"),
+        ("{%s, compute: {device: gpu}}", "compute.device: expected 'auto', 'cpu' or 'cuda', found 'gpu'$"),
+        ("{%s, training: {loss: hinge}}", r"training.loss: expected a section with fields \(type, .*\), found 'hinge'"),
+        ("{%s, training: {beta: 1}}", "training.beta: there is no such field; did you mean `training.loss.beta`"),
+        ("{%s, reference: {sft: {learning_rate: 1}, model: b}}", "`reference.sft.optimizer.learning_rate`"),
+        (
+            "{%s, training: {adapter: {target_modules: []}}}",
+            "target_modules: expected 'all-linear', .*, or expected at least 1",
+        ),
+        (
+            "{data: {sources: a.jsonl}, reference: {model: b}, release: {model_name: x}}",
+            "sources: expected a list, found 'a",
+        ),
+        ("{%s, variants: {one: hinge}}", r"variants.one: expected a section with fields \(data, tok.*, found 'hinge'"),
+        ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),
         ("", "`attributes` is missing"),
     ],
 )
@@ -129,15 +148,25 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path, attributes, to
         load_recipe(folder)
     message = str(error.value)
     assert message.startswith(str(folder / "defs.yaml")) and message.count("defs.yaml") == len(message.splitlines())
-    assert "at least 1 item" not in message  # pydantic's count of the sources that are sound
+    assert "at least 1 item, found (" not in message  # pydantic's count of the sources that are sound
 
 
-@pytest.mark.parametrize("text", ["", "type: [oops\n  a: b", "type: workflows.Nothing\nattributes: {}\n"])
-def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "expected .*`type: workflows.PreferenceTuning`.*; it has nothing in it"),
+        (b"attributes: {}\n", "; it has no `type`"),
+        (b"type: workflows.Nothing\nattributes: {}\n", "; it has workflows.Nothing"),
+        (b"type: workflows.PreferenceTuning\n---\ntype: workflows.PreferenceTuning\n", "; it holds 2 of them"),
+        (b"type: [oops\n  a: b", "2: this is no YAML: "),
+        (b"type: workflows.PreferenceTuning\n# caf\xe9\n", "2: byte 0xe9 is no UTF-8: save the file as that"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
     folder = tmp_path / "wrong"
     folder.mkdir()
-    (folder / "defs.yaml").write_text(text)
-    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml"):
+    (folder / "defs.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml:.*" + told):
         load_recipe(folder)
 
 

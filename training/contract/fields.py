@@ -1,6 +1,6 @@
 """What every part of a recipe is made of: a frozen section that refuses unknown fields, and the numbers it holds."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -33,8 +33,15 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
-        """pydantic takes true for 1, and YAML takes yes, on and y for true."""
+        """pydantic takes true for 1, and YAML takes yes and on for true."""
         assert info.field_name is not None
-        if isinstance(given, bool) and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError(f"expected no yes or no, found {str(given).lower()}")
+        kind: Any = cls.model_fields[info.field_name].annotation
+        if isinstance(given, bool) and kind is not bool:
+            kinds = {int: "a number", float: "a number", str: "text, in quotes"}
+            expected = next(
+                (words for k, words in kinds.items() if k in (kind, *get_args(kind))), "a section or a word"
+            )
+            raise ValueError(
+                f"expected {expected}, found {str(given).lower()} (which YAML makes of yes, no, on and off, too)"
+            )
         return given
