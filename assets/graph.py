@@ -62,9 +62,12 @@ def _release(recipe: Recipe) -> Settings:
 
 @dataclass(frozen=True)
 class Node:
-    """`version` is the version of the asset's algorithm: raise it when the same inputs shall give another result."""
+    """`version` is the version of the asset's algorithm: raise it when the same inputs shall give another result.
 
-    group: str
+    `stage` says what part of the work it belongs to; Dagster's groups are the pipelines.
+    """
+
+    stage: str
     kinds: frozenset[str]
     description: str
     needs: tuple[str, ...] = ()
@@ -78,7 +81,7 @@ class Node:
 
     def needed_by(self, recipe: Recipe) -> tuple[str, ...]:
         """The direct dependencies in this recipe: supervised tuning of the reference is what brings in the pairs."""
-        if self.group == "reference" and "base_model" in self.needs and recipe.reference.sft is None:
+        if self.stage == "reference" and "base_model" in self.needs and recipe.reference.sft is None:
             return ("base_model",)
         return self.needs
 

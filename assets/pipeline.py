@@ -48,7 +48,7 @@ class Pipeline:
 
 
 def identifier(name: str) -> str:
-    """A pipeline's name as Dagster takes it for jobs, schedules and sensors, which have no hyphens."""
+    """A pipeline's name as Dagster takes it for groups, jobs, schedules and sensors, which have no hyphens."""
     return name.replace("-", "_")
 
 
@@ -82,7 +82,8 @@ def declare(
     arguments: dict[str, Any] = {
         "key": pipeline.key(asset),
         "deps": [pipeline.key(name) for name in node.needed_by(pipeline.recipe)],
-        "group_name": node.group,
+        "group_name": pipeline.identifier,
+        "tags": {"stage": node.stage},
         "kinds": set(node.kinds),
         "owners": [OWNER],
         "description": node.description,

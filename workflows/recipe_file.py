@@ -66,9 +66,9 @@ def _documents(file: Path) -> list[yaml.Node]:
         ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
+        place = f"{file}:{mark.line + 1}" if mark else str(file)
         tabs = " (YAML is indented with spaces)" if "\\t" in str(error.problem) else ""
-        raise RecipeError(f"{file}{line}: this is no YAML: {error.problem or error.context}{tabs}") from None
+        raise RecipeError(f"{place}: this is no YAML: {error.problem or error.context}{tabs}") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{file}: this is no YAML: {error}") from None
 

@@ -13,7 +13,7 @@ from training.contract.errors import RecipeError
 from workflows.recipes import DEFS, load_recipe
 from workflows.resources import services
 
-# Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
+# Written by hand from docs/architecture.md: asset -> (stage, direct dependencies, in the GPU pool).
 EXPECTED = {
     "preference_source": ("sources", set(), False),
     "base_model": ("sources", set(), False),
@@ -48,7 +48,7 @@ def demo():
 def test_the_graph_of_the_demo(demo):
     found = {
         key.path[1]: (
-            demo.get(key).group_name,
+            demo.get(key).tags["stage"],
             {parent.path[1] for parent in demo.get(key).parent_keys},
             demo.get(key).pools == {"gpu"},
         )
@@ -173,6 +173,10 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
 def test_two_recipes_side_by_side(tmp_path):
     graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "two")))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"one", "two"}
+    assert {(key.path[0], graph.get(key).group_name) for key in graph.get_all_asset_keys()} == {
+        ("one",) * 2,
+        ("two",) * 2,
+    }
     assert len(graph.get_all_asset_keys()) == 2 * len(EXPECTED)
 
 
@@ -194,9 +198,10 @@ def test_dg_finds_the_definitions(command):
 
 
 def test_a_hyphen_in_the_name_is_fine(tmp_path):
-    """Dagster takes none in the names of jobs, schedules and sensors, but in asset keys."""
+    """Dagster takes none in the names of groups, jobs, schedules and sensors, but in asset keys."""
     graph = graph_of(write_recipe(tmp_path / "my-model", ATTRIBUTES))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"my-model"}
+    assert {graph.get(key).group_name for key in graph.get_all_asset_keys()} == {"my_model"}
 
 
 def test_a_name_dagster_cannot_take_is_refused(tmp_path):

@@ -49,7 +49,7 @@ class PreferenceFormat:
 
 
 def detect(rows: Sequence[Row], place: str) -> str:
-    """The format that fits most of `rows`, of which there is one at least. Raises DataError, naming what was considered, if none fits any."""
+    """The format that fits most of `rows`, one at least. Raises DataError, naming what was considered, if none fits any."""
     votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}
     best = max(votes, key=lambda name: votes[name])
     if votes[best]:
