@@ -23,12 +23,14 @@ OWNER = "team:preference-tuning"
 class Pipeline:
     """A recipe (its local paths absolute) under the name that begins its asset keys.
 
-    `family` is the name of the recipe's folder, which a variant shares with the recipe that it is a variant of.
+    `family` is the name of the recipe's folder, which a variant shares with the recipe that it is a variant of; `place` that
+    folder, where the name alone does not lead to it.
     """
 
     family: str
     recipe: Recipe
     variant: str | None = None
+    place: Path | None = None
 
     @property
     def name(self) -> str:
@@ -37,7 +39,8 @@ class Pipeline:
     @property
     def argument(self) -> str:
         """What stands for it on the command line."""
-        return self.family if self.variant is None else f"{self.family}/{self.variant}"
+        recipe = self.family if self.place is None else str(self.place)
+        return recipe if self.variant is None else f"{recipe}/{self.variant}"
 
     @property
     def identifier(self) -> str:

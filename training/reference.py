@@ -37,7 +37,8 @@ from training.parallel.source import Frozen
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     started = time.monotonic()
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
-    sequences = Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+    sequences = Sequences.of(pairs)
     memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype, SCORING_VERSION), events.note)
     events.phase("look up reference log-probs")
     missing_M = _missing(memo, sequences, group)
@@ -47,6 +48,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.phase("score sequences with the reference model")
         frozen = Frozen(reference, dtype)
         model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
+        pairs.demand_known_tokens(model.config.vocab_size)
         demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:

@@ -68,6 +68,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     untrained = Untrained(job.inputs["base_model"].folder, "float32")
     masters = build_masters(untrained, job.compute.parallel, group, events)
+    pairs.demand_known_tokens(masters.model.config.vocab_size)
     demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
     prepare_for_training(masters.model, job.compute, events, masters.has_dropout)
     lengths_I = pairs.lengths("chosen").astype(np.int64)

@@ -12,10 +12,8 @@ import dagster as dg
 
 from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
-from workflows.component import RECIPE_FILE, PreferenceTuning, pipeline_definitions
+from workflows.component import DEFS, RECIPE_FILE, PreferenceTuning, pipeline_definitions
 from workflows.recipe_file import explained, refuse_no_recipe
-
-DEFS = Path(__file__).parent / "defs"
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,9 @@ def extra_recipes() -> list[Path]:
     named = {identifier(file.parent.name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}")}
     for folder in found:
         if (first := named.setdefault(identifier(folder.name), folder)) != folder:
-            raise UsageError(f"the recipes in {first} and in {folder} have one name (- and _ count as one): rename a folder")
+            raise UsageError(
+                f"the recipes in {first} and in {folder} have one name (- and _ count as one): rename a folder"
+            )
     return [folder for folder in found if folder.parent != DEFS]
 
 

@@ -1,4 +1,4 @@
-"""A name belongs to one recipe in a home: a second folder of that name, with another recipe in it, is refused."""
+"""A name belongs to one pipeline in a home: a second folder of that name, for another model, is refused."""
 
 import shutil
 from pathlib import Path
@@ -26,18 +26,29 @@ def home(tmp_path: Path) -> Path:
 
 def test_another_recipe_of_the_same_name_is_refused_until_the_first_is_gone(tmp_path, home):
     second = load_recipe(write_recipe(tmp_path / "second" / "mine", OTHER))
-    with pytest.raises(UsageError, match=f"is that of the recipe in {tmp_path}/first/mine, and {tmp_path}/second/mine"):
+    with pytest.raises(
+        UsageError, match=f"recipe in {tmp_path}/first/mine, .* the one in {tmp_path}/second/mine releases other"
+    ):
         claim(home, second)
     shutil.rmtree(tmp_path / "first")
     claim(home, second)
-    with pytest.raises(UsageError, match=f"recipe in {tmp_path}/second/mine"):
+    with pytest.raises(UsageError, match=f"recipe in {tmp_path}/second/mine, which releases the model other"):
         refuse_namesake(home, load_recipe(write_recipe(tmp_path / "first" / "mine", ATTRIBUTES)))
 
 
-def test_a_copy_and_an_edited_recipe_are_the_same_one(tmp_path, home):
-    refuse_namesake(home, load_recipe(write_recipe(tmp_path / "copy" / "mine", ATTRIBUTES)))
-    refuse_namesake(home, load_recipe(write_recipe(tmp_path / "first" / "mine", OTHER)))
-    refuse_namesake(tmp_path / "elsewhere", load_recipe(write_recipe(tmp_path / "second" / "mine", OTHER)))
+def test_another_version_of_a_recipe_goes_on_with_its_pipeline(tmp_path, home):
+    edited = {**ATTRIBUTES, "training": {"loss": {"beta": 0.5}}}
+    claim(home, load_recipe(write_recipe(tmp_path / "copy" / "mine", edited)))
+    claim(home, load_recipe(write_recipe(tmp_path / "copy" / "mine", OTHER)))
+    refuse_namesake(tmp_path / "elsewhere", load_recipe(write_recipe(tmp_path / "first" / "mine", ATTRIBUTES)))
+
+
+@pytest.mark.parametrize("note", ["", "[]", '{"folder": "x"}'])
+def test_a_note_that_is_none_is_written_again(tmp_path, home, note):
+    (home / "names" / "mine.json").write_text(note)
+    claim(home, load_recipe(write_recipe(tmp_path / "second" / "mine", OTHER)))
+    with pytest.raises(UsageError):
+        refuse_namesake(home, load_recipe(tmp_path / "first" / "mine"))
 
 
 def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
@@ -47,18 +58,12 @@ def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
         refuse_namesake(home, load_recipe(write_recipe(tmp_path / "second" / "mine-hot", OTHER)))
 
 
-def test_another_checkout_of_the_project_goes_on_with_its_pipelines(tmp_path, home):
-    releases = [tmp_path / name / "workflows" / "defs" / "weekly" for name in ("release-1", "release-2")]
-    claim(home, load_recipe(write_recipe(releases[0], ATTRIBUTES)))
-    claim(home, load_recipe(write_recipe(releases[1], OTHER)))
-
-
 def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch):
     monkeypatch.setenv("PEDIGREE_HOME", str(home))
     monkeypatch.setenv("DAGSTER_HOME", str(home / "dagster"))
     folder = write_recipe(tmp_path / "second" / "mine", OTHER)
     done = CliRunner().invoke(cli.main, ["run", str(folder)])
-    assert done.exit_code == 2 and f"remove {home}/names/mine if" in done.stderr.replace("\n", " ")
+    assert done.exit_code == 2 and f"remove {home}/names/mine.json if" in done.stderr.replace("\n", " ")
     assert sorted(path.name for path in home.iterdir()) == ["names"]
 
 

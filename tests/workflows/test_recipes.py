@@ -10,7 +10,8 @@ import pytest
 from assets.graph import GRAPH
 from tests.workflows.conftest import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError
-from workflows.recipes import DEFS, load_recipe
+from workflows.component import DEFS
+from workflows.recipes import load_recipe
 from workflows.resources import services
 
 # Written by hand from docs/architecture.md: asset -> (stage, direct dependencies, in the GPU pool).
