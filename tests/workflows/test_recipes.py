@@ -11,6 +11,7 @@ from assets.graph import GRAPH
 from tests.workflows.conftest import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError
 from workflows.component import DEFS
+from workflows.definitions import definitions_in
 from workflows.recipes import load_recipe
 from workflows.resources import services
 
@@ -169,6 +170,15 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
     (folder / "defs.yaml").write_bytes(content)
     with pytest.raises(RecipeError, match=r"wrong/defs\.yaml:.*" + told):
         load_recipe(folder)
+
+
+def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
+    """What Dagster reads by itself too, from the folder `defs` of the project: without its own words for it."""
+    write_recipe(tmp_path / "defs" / "right", ATTRIBUTES)
+    write_recipe(tmp_path / "defs" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
+    with pytest.raises(RecipeError, match=r"wrong/defs.yaml:\d+: training.epoch: .* did you mean `epochs`") as error:
+        definitions_in(tmp_path)
+    assert error.value.__cause__ is None and error.value.__suppress_context__
 
 
 def test_two_recipes_side_by_side(tmp_path):
