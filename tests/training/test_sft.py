@@ -10,14 +10,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.training.runs import ALONE, losses, published, told
+from tests.training.worlds import build_world
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
 from training.contract.weights import weights_fingerprint, weights_identity
-from training.data.batches import PAIRS_SCHEMA
 from training.data.packing import epoch_order
+from training.data.tokenized import PAIRS_SCHEMA
 from training.sft import run
 
 RATE = 3e-3
@@ -113,8 +114,8 @@ def test_from_its_checkpoint_it_ends_with_the_same_bits(tiny_world):
     assert notes == ["resumed from the checkpoint of step 8"]
 
 
-def test_no_training_data_is_an_error(tmp_path, world_builder):
-    world = world_builder(tmp_path, train=0, validation=3)
+def test_no_training_data_is_an_error(tmp_path):
+    world = build_world(tmp_path, train=0, validation=3)
     with pytest.raises(DataError, match="none of the 3 tokenized pairs is in the train split"):
         tune(world.job("sft", settings()))
 

@@ -8,7 +8,7 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
-from tests.workflows.conftest import ATTRIBUTES, ROOT, write_recipe
+from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError
 from workflows.component import DEFS
 from workflows.definitions import definitions_in
