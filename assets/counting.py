@@ -19,6 +19,9 @@ def count_rows(path: Path) -> int | None:
             case ".parquet":
                 with open_data(path) as file:
                     return int(pq.read_metadata(file).num_rows)
+            case ".arrow":
+                with open_data(path) as file:
+                    return sum(int(batch.num_rows) for batch in pa.ipc.open_stream(file))
             case ".csv":
                 with TextIOWrapper(open_data(path), encoding="utf-8", newline="") as text:
                     return max(0, sum(1 for row in csv.reader(text) if row) - 1)

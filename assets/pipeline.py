@@ -16,11 +16,15 @@ from training.launch.launcher import Launcher
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A recipe, its local paths absolute, or a variant of it; `family` is the name of the recipe's folder."""
+    """A recipe, its local paths absolute, or a variant of it; `family` is the name of the recipe's folder.
+
+    `place` is that folder, where the name alone does not lead to it.
+    """
 
     family: str
     recipe: Recipe
     variant: str | None = None
+    place: Path | None = None
 
     @property
     def name(self) -> str:
@@ -30,7 +34,8 @@ class Pipeline:
     @property
     def argument(self) -> str:
         """How the command line names it."""
-        return self.family if self.variant is None else f"{self.family}/{self.variant}"
+        recipe = self.family if self.place is None else str(self.place)
+        return recipe if self.variant is None else f"{recipe}/{self.variant}"
 
     @property
     def identifier(self) -> str:
@@ -41,7 +46,7 @@ class Pipeline:
 
 
 def identifier(name: str) -> str:
-    """The name of a pipeline as part of the names of Dagster's jobs, schedules and sensors, which allow no hyphens."""
+    """The name of a pipeline as part of the names of Dagster's groups, jobs, schedules and sensors, which allow no hyphens."""
     return name.replace("-", "_")
 
 

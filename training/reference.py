@@ -34,7 +34,8 @@ from training.parallel.models import FrozenModel
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     started = time.monotonic()
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
-    sequences = DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+    sequences = DistinctSequences.of(pairs)
     memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note)
     events.phase("look up reference log-probs")
     missing_M = _missing(memo, sequences, group)
@@ -43,6 +44,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if len(missing_M):
         events.phase("score sequences with the reference model")
         model = load_frozen(FrozenModel(reference, dtype), job.compute.parallel, group, events)
+        pairs.demand_known_tokens(model.config.vocab_size)
         demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:

@@ -50,6 +50,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     settings, base = SupervisedTuning.model_validate(job.settings), job.inputs["base_model"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     masters = load_for_training(TrainableModel(base.folder, "float32"), job.compute, group, events)
+    pairs.demand_known_tokens(masters.model.config.vocab_size)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed

@@ -36,8 +36,9 @@ from workflows.execution import INTERRUPTED, RunReport, materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
+from workflows.names import refuse_namesake
 from workflows.plan import plan as make_plan
-from workflows.recipes import find_recipe, find_recipes, recipe_folder
+from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_folder
 from workflows.resources import build_services, dagster_instance, pedigree_home, settle
 from workflows.servers import dagster_server, free_port, mlflow_server, serving
 from workflows.verify import verify as do_verify
@@ -76,7 +77,6 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
 
 @click.group()
 @click.version_option(package_name="pedigree")
-@_reporting
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.
 
@@ -86,7 +86,6 @@ def main() -> None:
     warnings.filterwarnings("ignore", module=r"dagster.*")
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
-    settle(pedigree_home())
 
 
 @main.command()
@@ -97,7 +96,7 @@ def main() -> None:
 @_reporting
 def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
     """Materialize a recipe: compute what changed, reuse the rest."""
-    found = find_recipes(recipe)
+    found = _found(recipe)
     reports: list[RunReport] = []
     for loaded in found if variants else found[:1]:
         if variants:
@@ -123,7 +122,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
 @_reporting
 def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing, and why, as the files are at this moment."""
-    loaded = find_recipe(recipe)
+    loaded = _found(recipe)[0]
     with dagster_instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
     if as_json:
@@ -138,7 +137,7 @@ def status(recipe: str, as_json: bool) -> None:
 @_reporting
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts; rows and tokens are made for it, no model runs."""
-    loaded = find_recipe(recipe)
+    loaded = _found(recipe)[0]
     with show.Progress(_people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
     if as_json:
@@ -154,7 +153,7 @@ def plan(recipe: str, as_json: bool) -> None:
 @_reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe stands on again, and score some pairs again with the reference model."""
-    loaded = find_recipe(recipe)
+    loaded = _found(recipe)[0]
     with show.Progress(_people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
     if as_json:
@@ -174,7 +173,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 @_reporting
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
-    loaded = find_recipe(recipe)
+    loaded = _found(recipe)[0]
     with show.Progress(_people) as progress, dagster_instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         found = inspect_row(loaded.pipeline, services, instance, row, score)
@@ -195,7 +194,7 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
 
     One RECIPE alone stands for itself and all its variants.
     """
-    found = find_recipes(recipes[0]) if len(recipes) == 1 else [find_recipe(recipe) for recipe in recipes]
+    found = _found(recipes[0]) if len(recipes) == 1 else [_found(recipe)[0] for recipe in recipes]
     names = [loaded.pipeline.name for loaded in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"{len(twice)} of the recipes to compare are called {twice[0]}; name each of them once")
@@ -214,6 +213,7 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
 @_reporting
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion of the registered model NAME champion again."""
+    settle(pedigree_home())
     services = build_services(pedigree_home())
     with sole_decision(services.store, name):
         left = services.registry.champion(name)
@@ -255,6 +255,8 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     home = pedigree_home()
     if recipes:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
+    for folder in extra_recipes():  # what is wrong in one of them is told here, and not by a server in half a minute
+        load_recipes(folder)
     tracking = build_services(home).tracker.tracking_uri
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance():
@@ -268,6 +270,14 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         show.addresses(_people, dagster.address, page(tracking, "experiments"))
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
+
+
+def _found(recipe: str) -> list[LoadedRecipe]:
+    """The recipe and its variants, which are the ones that this home knows by their names."""
+    found = find_recipes(recipe)
+    for loaded in found:
+        refuse_namesake(pedigree_home(), loaded)
+    return found
 
 
 def _report_json(report: RunReport) -> dict[str, Any]:

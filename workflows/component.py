@@ -19,6 +19,7 @@ from training.contract.variants import RecipeFile
 from workflows.automation import retraining
 from workflows.recipe_file import refuse_repeated_keys, variant_names
 
+DEFS = Path(__file__).parent / "defs"  # the project's own recipes, which their names lead to
 RECIPE_FILE = "defs.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -46,8 +47,9 @@ class PreferenceTuning(dg.Component):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
             )
+        place = None if context.path.parent == DEFS.resolve() else context.path
         pipelines = [
-            Pipeline(context.path.name, recipe.located_at(context.path), variant)
+            Pipeline(context.path.name, recipe.located_at(context.path), variant, place)
             for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]
         ]
         _refuse_clashes(context.path, pipelines)

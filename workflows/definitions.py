@@ -4,6 +4,8 @@ from pathlib import Path
 
 import dagster as dg
 
+from training.contract.errors import RecipeError
+from workflows.component import RECIPE_FILE
 from workflows.recipes import extra_recipes, load_recipes
 from workflows.resources import services
 
@@ -12,7 +14,26 @@ from workflows.resources import services
 def defs() -> dg.Definitions:
     """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway."""
     return dg.Definitions.merge(
-        dg.load_from_defs_folder(path_within_project=Path(__file__).parent),
+        definitions_in(Path(__file__).parent),
         *(loaded.definitions for folder in extra_recipes() for loaded in load_recipes(folder)),
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
+
+
+def definitions_in(folder: Path) -> dg.Definitions:
+    """What the folder `defs` in `folder` declares. Raises RecipeError in our words, where Dagster's would be pydantic's."""
+    try:
+        return dg.load_from_defs_folder(path_within_project=folder)
+    except Exception:
+        if fault := _fault(folder):
+            raise fault from None
+        raise
+
+
+def _fault(folder: Path) -> RecipeError | None:
+    for file in sorted(folder.glob(f"defs/*/{RECIPE_FILE}")):
+        try:
+            load_recipes(file.parent)
+        except RecipeError as fault:
+            return fault
+    return None

@@ -14,6 +14,7 @@ from assets.materialized import latest
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
 from training.contract.errors import PedigreeError, UsageError
+from workflows.names import claim
 from workflows.recipes import LoadedRecipe
 
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -77,6 +78,7 @@ def materialize(
 ) -> RunReport:
     """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception."""
     pipeline = loaded.pipeline
+    claim(services.home, loaded)
     selected = with_upstream(asset, pipeline)
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)

@@ -1,28 +1,33 @@
-"""What is wrong in a recipe's file, told with its line: what Dagster and pydantic find, and what YAML lets pass.
+"""A recipe's file as YAML: what stops it from being read, told with its line, and what YAML lets pass.
 
 YAML's readers take the last of two equal keys without a word, so that a field somebody sees in the file is not the one that
 counts. Here that is an error like any other.
 """
 
-import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from training.contract.errors import RecipeError
-from training.contract.recipe import Recipe
-from training.contract.variants import RecipeFile
+from workflows.faults import faults
 
-_LONGEST_VALUE = 80
-_TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
+TYPE = "workflows.PreferenceTuning"
+
+
+def refuse_no_recipe(file: Path) -> None:
+    """Raises RecipeError unless exactly one document of the file is a recipe: one of another type, or none, is told so."""
+    types = [_type(document) for document in _documents(file)]
+    if types.count(TYPE) == 1:
+        return
+    found = f"holds {types.count(TYPE)} of them" if TYPE in types else f"has {', '.join(types) or 'nothing in it'}"
+    raise RecipeError(f"{file}: expected one document with `type: {TYPE}` and the recipe in `attributes:`; it {found}")
 
 
 def refuse_repeated_keys(file: Path) -> None:
     """Raises RecipeError with the lines of a key that stands twice in one section."""
-    for document in yaml.compose_all(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader):
+    for document in _documents(file):
         for first, second in _repeated(document):
             lines = f"{first.start_mark.line + 1} and {second.start_mark.line + 1}"
             raise RecipeError(
@@ -44,9 +49,33 @@ def explained(file: Path, error: BaseException) -> str:
     while error.__cause__ is not None and not isinstance(error, (ValidationError, RecipeError)):
         error = error.__cause__
     if isinstance(error, ValidationError):
-        return "\n".join(_faults(error))
+        return "\n".join(faults(error))
     text = str(error).removeprefix("Invariant failed. Description: ") or type(error).__name__
     return text if str(file) in text else f"{file}: {text}"
+
+
+def _documents(file: Path) -> list[yaml.Node]:
+    """Raises RecipeError with the line where the file is no UTF-8, or no YAML."""
+    content = file.read_bytes()
+    try:
+        return [node for node in yaml.compose_all(content.decode(), Loader=yaml.SafeLoader) if node is not None]
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise RecipeError(
+            f"{file}:{line}: byte {content[error.start]:#04x} is no UTF-8: save the file as that"
+        ) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{file}:{mark.line + 1}" if mark else str(file)
+        tabs = " (YAML is indented with spaces)" if "\\t" in str(error.problem) else ""
+        raise RecipeError(f"{place}: this is no YAML: {error.problem or error.context}{tabs}") from None
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{file}: this is no YAML: {error}") from None
+
+
+def _type(document: yaml.Node) -> str:
+    entries = document.value if isinstance(document, yaml.MappingNode) else []
+    return next((str(value.value) for key, value in entries if key.value == "type"), "no `type`")
 
 
 def _repeated(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
@@ -60,51 +89,3 @@ def _repeated(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNod
         children = [[value for _, value in node.value]]
     for child in (child for group in children for child in group):
         yield from _repeated(child)
-
-
-def _faults(error: ValidationError) -> Iterator[str]:
-    """Each fault as `file:line: field: what is wrong`. Dagster has put file and line behind the field's name.
-
-    Of a list, pydantic counts the items that are sound, and says that they are too few; the others are the fault.
-    """
-    found = [(*".".join(map(str, fault["loc"])).partition(" at ")[::2], fault) for fault in error.errors()]
-    for field, place, fault in found:
-        if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _, _ in found):
-            continue
-        name = field.removeprefix("attributes").removeprefix(".")
-        yield f"{place}: {name or 'the recipe'}: {_words(name, fault)}"
-
-
-def _words(name: str, fault: Any) -> str:
-    match fault["type"]:
-        case "extra_forbidden":
-            return _unknown(name)
-        case "missing":
-            return "it is missing, and has no default"
-        case "value_error":
-            hint = _TAKE_AWAY if name.startswith("variants.") else ""
-            return str(fault["msg"]).removeprefix("Value error, ") + hint
-    return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, found {_shown(fault['input'])}"
-
-
-def _unknown(name: str) -> str:
-    *section, field = name.split(".")
-    known = _fields(Recipe, section[2:]) if section[:1] == ["variants"] else _fields(RecipeFile, section)
-    near = difflib.get_close_matches(field, known, n=1)
-    return f"there is no such field; did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
-
-
-def _fields(kind: Any, path: Sequence[str]) -> list[str]:
-    """The fields of the section at `path`, which may be one of several types, or in a list."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        if not path:
-            return list(kind.model_fields)
-        inner = kind.model_fields.get(path[0])
-        return [] if inner is None else _fields(inner.annotation, path[1:])
-    rest = path[1:] if path and path[0].isdigit() else path
-    return list(dict.fromkeys(field for part in get_args(kind) for field in _fields(part, rest)))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."

@@ -10,16 +10,15 @@ from types import ModuleType
 
 import dagster as dg
 
-from assets.pipeline import Pipeline
+from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
-from workflows.component import RECIPE_FILE, PreferenceTuning, pipeline_definitions
-from workflows.recipe_file import explained
-
-DEFS = Path(__file__).parent / "defs"
+from workflows.component import DEFS, RECIPE_FILE, PreferenceTuning, pipeline_definitions
+from workflows.recipe_file import explained, refuse_no_recipe
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
+    folder: Path
     pipeline: Pipeline
     definitions: dg.Definitions
 
@@ -59,6 +58,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
 
     Raises RecipeError with file, line and field of what is wrong.
     """
+    refuse_no_recipe(folder / RECIPE_FILE)
     place = ModuleType(folder.name)
     place.__path__ = [str(folder)]
     place.__file__ = None
@@ -66,20 +66,26 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
     try:
         components = tree.get_all_components(of_type=PreferenceTuning)
         pipelines = [pipeline for component in components for pipeline in component.pipelines]
-        found = [LoadedRecipe(pipeline, pipeline_definitions(pipeline)) for pipeline in pipelines]
+        found = [LoadedRecipe(folder, pipeline, pipeline_definitions(pipeline)) for pipeline in pipelines]
     except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
         raise RecipeError(explained(folder / RECIPE_FILE, error)) from error
-    if len(components) != 1:
-        raise RecipeError(
-            f"{folder / RECIPE_FILE} holds {len(components)} components of type workflows.PreferenceTuning, expected one"
-        )
     return found
 
 
 def extra_recipes() -> list[Path]:
-    """The folders in PEDIGREE_RECIPES, separated like PATH: recipes outside the project that the web UI shall show."""
+    """The folders in PEDIGREE_RECIPES, separated like PATH: recipes outside the project that the web UI shall show.
+
+    Raises UsageError where two recipes, those of the project among them, have one name.
+    """
     listed = os.environ.get("PEDIGREE_RECIPES", "")
-    return [recipe_folder(text) for text in listed.split(os.pathsep) if text]
+    found = {recipe_folder(text): None for text in listed.split(os.pathsep) if text}
+    named = {identifier(file.parent.name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}")}
+    for folder in found:
+        if (first := named.setdefault(identifier(folder.name), folder)) != folder:
+            raise UsageError(
+                f"the recipes in {first} and in {folder} have one name (- and _ count as one): rename a folder"
+            )
+    return [folder for folder in found if folder.parent != DEFS]
 
 
 def _folder(text: str) -> Path | None:

@@ -60,10 +60,12 @@ def settle(home: Path) -> None:
 
 @contextmanager
 def dagster_instance() -> Iterator[dg.DagsterInstance]:
-    """Dagster's instance in DAGSTER_HOME, as `settle` left it, for a while; its files are then the group's as others are.
+    """Dagster's instance for a while, in a home that is made if it is not there; its files are the group's as others are.
 
     One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
+    Raises StoreError where nothing can be written.
     """
+    settle(pedigree_home())
     home = Path(os.environ["DAGSTER_HOME"])
     lock = home / "instance.lock"
     with locked(lock):

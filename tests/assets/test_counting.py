@@ -2,6 +2,7 @@
 
 import gzip
 
+import pyarrow as pa
 import pytest
 
 from assets.counting import count_rows
@@ -9,11 +10,21 @@ from training.contract.files import data_files
 from training.data.readers import open_files
 
 JSON_LINES = b'{"a": 1}\n\n{"a": 2}\n{"a": 3}'
+
+
+def _stream() -> bytes:
+    table, sink = pa.table({"a": [1, 2, 3]}), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return sink.getvalue().to_pybytes()
+
+
 CONTENTS = {
     "a.jsonl": JSON_LINES,
     "b.json": b'[{"a": 1}, {"a": 2}]',
     "c.json": JSON_LINES,
     "d.csv": b'a,b\n1,"x\ny"\n2,z\n',
+    "e.arrow": _stream(),
 }
 
 

@@ -30,7 +30,7 @@ def repositories(hub: Hub, inputs: Path, rows: list[dict[str, object]]) -> None:
     card = "---\nconfigs:\n- {config_name: one, data_files: 1.jsonl}\n- {config_name: two, data_files: 2.jsonl}\n---\n"
     hub.commit("datasets/org/two", {"README.md": card, "1.jsonl": lines(rows), "2.jsonl": lines(rows)})
     hub.commit("datasets/org/script", {"script.py": "raise SystemExit", "train.jsonl": lines(rows)})
-    hub.commit("datasets/org/arrow", {"train.arrow": b"-"})
+    hub.commit("datasets/org/text", {"train.txt": b"-"})
     hub.commit("datasets/org/empty", {"README.md": "Nothing yet."})
     (inputs / "elsewhere.jsonl").write_text(lines(rows))
     card = f"---\nconfigs:\n- {{config_name: default, data_files: {inputs}/elsewhere.jsonl}}\n---\n"
@@ -84,7 +84,7 @@ def test_a_repository_that_holds_no_model_is_refused(resident: Resident, recipe:
         ({"hub": "org/two", "split": "train"}, "org/two has several configs and no default; set `config`"),
         ({"hub": "org/two", "split": "train"}, "of the data source to one of one, two"),
         ({"hub": "org/script", "split": "train"}, "is made by a script, script.py, and code of a repository is never run"),
-        ({"hub": "org/arrow", "split": "train"}, "train.arrow of the data set org/arrow is none of .jsonl"),
+        ({"hub": "org/text", "split": "train"}, "train.txt of the data set org/text is none of .jsonl"),
         ({"hub": "org/empty", "split": "train"}, "org/empty cannot be understood"),
         ({"hub": "org/elsewhere", "split": "train"}, "elsewhere.jsonl, which is no file of it"),
     ],

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from tests.training.runs import published
 from tests.training.workshop import Workshop
 from training import memoized, reference
-from training.contract.errors import CorruptArtifact, TrainingError
+from training.contract.errors import CorruptArtifact, TemplateError, TrainingError
 from training.contract.events import read_events
 from training.contract.job import Job
 from training.contract.logprob_table import TABLE_FILE, LogProbTable
@@ -326,6 +326,18 @@ def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_worl
     with pytest.raises(TrainingError, match=r"not finite, first in the (chosen|rejected) response of row \d+"):
         workshop.do(job)
     assert not (job.store / "memo").exists()
+
+
+def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, workshop):
+    vocabulary = json.loads((tiny_world.model / "config.json").read_text())["vocab_size"]
+
+    def spoil(examples: list[dict[str, Any]]) -> None:
+        examples[3]["rejected_ids"][-1] = vocabulary
+
+    rewrite(tiny_world, spoil)
+    Pairs.open(tiny_world.pairs).demand_known_tokens(vocabulary + 1)
+    with pytest.raises(TemplateError, match=f"up to the number {vocabulary}, and the model has {vocabulary} tokens"):
+        workshop.do(tiny_job(tiny_world, workshop))
 
 
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):

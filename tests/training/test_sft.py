@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,13 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.training.runs import ALONE, losses, published, told
 from tests.training.worlds import build_world
-from training.contract.errors import DataError
+from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import epoch_order
+from training.data.tokenized import PAIRS_SCHEMA
 from training.sft import run
 
 RATE = 3e-3
@@ -116,3 +118,11 @@ def test_no_training_data_is_an_error(tmp_path):
     world = build_world(tmp_path, train=0, validation=3)
     with pytest.raises(DataError, match="none of the 3 tokenized pairs is in the train split"):
         tune(world.job("sft", settings()))
+
+
+def test_tokens_the_model_does_not_have_are_refused(tiny_world):
+    tiny_world.examples[3]["chosen_ids"][-1] = 10**6
+    with pa.ipc.new_stream(str(tiny_world.pairs / "pairs.arrow"), PAIRS_SCHEMA) as stream:
+        stream.write_table(pa.Table.from_pylist(tiny_world.examples, PAIRS_SCHEMA))
+    with pytest.raises(TemplateError, match="up to the number 1,000,000, and the model has"):
+        tune(tiny_world.job("sft", settings()))

@@ -37,6 +37,12 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
         assert field in message and f"defs.yaml:{number}" in message
 
 
+@pytest.mark.parametrize("words", [["status", "--help"], ["run", "nowhere"], ["plan"]])
+def test_a_question_or_a_slip_makes_no_home(tmp_path, words):
+    Home(tmp_path / "home").invoke(*words)
+    assert not (tmp_path / "home").exists()
+
+
 def test_a_home_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
     (tmp_path / "home").write_text("a file where a folder should be")
     done = Home(tmp_path / "home").invoke("status", "demo")

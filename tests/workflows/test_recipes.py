@@ -10,10 +10,12 @@ import pytest
 from assets.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError
-from workflows.recipes import DEFS, load_recipe
+from workflows.component import DEFS
+from workflows.definitions import definitions_in
+from workflows.recipes import load_recipe
 from workflows.resources import services
 
-# Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
+# Written by hand from docs/architecture.md: asset -> (stage, direct dependencies, in the GPU pool).
 EXPECTED = {
     "preference_source": ("sources", set(), False),
     "base_model": ("sources", set(), False),
@@ -48,7 +50,7 @@ def demo():
 def test_the_graph_of_the_demo(demo):
     found = {
         key.path[1]: (
-            demo.get(key).group_name,
+            demo.get(key).tags["stage"],
             {parent.path[1] for parent in demo.get(key).parent_keys},
             demo.get(key).pools == {"gpu"},
         )
@@ -117,6 +119,25 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
         ("{%s, automation: {cron: every day}}", "`automation.cron: every day` .* expected five fields"),
         ("{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}", "`automation.timezone: Mars`"),
+        (
+            "{%s, training: {loss: {type: sigmiod}}}",
+            "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",
+        ),
+        ("{%s, training: {loss: {type: sigmoid_norm}}}", "found 'sigmoid_norm'$"),
+        ("{%s, compute: {device: gpu}}", "compute.device: expected 'auto', 'cpu' or 'cuda', found 'gpu'$"),
+        ("{%s, training: {loss: hinge}}", r"training.loss: expected a section with fields \(type, .*\), found 'hinge'"),
+        ("{%s, training: {beta: 1}}", "training.beta: there is no such field; did you mean `training.loss.beta`"),
+        ("{%s, reference: {sft: {learning_rate: 1}, model: b}}", "`reference.sft.optimizer.learning_rate`"),
+        (
+            "{%s, training: {adapter: {target_modules: []}}}",
+            "target_modules: expected 'all-linear', .*, or expected at least 1",
+        ),
+        (
+            "{data: {sources: a.jsonl}, reference: {model: b}, release: {model_name: x}}",
+            "sources: expected a list, found 'a",
+        ),
+        ("{%s, variants: {one: hinge}}", r"variants.one: expected a section with fields \(data, tok.*, found 'hinge'"),
+        ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),
         ("", "`attributes` is missing"),
     ],
 )
@@ -129,21 +150,44 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path, attributes, to
         load_recipe(folder)
     message = str(error.value)
     assert message.startswith(str(folder / "defs.yaml")) and message.count("defs.yaml") == len(message.splitlines())
-    assert "at least 1 item" not in message  # pydantic's count of the sources that are sound
+    assert "at least 1 item, found (" not in message  # pydantic's count of the sources that are sound
 
 
-@pytest.mark.parametrize("text", ["", "type: [oops\n  a: b", "type: workflows.Nothing\nattributes: {}\n"])
-def test_a_file_that_is_no_recipe_is_named(tmp_path, text):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "expected .*`type: workflows.PreferenceTuning`.*; it has nothing in it"),
+        (b"attributes: {}\n", "; it has no `type`"),
+        (b"type: workflows.Nothing\nattributes: {}\n", "; it has workflows.Nothing"),
+        (b"type: workflows.PreferenceTuning\n---\ntype: workflows.PreferenceTuning\n", "; it holds 2 of them"),
+        (b"type: [oops\n  a: b", "2: this is no YAML: "),
+        (b"type: workflows.PreferenceTuning\n# caf\xe9\n", "2: byte 0xe9 is no UTF-8: save the file as that"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
     folder = tmp_path / "wrong"
     folder.mkdir()
-    (folder / "defs.yaml").write_text(text)
-    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml"):
+    (folder / "defs.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml:.*" + told):
         load_recipe(folder)
+
+
+def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
+    """What Dagster reads by itself too, from the folder `defs` of the project: without its own words for it."""
+    write_recipe(tmp_path / "defs" / "right", ATTRIBUTES)
+    write_recipe(tmp_path / "defs" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
+    with pytest.raises(RecipeError, match=r"wrong/defs.yaml:\d+: training.epoch: .* did you mean `epochs`") as error:
+        definitions_in(tmp_path)
+    assert error.value.__cause__ is None and error.value.__suppress_context__
 
 
 def test_two_recipes_side_by_side(tmp_path):
     graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "two")))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"one", "two"}
+    assert {(key.path[0], graph.get(key).group_name) for key in graph.get_all_asset_keys()} == {
+        ("one",) * 2,
+        ("two",) * 2,
+    }
     assert len(graph.get_all_asset_keys()) == 2 * len(EXPECTED)
 
 
@@ -165,9 +209,10 @@ def test_dg_finds_the_definitions(command):
 
 
 def test_a_hyphen_in_the_name_is_fine(tmp_path):
-    """Dagster takes none in the names of jobs, schedules and sensors, but in asset keys."""
+    """Dagster takes none in the names of groups, jobs, schedules and sensors, but in asset keys."""
     graph = graph_of(write_recipe(tmp_path / "my-model", ATTRIBUTES))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"my-model"}
+    assert {graph.get(key).group_name for key in graph.get_all_asset_keys()} == {"my_model"}
 
 
 def test_a_name_dagster_cannot_take_is_refused(tmp_path):

@@ -18,7 +18,8 @@ from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
 from workflows import cli
-from workflows.recipes import DEFS, find_recipe, find_recipes, load_recipe, load_recipes, recipe_folder
+from workflows.component import DEFS
+from workflows.recipes import find_recipe, find_recipes, load_recipe, load_recipes, recipe_folder
 from workflows.resources import services
 
 VARIANTS = {"hinge": {"training": {"loss": {"type": "hinge"}}}, "beta-0p5": {"training": {"loss": {"beta": 0.5}}}}
@@ -33,7 +34,11 @@ def folder(tmp_path) -> Path:
 def test_the_recipe_comes_first_and_is_what_it_was(folder):
     pipelines = [loaded.pipeline for loaded in load_recipes(folder)]
     assert [pipeline.name for pipeline in pipelines] == ["sweep", "sweep-hinge", "sweep-beta-0p5"]
-    assert [pipeline.argument for pipeline in pipelines] == ["sweep", "sweep/hinge", "sweep/beta-0p5"]
+    assert [pipeline.argument for pipeline in pipelines] == [
+        f"{folder}{variant}" for variant in ("", "/hinge", "/beta-0p5")
+    ]
+    assert [find_recipe(pipeline.argument).pipeline for pipeline in pipelines] == pipelines
+    assert find_recipe("demo").pipeline.argument == "demo"
     assert pipelines[0].recipe == Recipe.model_validate(ATTRIBUTES).located_at(folder)
     assert {type(pipeline.recipe) for pipeline in pipelines} == {Recipe}
     assert {pipeline.recipe.reference.model for pipeline in pipelines} == {str(folder / "base")}

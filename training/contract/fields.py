@@ -1,6 +1,6 @@
 """What recipes are built from: `Section`, a frozen model that refuses unknown fields, and types of numbers for its fields."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
@@ -35,6 +35,13 @@ class Section(BaseModel):
     def _refuse_booleans_for_numbers(cls, given: Any, info: ValidationInfo) -> Any:
         """pydantic accepts true as 1, and YAML reads yes and on as true."""
         assert info.field_name is not None
-        if isinstance(given, bool) and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError(f"expected no yes or no, found {str(given).lower()}")
+        kind: Any = cls.model_fields[info.field_name].annotation
+        if isinstance(given, bool) and kind is not bool:
+            kinds = {int: "a number", float: "a number", str: "text, in quotes"}
+            expected = next(
+                (words for k, words in kinds.items() if k in (kind, *get_args(kind))), "a section or a word"
+            )
+            raise ValueError(
+                f"expected {expected}, found {str(given).lower()} (which YAML makes of yes, no, on and off, too)"
+            )
         return given

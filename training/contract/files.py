@@ -6,6 +6,7 @@ appears or disappears in between never becomes part of an artifact whose key say
 
 import glob
 import gzip
+import json
 from io import BufferedReader
 from pathlib import Path, PurePath
 
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from training.contract.errors import DataError
 from training.contract.fingerprint import hash_file, short
 
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,6 +42,8 @@ class DataFile(BaseModel):
 
 def data_files(path: str) -> list[DataFile]:
     """The files behind `path`, a file, a folder (its files of known kinds, none hidden) or a glob, sorted by path.
+
+    Of a folder that `datasets` saved to disk they are those its state names, in that order.
 
     Raises DataError where there is nothing, or a file of a kind that is not read.
     """
@@ -90,6 +93,11 @@ def check_unchanged(path: Path, sha256: str) -> None:
 
 
 def _folder_files(folder: Path) -> list[DataFile]:
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(f"{folder.name}/{each.parent.name}" for each in folder.glob("*/state.json"))
+        raise DataError(f"{folder} is a DatasetDict that was saved to disk; name one split of it: {', '.join(splits)}")
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return _saved_files(folder)
     found = [(path.relative_to(folder), path) for path in sorted(folder.rglob("*")) if path.is_file()]
     files = [
         DataFile(name=name.as_posix(), path=path)
@@ -100,6 +108,17 @@ def _folder_files(folder: Path) -> list[DataFile]:
         seen = ", ".join(str(name) for name, _ in found[:_NUMBER_OF_NAMES]) or "nothing"
         raise DataError(f"the folder {folder} has no file of the kinds {', '.join(SUFFIXES)}; it holds {seen}")
     return files
+
+
+def _saved_files(folder: Path) -> list[DataFile]:
+    """Those of a data set that `datasets` saved to disk, as its state names them: caches lie beside them."""
+    try:
+        names = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+        return [_readable(name, folder / name) for name in names]
+    except (ValueError, LookupError, TypeError) as error:
+        raise DataError(
+            f"{folder / 'state.json'} is not what `save_to_disk` writes: {error!r}; save it again"
+        ) from error
 
 
 def _readable(name: str, path: Path) -> DataFile:

@@ -55,8 +55,10 @@ def _by_type(given: Any) -> Any:
 
     Not pydantic's tagged union: it puts the tag into the path of an error, which is then not a path in the file.
     """
-    if not isinstance(given, dict):
+    if isinstance(given, AdamW | Muon):
         return given
+    if not isinstance(given, dict):
+        raise ValueError(f"expected a section, for example `{{type: adamw, learning_rate: 5e-7}}`, found {given!r}")
     kinds: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
     kind = kinds.get(str(given.get("type", "adamw")))
     if kind is None:

@@ -167,7 +167,7 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read as {what}: {error}") from error
+        raise ModelError(f"{path} cannot be read as {what}: {error}; fetch or save the model again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a JSON {type(content).__name__}; expected an object, {what}")
     return content

@@ -49,15 +49,14 @@ class PreferenceFormat:
 
 
 def detect(rows: Sequence[Row], place: str) -> str:
-    """The format that fits most of `rows`. Raises DataError, naming what was considered, if none fits any."""
+    """The format that fits most of `rows`, one at least. Raises DataError, naming what was considered, if none fits any."""
     votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}
     best = max(votes, key=lambda name: votes[name])
     if votes[best]:
         return best
     considered = "; ".join(f"{name} ({form.fields})" for name, form in FORMATS.items())
-    found = ", ".join(rows[0]) if rows else "no object at all"
     raise DataError(
-        f"{place}: none of the preference formats fits the first rows, whose fields are: {found}. Considered: "
+        f"{place}: none of the preference formats fits the first rows, whose fields are: {', '.join(rows[0])}. Considered: "
         f"{considered}. Rename the fields, or set `format` of the source"
     )
 

@@ -134,7 +134,7 @@ class _Collector:
             return
         found = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common()) or "no row at all"
         first = f"; the first: {self.quarantine_examples[0]['detail']}" if self.quarantine_examples else ""
-        raise DataError(f"the data sources hold no usable preference pair ({found}){first}; look at their `format`")
+        raise DataError(f"there is no usable preference pair in {', '.join(self.formats)} ({found}){first}")
 
     def details(self) -> dict[str, Any]:
         pairs, quarantined = len(self.digests), self.reasons.total()
@@ -229,5 +229,7 @@ def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
             break
     if not seen:
         return wanted, records
+    if not objects:
+        raise DataError(f"{file.place}: no row of it can be read; line {seen[0].line}: {seen[0].problem}")
     name = detect([record.value for record in seen if record.problem is None], file.place)
     return name, itertools.chain(seen, records)

@@ -3,6 +3,7 @@
     .jsonl  .ndjson   a JSON object a line; bytes are split at "\\n" only, since U+2028 is content
     .json             a list of objects (or, as many publish it, JSON lines)
     .parquet          a record a row
+    .arrow            the same, as `datasets` saves it to disk
     .csv              a header, then a record a row; every value is text
     .gz               one of these, compressed
 
@@ -18,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +128,23 @@ def _elements(text: str, position: int) -> Iterator[str]:
         raise json.JSONDecodeError("extra data", text, after)
 
 
-def _read_parquet(path: Path) -> Iterator[Record]:
+def _read_table(
+    kind: str, batches: Callable[[BufferedReader], Iterator[pa.RecordBatch]], path: Path
+) -> Iterator[Record]:
     number = 0
     try:
-        with open_data(path) as file, pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+        with open_data(path) as file:
+            for batch in batches(file):
                 for value in batch.to_pylist():
                     number += 1
                     yield Record(number, value)
     except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as Parquet after row {number}: {error}; write it again") from error
+        raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}; write it again") from error
+
+
+def _parquet_batches(file: BufferedReader) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(file) as table:
+        yield from table.iter_batches(batch_size=_BATCH_ROWS)
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
@@ -167,7 +175,8 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".jsonl": _read_lines,
     ".ndjson": _read_lines,
     ".json": _read_json,
-    ".parquet": _read_parquet,
+    ".parquet": partial(_read_table, "Parquet", _parquet_batches),
+    ".arrow": partial(_read_table, "Arrow", pa.ipc.open_stream),
     ".csv": _read_csv,
 }
 

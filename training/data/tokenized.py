@@ -20,7 +20,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from training.contract.errors import DataError
+from training.contract.errors import DataError, TemplateError
 from training.model.prefix import TokenSequence
 
 Side = Literal["chosen", "rejected"]
@@ -74,6 +74,16 @@ class Pairs:
     @property
     def prompt_lengths(self) -> NDArray[np.int32]:
         return self._prompt_lengths
+
+    def demand_known_tokens(self, vocabulary: int) -> None:
+        """Raises TemplateError where there is a token that a model of so many tokens does not have."""
+        chunks = [chunk for side in SIDES for chunk in self._table.column(f"{side}_ids").chunks]
+        largest = max((int(chunk.flatten().to_numpy().max(initial=0)) for chunk in chunks), default=0)
+        if largest >= vocabulary:
+            raise TemplateError(
+                f"the pairs have tokens up to the number {largest:,}, and the model has {vocabulary:,} tokens: this tokenizer "
+                "is another model's; leave out `tokenization.tokenizer`, or let it name the one the model was trained with"
+            )
 
     def indices(self, split: str) -> NDArray[np.int64]:
         """The positions of the pairs of a split, ascending."""

@@ -155,9 +155,12 @@ MISTAKES = [
     ("compute: {parallel: tensor}", "compute.parallel", "'fsdp'"),
     ("compute: {keep_checkpoints: 0}", "compute.keep_checkpoints", "greater than or equal to 1"),
     ("evaluation: {samples: -1}", "evaluation.samples", "greater than or equal to 0"),
-    ("training: {batch_size: yes}", "training.batch_size", "expected no yes or no, found true"),
+    ("training: {batch_size: yes}", "training.batch_size", "expected a number, found true"),
     ("training: {optimizer: {learning_rate: on}}", "training.optimizer.learning_rate", "found true"),
     ("compute: {nodes: true}", "compute.nodes", "found true"),
+    ("release: {model_name: on}", "release.model_name", "expected text, in quotes, found true"),
+    ("training: {adapter: true}", "training.adapter", "expected a section or a word, found true"),
+    ("training: {optimizer: muon}", "training.optimizer", "expected a section, for example .*found 'muon'"),
     ("training: {batch_size: 2147483648}", "training.batch_size", "less than or equal to 2147483647"),
     ("evaluation: {max_new_tokens: 1048577}", "evaluation.max_new_tokens", "less than or equal to 1048576"),
 ]

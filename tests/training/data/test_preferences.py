@@ -107,7 +107,14 @@ def test_the_fingerprint_is_of_the_pairs_and_not_of_the_files(workshop, tmp_path
     assert len({done.made.fingerprint for done in [same[0], *others]}) == 5
 
 
-@pytest.mark.parametrize(("rows", "words"), [([], "no row at all"), (["{", GOOD | {"chosen": ""}], "1 x bad JSON")])
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], r"no usable preference pair in rows0.jsonl \(no row at all\)$"),
+        (["{", GOOD | {"chosen": ""}], "1 x bad JSON"),
+        (["{", "]"], r"rows0.jsonl: no row of it can be read; line 1: bad JSON: "),
+    ],
+)
 def test_data_without_a_pair_is_refused(workshop, rows, words):
     with pytest.raises(DataError, match=words):
         workshop.rows(rows)

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -39,6 +40,12 @@ def _packed(rows) -> bytes:
     return gzip.compress("\n".join(map(json.dumps, rows)).encode())
 
 
+def _arrow(path: Path) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
 WRITERS = {
     "a.jsonl": _jsonl,
     "b.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS)),
@@ -46,6 +53,7 @@ WRITERS = {
     "d.json": _jsonl,
     "e.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
     "f.csv": _csv,
+    "h.arrow": _arrow,
     "g.jsonl.gz": lambda path: path.write_bytes(
         gzip.compress(json.dumps(ROWS[0]).encode() + b"\n") + _packed(ROWS[1:])
     ),
@@ -73,6 +81,30 @@ def test_what_is_wrong_in_a_packed_file_is_told_of_that_file(tmp_path):
         (tmp_path / name).write_bytes(gzip.compress(content))
         with pytest.raises(DataError, match=f"^{re.escape(str(tmp_path / name))} "):
             _records(tmp_path / name)
+
+
+def test_a_folder_of_save_to_disk_holds_its_data_set_and_nothing_else(tmp_path):
+    """Oracle: the rows of the library's data set, in its order. What is mapped later leaves a cache beside its files."""
+    dataset = datasets.Dataset.from_list(ROWS).shuffle(seed=1)
+    dataset.save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    _arrow(tmp_path / "saved" / "cache-0123.arrow")
+    assert [dict(record.value) for record in _records(tmp_path / "saved")] == dataset.to_list()
+
+
+def test_a_saved_data_set_of_several_splits_is_refused_with_their_names(tmp_path):
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match="name one split of it: saved/test, saved/train"):
+        _records(tmp_path / "saved")
+    assert len(_records(tmp_path / "saved" / "test")) == len(ROWS)
+
+
+@pytest.mark.parametrize("state", ["{", "{}", '{"_data_files": [{}]}'])
+def test_a_saved_data_set_without_its_state_is_refused(tmp_path, state):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(state)
+    with pytest.raises(DataError, match=r"state\.json is not what `save_to_disk` writes"):
+        _records(tmp_path)
 
 
 BAD_LINES = [

@@ -1,0 +1,83 @@
+"""A name belongs to one pipeline in a home: a second folder of that name, for another model, is refused."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from tests.workflows.homes import ATTRIBUTES, write_recipe
+from training.contract.errors import UsageError
+from workflows import cli
+from workflows.names import claim, refuse_namesake
+from workflows.recipes import extra_recipes, load_recipe
+
+OTHER = {**ATTRIBUTES, "release": {"model_name": "other"}}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home in which the recipe in `first/mine` was run."""
+    home = tmp_path / "home"
+    claim(home, load_recipe(write_recipe(tmp_path / "first" / "mine", ATTRIBUTES)))
+    return home
+
+
+def test_another_recipe_of_the_same_name_is_refused_until_the_first_is_gone(tmp_path, home):
+    second = load_recipe(write_recipe(tmp_path / "second" / "mine", OTHER))
+    with pytest.raises(
+        UsageError, match=f"recipe in {tmp_path}/first/mine, .* the one in {tmp_path}/second/mine releases other"
+    ):
+        claim(home, second)
+    shutil.rmtree(tmp_path / "first")
+    claim(home, second)
+    with pytest.raises(UsageError, match=f"recipe in {tmp_path}/second/mine, which releases the model other"):
+        refuse_namesake(home, load_recipe(write_recipe(tmp_path / "first" / "mine", ATTRIBUTES)))
+
+
+def test_another_version_of_a_recipe_goes_on_with_its_pipeline(tmp_path, home):
+    edited = {**ATTRIBUTES, "training": {"loss": {"beta": 0.5}}}
+    claim(home, load_recipe(write_recipe(tmp_path / "copy" / "mine", edited)))
+    claim(home, load_recipe(write_recipe(tmp_path / "copy" / "mine", OTHER)))
+    refuse_namesake(tmp_path / "elsewhere", load_recipe(write_recipe(tmp_path / "first" / "mine", ATTRIBUTES)))
+
+
+@pytest.mark.parametrize("note", ["", "[]", '{"folder": "x"}'])
+def test_a_note_that_is_none_is_written_again(tmp_path, home, note):
+    (home / "names" / "mine.json").write_text(note)
+    claim(home, load_recipe(write_recipe(tmp_path / "second" / "mine", OTHER)))
+    with pytest.raises(UsageError):
+        refuse_namesake(home, load_recipe(tmp_path / "first" / "mine"))
+
+
+def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
+    changed = {**ATTRIBUTES, "variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
+    claim(home, load_recipe(write_recipe(tmp_path / "first" / "mine", changed), "hot"))
+    with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
+        refuse_namesake(home, load_recipe(write_recipe(tmp_path / "second" / "mine-hot", OTHER)))
+
+
+def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch):
+    monkeypatch.setenv("PEDIGREE_HOME", str(home))
+    monkeypatch.setenv("DAGSTER_HOME", str(home / "dagster"))
+    folder = write_recipe(tmp_path / "second" / "mine", OTHER)
+    done = CliRunner().invoke(cli.main, ["run", str(folder)])
+    assert done.exit_code == 2 and f"remove {home}/names/mine.json if" in done.stderr.replace("\n", " ")
+    assert sorted(path.name for path in home.iterdir()) == ["names"]
+
+
+@pytest.mark.parametrize("name", ["mine", "demo"])
+def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, name):
+    folders = [write_recipe(tmp_path / place / name, ATTRIBUTES) for place in ("first", "second")]
+    done = CliRunner().invoke(cli.main, ["ui", *map(str, folders)], env={"PEDIGREE_RECIPES": ""})
+    assert done.exit_code == 2 and "have one name" in done.stderr
+    monkeypatch.setenv("PEDIGREE_RECIPES", f"{folders[0]}:{folders[0]}")
+    if name == "mine":
+        assert extra_recipes() == [folders[0]]
+
+
+def test_the_web_servers_do_not_start_with_a_recipe_that_is_wrong(tmp_path):
+    folder = write_recipe(tmp_path / "wrong", yaml.safe_load("{data: {sources: []}}"))
+    done = CliRunner().invoke(cli.main, ["ui", str(folder)], env={"PEDIGREE_RECIPES": ""})
+    assert done.exit_code == 1 and "reference: it is missing" in done.stderr

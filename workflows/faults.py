@@ -1,0 +1,110 @@
+"""What pydantic finds wrong in a recipe, in words: place, field, what was expected, what was found, and what was meant.
+
+What was meant is guessed from the recipe's own fields: a name that is nearly one of the section, or one that is a field
+of another section, as `learning_rate` is of the optimizer.
+"""
+
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from training.contract.recipe import Recipe
+from training.contract.variants import RecipeFile
+
+_LONGEST_VALUE = 80
+_ALIKE = 0.75  # below it are other words: gpu and cpu, sigmoid and sigmoid_norm
+_TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
+_NO_SECTION = {"model_type", "model_attributes_type", "dict_type"}
+
+
+def faults(error: ValidationError) -> Iterator[str]:
+    """Each fault as `file:line: field: what is wrong`. Dagster has put file and line behind the field's name.
+
+    Of a list, pydantic counts the items that are sound, and says that they are too few; the others are the fault.
+    """
+    found = [(*".".join(map(str, fault["loc"])).partition(" at ")[::2], fault) for fault in error.errors()]
+    told = []
+    for field, place, fault in found:
+        if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _, _ in found):
+            continue
+        name = field.removeprefix("attributes").removeprefix(".")
+        told.append((f"{place}: {_without_tags(name) or 'the recipe'}", _words(name, fault)))
+    for where, same in groupby(told, key=lambda each: each[0]):
+        yield f"{where}: {', or '.join(words for _, words in same)}"
+
+
+def _without_tags(name: str) -> str:
+    """Of a field that may be one of several types, pydantic names the type as if it were a field: `literal['a']`."""
+    return re.sub(r"\.(literal|tuple)\[.*\]$", "", name)
+
+
+def _words(name: str, fault: Any) -> str:
+    found = _shown(fault["input"])
+    match fault["type"]:
+        case "extra_forbidden":
+            return _unknown(name)
+        case "missing":
+            return "it is missing, and has no default"
+        case "value_error":
+            hint = _TAKE_AWAY if name.startswith("variants.") else ""
+            return str(fault["msg"]).removeprefix("Value error, ") + hint
+        case "enum" | "literal_error":
+            return _no_choice(fault["ctx"]["expected"], fault["input"])
+        case "too_short":
+            return f"expected at least {fault['ctx']['min_length']} item, found {found}"
+        case "tuple_type" | "list_type":
+            return f"expected a list, found {found}"
+        case kind if kind in _NO_SECTION and (fields := _section(name)):
+            return f"expected a section with fields ({', '.join(fields)}), found {found}"
+    return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, found {found}"
+
+
+def _no_choice(expected: str, given: Any) -> str:
+    near = difflib.get_close_matches(str(given), re.findall("'(.*?)'", expected), n=1, cutoff=_ALIKE)
+    meant = f"; did you mean `{near[0]}`?" if near else ""
+    return f"expected {expected}, found {_shown(given)}{meant}"
+
+
+def _unknown(name: str) -> str:
+    """A field there is not. What has this very name in the same section, or nearly, was meant; or else what has it anywhere."""
+    section, _, field = name.rpartition(".")
+    known = _section(section)
+    elsewhere = [path for path in _paths(Recipe) if path.endswith(f".{field}") and not section.startswith(path)]
+    below = [path for path in elsewhere if path.startswith(f"{section}.")]
+    near = below or difflib.get_close_matches(field, known, n=1) or elsewhere
+    return f"there is no such field; did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
+
+
+def _section(name: str) -> list[str]:
+    """The names of the fields of the section called `name`; of a variant's those of the recipe."""
+    path = name.split(".") if name else []
+    return _fields(Recipe, path[2:]) if path[:1] == ["variants"] and len(path) > 1 else _fields(RecipeFile, path)
+
+
+def _fields(kind: Any, path: Sequence[str]) -> list[str]:
+    """The fields of the section at `path`, which may be one of several types, or in a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if not path:
+            return list(kind.model_fields)
+        inner = kind.model_fields.get(path[0])
+        return [] if inner is None else _fields(inner.annotation, path[1:])
+    rest = path[1:] if path and path[0].isdigit() else path
+    return list(dict.fromkeys(field for part in get_args(kind) for field in _fields(part, rest)))
+
+
+def _paths(section: type[BaseModel], above: str = "") -> Iterator[str]:
+    """Every field of a section and of those in it, by its dotted name. What is in a list has none."""
+    for name, field in section.model_fields.items():
+        yield f"{above}{name}"
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _paths(kind, f"{above}{name}.")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."

@@ -1,0 +1,57 @@
+"""Whose a pipeline's name is in a home: asset keys begin with it, so two recipes of one name are one pipeline.
+
+That is right for a recipe that moved, for a copy, and for the checkout of another release: they are versions of one thing,
+which says in its status what changed. It is not for two that release different models. So a run notes folder and model
+under the name, and another folder of that name with another model is refused as long as the first is there.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from training.contract.durable import write_durably
+from training.contract.errors import UsageError
+from workflows.component import RECIPE_FILE
+from workflows.recipes import LoadedRecipe
+
+_NAMES = "names"
+
+
+@dataclass(frozen=True)
+class _Owner:
+    folder: str
+    model_name: str
+
+    @classmethod
+    def of(cls, loaded: LoadedRecipe) -> Self:
+        return cls(str(loaded.folder), loaded.pipeline.recipe.release.model_name)
+
+    @classmethod
+    def read(cls, note: Path) -> Self | None:
+        """Who owns a name; None where nobody does, or the note cannot be read: it is written again."""
+        try:
+            return cls(**json.loads(note.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+def refuse_namesake(home: Path, loaded: LoadedRecipe) -> None:
+    """Raises UsageError where the name of the pipeline is that of a recipe in another folder, for another model."""
+    note, mine = home / _NAMES / f"{loaded.pipeline.name}.json", _Owner.of(loaded)
+    first = _Owner.read(note)
+    if first is None or first.folder == mine.folder or first.model_name == mine.model_name:
+        return
+    if (Path(first.folder) / RECIPE_FILE).is_file():
+        raise UsageError(
+            f"in {home} the name {loaded.pipeline.name} is that of the recipe in {first.folder}, which releases the model "
+            f"{first.model_name}, and the one in {mine.folder} releases {mine.model_name}: rename this folder, set another "
+            f"PEDIGREE_HOME, or remove {note} if this recipe is to take over the other's assets"
+        )
+
+
+def claim(home: Path, loaded: LoadedRecipe) -> None:
+    """Note that the name is this recipe's. Raises UsageError as `refuse_namesake` does."""
+    refuse_namesake(home, loaded)
+    content = json.dumps(vars(_Owner.of(loaded)), ensure_ascii=False)
+    write_durably(home / _NAMES / f"{loaded.pipeline.name}.json", content.encode())
