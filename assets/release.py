@@ -6,7 +6,7 @@ rolled back stays so: materializing it again promotes nothing. A policy that is 
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -49,8 +49,11 @@ def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
             context.log.warning(text)
             services.listener({"event": "note", "asset": "released_model", "text": text})
 
-        version, outcome, figures = through_restart(lambda: _release(services, candidate, context.log), say)
-        return _result(candidate, version, outcome, started, changes, figures)
+        def release() -> dg.MaterializeResult:
+            version, outcome, figures = _release(services, candidate, context.log)
+            return _result(candidate, version, outcome, started, changes, figures)
+
+        return through_restart(release, say)
 
     return released_model
 
@@ -193,14 +196,13 @@ def _result(
     changes: list[str] | None,
     figures: dict[str, float],
 ) -> dg.MaterializeResult:
-    champion, reasons = version.tags.get(_DECISION_TAG, "no"), version.tags.get(_REASONS_TAG, "")
-    if ROLLED_BACK_TAG in version.tags:
-        champion, reasons = "no", "; ".join(["it was champion and was rolled back", *([reasons] if reasons else [])])
+    champion = candidate.services.registry.champion(version.name)
+    is_champion = champion is not None and champion.number == version.number  # a person may have moved the alias since
     metadata: dict[str, Any] = {
         "outcome": outcome,
         "changes": shown_changes(changes),
-        "champion": champion,
-        "reasons": reasons,
+        "champion": "yes" if is_champion else "no",
+        "reasons": "; ".join(_reasons(version, is_champion)),
         **figures,
         "model_version": str(version.number),
         "model": f"models:/{version.name}/{version.number}",
@@ -212,3 +214,13 @@ def _result(
         "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
     }
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)
+
+
+def _reasons(version: Version, is_champion: bool) -> Iterator[str]:
+    """Why it is champion, or is not: what the gate said, and what a person did against it."""
+    if ROLLED_BACK_TAG in version.tags:
+        yield "it was champion and was rolled back"
+    elif is_champion != (version.tags.get(_DECISION_TAG) == "yes"):
+        yield "a person has moved the alias since the gate decided"
+    if reasons := version.tags.get(_REASONS_TAG):
+        yield reasons
