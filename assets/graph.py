@@ -149,7 +149,7 @@ GRAPH: dict[str, Node] = {
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
         needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
         pool=GPU_POOL,
-        version="2",
+        version="3",
     ),
     "released_model": Node(
         "release",

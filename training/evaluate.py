@@ -2,7 +2,8 @@
 
 1. The policy scores every held-out pair in the dtype in which the reference did; the reference's values come from the
    table. Loss, rewards and margins come from the function that training uses.
-2. The accuracy has a 95% interval: a few hundred pairs say less than its second digit promises.
+2. The accuracy has a 95% interval: a few hundred pairs say less than its second digit promises. It is told apart by
+   which response is longer, since length is what preference data teaches first.
 3. A few prompts are answered by the policy (after) and by the reference model (before).
 4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people.
 
@@ -96,7 +97,7 @@ def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
 
 def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
     """Put the four files into the staging folder. Whatever depends on the report's looks is not in the fingerprint."""
-    metrics, columns, interval = held_out.metrics(), held_out.columns(), held_out.interval()
+    metrics, columns = held_out.metrics(), held_out.columns()
     _write_json(job.staging / "metrics.json", metrics)
     _write_json(job.staging / "samples.json", [sample.texts() for sample in samples])
     pq.write_table(pa.table(columns), job.staging / "pairs.parquet")
@@ -105,7 +106,8 @@ def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTra
         reference=short(job.inputs["reference_model"].fingerprint),
         pairs=short(job.inputs["tokenized_pairs"].fingerprint),
         metrics=metrics,
-        interval=interval,
+        accuracy=held_out.accuracy(),
+        by_length=held_out.accuracy_by_length(),
         margins=columns["margin"],
         samples=samples,
         worst=_worst_pairs(held_out, tokenizer),
@@ -114,7 +116,7 @@ def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTra
     texts = [sample.texts() for sample in samples]
     details = {
         "metrics": metrics,
-        "interval": list(interval),
+        "interval": list(held_out.accuracy().interval),
         "samples": [{k: v[:_SHOWN_CHARACTERS] if isinstance(v, str) else v for k, v in t.items()} for t in texts],
     }
     return Made(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)

@@ -33,6 +33,23 @@ _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
 
 
 @dataclass(frozen=True)
+class Accuracy:
+    """In how many of some pairs the chosen response has the higher reward."""
+
+    won: int
+    pairs: int
+
+    @property
+    def share(self) -> float:
+        return self.won / self.pairs
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Where the accuracy over all such pairs lies, with 95% confidence."""
+        return wilson_interval(self.won, self.pairs)
+
+
+@dataclass(frozen=True)
 class HeldOut:
     """Held-out pairs, by their positions among `pairs`, and how the policy does on them."""
 
@@ -51,11 +68,33 @@ class HeldOut:
             "logps/chosen": self.logprobs.policy_B2[:, 0],
             "logps/rejected": self.logprobs.policy_B2[:, 1],
         } | {f"losses/{name}": losses_B for name, losses_B in self.outcome.parts.items()}
-        return {f"eval/{name}": float(v.mean()) for name, v in means.items()} | {"eval/pairs": len(self.positions_V)}
+        by_length = {f"eval/accuracies/{name}": found.share for name, found in self.accuracy_by_length().items()}
+        return (
+            {f"eval/{name}": float(v.mean()) for name, v in means.items()}
+            | by_length
+            | {"eval/pairs": len(self.positions_V)}
+        )
 
-    def interval(self) -> tuple[float, float]:
-        """Where the accuracy over all such pairs lies, with 95% confidence."""
-        return wilson_interval(int(self.outcome.accuracies_B.sum()), len(self.positions_V))
+    def accuracy(self) -> Accuracy:
+        return Accuracy(int(self.outcome.accuracies_B.sum()), len(self.positions_V))
+
+    def accuracy_by_length(self) -> dict[str, Accuracy]:
+        """The accuracy where the chosen response has more tokens, fewer, or as many; kinds without a pair are left out.
+
+        A policy that took length for preference is right in the first and wrong in the second (Park et al. 2024,
+        "Disentangling Length from Quality in Direct Preference Optimization").
+        """
+        chosen_B, rejected_B = self.logprobs.tokens_B2.unbind(dim=1)
+        kinds = {
+            "chosen_longer": chosen_B > rejected_B,
+            "chosen_shorter": chosen_B < rejected_B,
+            "same_length": chosen_B == rejected_B,
+        }
+        return {
+            name: Accuracy(int(self.outcome.accuracies_B[of_kind_B].sum()), int(of_kind_B.sum()))
+            for name, of_kind_B in kinds.items()
+            if of_kind_B.any()
+        }
 
     def columns(self) -> dict[str, list[Any]]:
         """A row a pair: what a comparison with another policy on the same pairs needs."""
@@ -69,9 +108,10 @@ class HeldOut:
             "reference_chosen_logprob": self.logprobs.reference_B2[:, 0],
             "reference_rejected_logprob": self.logprobs.reference_B2[:, 1],
         }
+        tokens = {f"{side}_tokens": self.logprobs.tokens_B2[:, at].tolist() for at, side in enumerate(SIDES)}
         keys = {f"{side}_key": [k.tobytes().hex() for k in self.pairs.keys(side)[self.positions_V]] for side in SIDES}
         rows = {"row": self.pairs.rows[self.positions_V].tolist()}
-        return rows | keys | {name: values.tolist() for name, values in numbers.items()}
+        return rows | keys | tokens | {name: values.tolist() for name, values in numbers.items()}
 
 
 def evaluate_pairs(
