@@ -1,28 +1,28 @@
-"""When an asset is materialized without anybody asking: once for every change of content, and never for a repetition.
+"""When an asset is materialized automatically: once for every change of content, never for a repetition.
 
-    cause          the code version of the asset changed (its algorithm, or fields of the recipe that it reads), or the data
-                   version of something it is made from did, or that is about to be made anew; or it went missing; or blocking
-                   checks that held it up have passed
-    and            its latest materialization was made by another code version or from other data versions than those of now,
-                   or something it is made from is about to be made anew
-    and            everything it is made from is there, nothing of it or of the asset is being made, and no blocking check of
-                   what it is made from has failed
+    cause          the asset's code version changed (its algorithm, or fields of the recipe that it reads); or the data version
+                   of a dependency did; or a dependency is requested at this tick; or the asset went missing; or blocking
+                   checks that had failed have passed
+    and            its latest materialization has another code version, or was made from other data versions, than those of
+                   now; or a dependency is requested at this tick
+    and            no dependency is missing, neither the asset nor a dependency is in progress, and no blocking check of a
+                   dependency has failed
 
-A cause is remembered until the asset is asked for: one that comes while a check has failed, or while a run is in progress,
-is answered afterwards. That a materialization ended does not answer it, since that may have begun before the cause came: what
-it was made from tells. Nor does a request that is older than the cause, though Dagster sees both at the same moment. What
-failed is asked for again only if something above it had become another since it was asked for: so once.
+A cause is remembered until the asset is requested, so one that arises during a run, or while a check has failed, is handled
+afterwards. The end of a materialization does not handle it, since that may have begun before the cause arose: the data
+versions it was made from tell. Nor does a request that is older than the cause, though Dagster sees both at one tick. What
+failed is requested again only if something upstream has changed since.
 
-Because of "about to be made anew" one change gives one run of all that lies below it, in the order of the graph; there the
-store answers for whatever the change does not reach, and a failed blocking check stops what follows. `eager()` is another
-thing: it fires for every materialization, identical or not.
+Since requested dependencies count, one change gives one run of everything downstream, in which the store answers for
+whatever the change does not affect. `AutomationCondition.eager()` would not do: it fires for every materialization,
+identical or not.
 """
 
 from typing import Any
 
 import dagster as dg
 
-from assets.recorded import data_version, latest
+from assets.materialized import latest
 
 _Condition = dg.AutomationCondition
 
@@ -38,9 +38,9 @@ class _MadeFromOthers(dg.AutomationCondition[dg.AssetKey]):
         node, instance = context.asset_graph.get(context.key), context.asset_graph_view.instance
         made = latest(instance, context.key)
         is_of_now = (
-            made is not None
+            made.fingerprint is not None
             and made.code_version == node.code_version
-            and all(made.input_version(key) == data_version(instance, key) for key in node.parent_keys)
+            and all(made.input_version(key) == latest(instance, key).fingerprint for key in node.parent_keys)
         )
         return dg.AutomationResult(context, context.get_empty_subset() if is_of_now else context.candidate_subset)
 

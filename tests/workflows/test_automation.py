@@ -7,9 +7,8 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
-from assets.realize import latest_metadata
-from assets.recorded import data_version
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from assets.materialized import latest
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
 from workflows.resources import services
 
@@ -114,7 +113,7 @@ def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
 
 def test_a_materialization_shows_what_changed(sensed):
     def shown(asset):
-        return latest_metadata(sensed.instance, sensed.pipeline.key(asset))["changes"]
+        return latest(sensed.instance, sensed.pipeline.key(asset)).metadata["changes"]
 
     sensed.look()
     assert shown("preference_source") == "first materialization"
@@ -162,7 +161,7 @@ class Conditions:
     def made_of(self, asset):
         """The tags that Dagster gives a materialization that begins now."""
         node = definitions_of(self.folder).resolve_asset_graph().get(self.pipeline.key(asset))
-        above = {key: data_version(self.instance, key) for key in node.parent_keys}
+        above = {key: latest(self.instance, key).fingerprint for key in node.parent_keys}
         inputs = {f"dagster/input_data_version/{key.to_user_string()}": found for key, found in above.items()}
         return {"dagster/code_version": node.code_version, **inputs}
 

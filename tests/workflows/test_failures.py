@@ -16,7 +16,7 @@ from model_registry.connection import connect
 from model_registry.registry import Alias, Registry, Version
 from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
-from tests.workflows.conftest import write_recipe
+from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.removal import is_held
 from workflows.execution import RunReport, materialize

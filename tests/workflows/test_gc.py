@@ -12,7 +12,6 @@ import pytest
 from assets.graph import GRAPH
 from assets.realize import record
 from model_registry.registry import ROLLED_BACK_TAG
-from tests.workflows.lookers import looker
 from training.contract.job import Job
 from training.contract.manifest import Derivation
 from training.contract.memo import Memo
@@ -23,13 +22,6 @@ from workflows.lineage import status
 from workflows.recipes import load_recipe
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def looking(materialized, small_recipe, tmp_path):
-    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
-    with found.instance:
-        yield found
 
 
 def named(looking, kind, delete=False):
