@@ -74,12 +74,12 @@ class PairReader:
         return self._pairs["chosen_key"][at].as_py().hex(), self._pairs["rejected_key"][at].as_py().hex()
 
     def _side(self, pair: dict[str, Any], at: int, side: str) -> TokenizedSide:
-        ids, mask = pair[f"{side}_ids"], pair[f"{side}_mask"]
+        ids, mask, column = pair[f"{side}_ids"], pair[f"{side}_mask"], SIDES.index(side)
         return TokenizedSide(
             token_ids=ids,
             texts=[self._tokenizer.decode([token], skip_special_tokens=False) for token in ids],
             mask=mask,
-            reference_logprob=None if self._table is None else float(getattr(self._table, f"{side}_logprobs")[at]),
+            reference_logprob=None if self._table is None else float(self._table.logprobs_P2[at, column]),
             reference_token_logprobs=self._token_logprobs(mask, pair[f"{side}_key"]),
         )
 
