@@ -102,5 +102,6 @@ def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
 
 
 def _identity(table: LogProbTable, weights: str) -> str:
+    """The rule names the weights as well; they stay here too, since every table that was ever made is known by this."""
     values = (column.tobytes() for column in table.columns().values())
     return fingerprint_of_stream("reference_logprobs", [weights.encode(), table.rule.encode(), *values])
