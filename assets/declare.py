@@ -39,8 +39,7 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
     @dg.asset(
         key=pipeline.key(asset),
         deps=[pipeline.key(name) for name in node.inputs(recipe)],
-        group_name=pipeline.identifier,
-        tags={"stage": node.stage},
+        group_name=node.group,
         kinds=set(node.kinds),
         owners=[_OWNER],
         description=node.description,

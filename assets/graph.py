@@ -45,10 +45,10 @@ class Node:
     """An asset: `needs` are its direct dependencies, `reads` gives the fields of the recipe that it reads itself.
 
     `needs_if_tuned` are further dependencies in a recipe with `reference.sft`. `version` is that of the asset's
-    algorithm: raise it when the same inputs shall give another result. `stage` says what part of the work it belongs to.
+    algorithm: raise it when the same inputs shall give another result.
     """
 
-    stage: str
+    group: str
     kinds: tuple[str, ...]
     description: str
     needs: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ class Pipeline:
 
 
 def identifier(name: str) -> str:
-    """The name of a pipeline as part of the names of Dagster's groups, jobs, schedules and sensors, which allow no hyphens."""
+    """The name of a pipeline as part of the names of Dagster's jobs, schedules and sensors, which allow no hyphens."""
     return name.replace("-", "_")
 
 

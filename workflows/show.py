@@ -78,11 +78,11 @@ class Progress:
 
 def run_report(console: Console, report: RunReport) -> None:
     """The assets with their outcome, then the held-out metrics, then answers before and after."""
-    table = Table("asset", "stage", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
+    table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
     for asset in report.assets:
         table.add_row(
             asset.asset,
-            GRAPH[asset.asset].stage,
+            GRAPH[asset.asset].group,
             _coloured(asset.outcome),
             short(asset.fingerprint),
             f"{asset.seconds:.1f}",

@@ -15,7 +15,7 @@ from workflows.definitions import definitions_in
 from workflows.recipes import load_recipe
 from workflows.resources import services
 
-# Written by hand from docs/architecture.md: asset -> (stage, direct dependencies, in the GPU pool).
+# Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
 EXPECTED = {
     "preference_source": ("sources", set(), False),
     "base_model": ("sources", set(), False),
@@ -50,7 +50,7 @@ def demo():
 def test_the_graph_of_the_demo(demo):
     found = {
         key.path[1]: (
-            demo.get(key).tags["stage"],
+            demo.get(key).group_name,
             {parent.path[1] for parent in demo.get(key).parent_keys},
             demo.get(key).pools == {"gpu"},
         )
@@ -184,10 +184,6 @@ def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
 def test_two_recipes_side_by_side(tmp_path):
     graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "two")))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"one", "two"}
-    assert {(key.path[0], graph.get(key).group_name) for key in graph.get_all_asset_keys()} == {
-        ("one",) * 2,
-        ("two",) * 2,
-    }
     assert len(graph.get_all_asset_keys()) == 2 * len(EXPECTED)
 
 
@@ -209,10 +205,9 @@ def test_dg_finds_the_definitions(command):
 
 
 def test_a_hyphen_in_the_name_is_fine(tmp_path):
-    """Dagster takes none in the names of groups, jobs, schedules and sensors, but in asset keys."""
+    """Dagster takes none in the names of jobs, schedules and sensors, but in asset keys."""
     graph = graph_of(write_recipe(tmp_path / "my-model", ATTRIBUTES))
     assert {key.path[0] for key in graph.get_all_asset_keys()} == {"my-model"}
-    assert {graph.get(key).group_name for key in graph.get_all_asset_keys()} == {"my_model"}
 
 
 def test_a_name_dagster_cannot_take_is_refused(tmp_path):
