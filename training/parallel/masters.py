@@ -79,9 +79,10 @@ class Masters(ABC):
 
     def clip_(self, norm: float, limit: float) -> None:
         """Scale the gradient down to a norm of `limit`, where it is larger."""
-        factor = min(1.0, limit / (norm + _MANTISSA_ROOM))
-        for gradient in self._gradients():
-            gradient.mul_(factor)
+        factor = limit / (norm + _MANTISSA_ROOM)
+        if factor < 1:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
 
     @abstractmethod
     def publish(self) -> None:
