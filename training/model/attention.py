@@ -19,6 +19,7 @@ Legend: T tokens, Q and K query and key heads, D head size; a first K gathered k
 
 import contextlib
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ _HALF = (torch.float16, torch.bfloat16)
 # up to 224 want more shared memory than GPUs for desktops have (sdp_utils.cpp), so they are left out.
 _CAPABILITY = (8, 0)
 _HEADS = frozenset({*range(8, 193, 8), *range(232, 257, 8)})
+# Fewer heads of keys than of queries; torch 2.11 takes them without being told, and has no word for it.
+_IN_GROUPS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def refusal(model: PreTrainedModel, training: bool) -> str | None:
@@ -170,7 +173,7 @@ def in_one_call(
         gathered.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_1QTD.shape[1] != key_1KTD.shape[1],
+        **(_IN_GROUPS if query_1QTD.shape[1] != key_1KTD.shape[1] else {}),
     )
     return output_TQD[None]
 
