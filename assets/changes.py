@@ -1,7 +1,7 @@
-"""What is different, in words: a source or a spec as it was materialized against the world as it is now.
+"""What changed, in words: a source or a spec as it was materialized, compared with how it is now.
 
-What it was stands in the store, frozen: the derivation of its key, and for a tokenization spec the template's text and the
-tokenizer's files. Neither torch nor transformers is needed to compare them. The words for each kind:
+How it was is in the store: the derivation of its key, and for a tokenization spec the template's text and the tokenizer's
+files. Comparing them needs neither torch nor transformers. The words for each asset:
 
     preference_source    preferences.jsonl differs (1,092 -> 1,147 rows read); extra.jsonl added
                          org/pairs at commit cd34: data/train.jsonl differs
@@ -16,21 +16,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from textwrap import shorten
 from typing import Any
 
-import dagster as dg
-
 from assets.graph import GRAPH
-from assets.pipeline import Pipeline
+from assets.step import Step
 from assets.tokenizer_changes import tokenizer_changes
-from assets.world import Found, count_source_rows, named_files
+from assets.world import Found, FoundData, FoundModel, FoundTokenizer, named_files
 from training.contract.errors import StoreError
 from training.contract.fingerprint import short, shortened
 from training.contract.manifest import Derivation
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
-_INPUT_TAG, _CODE_TAG = "dagster/input_data_version/", "dagster/code_version"
 _LONGEST_SECTION = 160
 _MOST_FILES = 5
+
+
+def found_changes(step: Step, found: Found) -> list[str] | None:
+    """How `found` differs from the latest materialization of the asset; None if there is none."""
+    key = step.latest(found.asset).key
+    return None if key is None else changes_since(step.services.store, key, found)
+
+
+def input_changes(step: Step) -> list[str] | None:
+    """Which inputs, and whether the code version, differ from the latest materialization; None if there is none."""
+    latest, node = step.latest(step.asset), GRAPH[step.asset]
+    if latest.fingerprint is None:
+        return None
+    words = []
+    if latest.code_version != (new := node.code_version(step.pipeline.recipe)):
+        words.append(f"code version {latest.code_version} -> {new}")
+    for name in node.inputs(step.pipeline.recipe):
+        old, now = latest.input_version(step.pipeline.key(name)), step.latest(name).fingerprint
+        if old != now:
+            words.append(f"{name} {short(old)} -> {short(now)}")
+    return words
 
 
 def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
@@ -40,21 +58,21 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
         return [NO_RECORD]
     if record.derivation == found.derivation:
         return []
-    before, now = record.derivation.settings, found.derivation.settings
     words = list(_code_version(record.derivation, found.derivation.code_version))
-    if found.asset == "preference_source":
-        words += _data_changes(record, found)
-    elif found.asset == "base_model":
-        words += _model_changes(before, found)
-    elif found.asset == "tokenization_spec":
-        words += _tokenization_changes(store, record, found)
-    else:
-        words += setting_changes(before, now)
+    match found:
+        case FoundData():
+            words += _data_changes(record, found)
+        case FoundModel():
+            words += _model_changes(record, found)
+        case FoundTokenizer():
+            words += _tokenization_changes(store, record, found)
+        case _:
+            words += setting_changes(record.derivation.settings, found.derivation.settings)
     return words
 
 
 def own_changes(before: Derivation, code_version: str, settings: Mapping[str, Any]) -> list[str]:
-    """How an asset's own algorithm and fields of the recipe differ from those of `before`."""
+    """How the algorithm of an asset, and the fields of the recipe that it reads itself, differ from those of `before`."""
     return [*_code_version(before, code_version), *setting_changes(before.settings, settings)]
 
 
@@ -64,46 +82,13 @@ def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterat
         yield f"{name} {_shown(old)} -> {_shown(new)}"
 
 
-def input_changes(instance: dg.DagsterInstance, pipeline: Pipeline, asset: str) -> list[str] | None:
-    """Which inputs of `asset`, and whether its code version, are not those of its latest materialization, if any."""
-    event = instance.get_latest_materialization_event(pipeline.key(asset))
-    if event is None or event.asset_materialization is None:
-        return None
-    tags, node = event.asset_materialization.tags or {}, GRAPH[asset]
-    words = []
-    if (old := tags.get(_CODE_TAG)) != (new := node.code_version(pipeline.recipe)):
-        words.append(f"code version {old} -> {new}")
-    for name in node.needed_by(pipeline.recipe):
-        before = tags.get(_INPUT_TAG + pipeline.key(name).to_user_string())
-        now = _latest_version(instance, pipeline.key(name))
-        if before != now:
-            words.append(f"{name} {short(before)} -> {short(now)}")
-    return words
-
-
-def shown_changes(words: Sequence[str] | None) -> dg.MarkdownMetadataValue:
-    """The words as the UI shows them: each in a block of its own, so that a template's text is not taken for markup.
-
-    None stands for an asset that was never materialized before.
-    """
-    if not words:
-        return dg.MetadataValue.md("first materialization" if words is None else "nothing")
-    return dg.MetadataValue.md("\n\n".join(f"~~~~text\n{word.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for word in words))
-
-
-def _latest_version(instance: dg.DagsterInstance, key: dg.AssetKey) -> str | None:
-    event = instance.get_latest_materialization_event(key)
-    tags = event.asset_materialization.tags if event and event.asset_materialization else None
-    return (tags or {}).get("dagster/data_version")
-
-
 def _code_version(before: Derivation, now: str) -> Iterator[str]:
     if before.code_version != now:
         yield f"code version {before.code_version} -> {now}"
 
 
-def _data_changes(record: Record, found: Found) -> Iterator[str]:
-    old, new = record.derivation.settings["sources"], found.derivation.settings["sources"]
+def _data_changes(record: Record, found: FoundData) -> Iterator[str]:
+    old, new = record.derivation.settings["sources"], found.located.identity
     old_files, new_files = named_files(old), named_files(new)
     known, rows = record.details.get("rows", {}), None
     for name in sorted(old_files.keys() | new_files.keys()):
@@ -112,22 +97,21 @@ def _data_changes(record: Record, found: Found) -> Iterator[str]:
         elif name not in old_files:
             yield f"{name} added"
         elif old_files[name]["sha256"] != new_files[name]["sha256"]:
-            rows = rows or count_source_rows(found)
+            rows = rows or found.count_rows()
             yield f"{name} differs{_row_counts(known.get(name), rows[name])}"
-    commits = [source["revision"] for source in found.places["hub"]]
-    yield from _hub_changes(_by_number(old), _by_number(new), commits)
+    yield from _hub_changes(_by_number(old), _by_number(new), [source["revision"] for source in found.hubs])
     if old_files.keys() == new_files.keys() and list(old_files) != list(new_files):
         yield "the order of the files changed"
 
 
 def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequence[str]) -> Iterator[str]:
-    """What of the hub's data sets is different: which they are, and of each that stayed its files."""
+    """How the data sets of the hub differ: which they are, and the files of those that stayed."""
     whole = [{name: {**hub, "files": None} for name, hub in hubs.items()} for hubs in (old, new)]
     yield from setting_changes(*whole)
     for (name, about), commit in zip(new.items(), commits, strict=True):
         if name not in old or old[name]["hub"] != about["hub"]:
             continue
-        was, now = old[name].get("files", {}), about["files"]  # records from before hub files were told apart have none
+        was, now = old[name].get("files", {}), about["files"]  # older records have no list of files
         words = [
             f"{file} {'removed' if file not in now else 'added' if file not in was else 'differs'}"
             for file in sorted(was.keys() | now.keys())
@@ -147,24 +131,22 @@ def _row_counts(before: int | None, now: int | None) -> str:
     return "" if before is None or now is None else f" ({before:,} -> {now:,} rows read)"
 
 
-def _model_changes(before: dict[str, Any], found: Found) -> Iterator[str]:
-    now = found.derivation.settings
-    if found.fingerprint is None:
+def _model_changes(record: Record, found: FoundModel) -> Iterator[str]:
+    before, now, located = record.derivation.settings, found.derivation.settings, found.located
+    if located is None:
         yield f"{now['hub']} is at commit {short(now['commit'])}, which is not downloaded yet"
         return
-    commit = found.places["commit"]
-    at = f" at commit {short(commit)}" if commit else ""
+    at = f" at commit {short(located.commit)}" if located.commit else ""
     if before["weights"] != now["weights"]:
-        names = sorted(file.name for file in found.places["folder"].glob("*.safetensors"))
+        names = sorted(file.name for file in located.folder.glob("*.safetensors"))
         yield f"{names[0]} differs{at}" if len(names) == 1 else f"the weights in {len(names)} files differ{at}"
     for words in setting_changes(before["config"], now["config"]):
         yield f"config {words}"
 
 
-def _tokenization_changes(store: Store, record: Record, found: Found) -> Iterator[str]:
+def _tokenization_changes(store: Store, record: Record, found: FoundTokenizer) -> Iterator[str]:
     before, now = dict(record.derivation.settings), dict(found.derivation.settings)
     old_files, new_files = ({**s.pop("files"), "template": s.pop("chat_template")} for s in (before, now))
-    assert found.tokenizer is not None
     if old_files != new_files:
         try:
             artifact = store.open("tokenization_spec", record.fingerprint)
@@ -172,12 +154,12 @@ def _tokenization_changes(store: Store, record: Record, found: Found) -> Iterato
             yield "tokenizer or chat template changed; how they were is no longer in the store"
         else:
             differing = {n for n in old_files.keys() | new_files.keys() if old_files.get(n) != new_files.get(n)}
-            yield from tokenizer_changes(artifact, found.tokenizer, differing)
+            yield from tokenizer_changes(artifact, found.located, differing)
     yield from setting_changes(before, now)
 
 
 class _Absent:
-    """What a field is that is not there: equal to no value."""
+    """The value of a missing field: equal to no other."""
 
     def __str__(self) -> str:
         return "absent"

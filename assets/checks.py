@@ -1,6 +1,6 @@
-"""What must hold of an artifact, judged from the facts in its manifest. A blocking check that fails stops what follows.
+"""What must hold of an artifact, judged by the details in its manifest. A blocking check that fails stops what follows.
 
-Every check is reported by the body of its asset, so no materialization is without its checks.
+The body of an asset reports its checks, so every materialization has them.
 """
 
 import dagster as dg
@@ -8,7 +8,7 @@ import dagster as dg
 from assets.pipeline import Pipeline
 from training.contract.store import Artifact
 
-_STEP0_TOLERANCE = 1e-3  # where the artifact is older than a job that tells its own
+_STEP0_TOLERANCE = 1e-3  # of policies from before jobs stated their own
 
 QUARANTINE = "quarantine_within_limit"
 RESPONSES = "no_empty_response"
@@ -19,22 +19,31 @@ STEP0 = "step0_loss_at_zero_margin"
 REWARDS = "rewards_finite"
 ACCURACY = "held_out_accuracy_above_chance"
 
-_ABOUT = {
-    QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`.",
-    RESPONSES: "Every response has at least one trained token.",
-    PREFIX: "The rendered prompt is a token prefix of prompt and response; pairs where it is not stay within the limit.",
-    SPLITS: "No prompt is in both the training and the validation split.",
-    COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
-    STEP0: "Before the first update the loss of the reference model is that of its own log-probs: model and table agree.",
-    REWARDS: "The rewards of every training step are finite.",
-    ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half.",
+_CHECKS = {
+    "raw_preferences": {QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`."},
+    "tokenized_pairs": {
+        RESPONSES: "Every response has at least one trained token.",
+        PREFIX: "The rendered prompt is a token prefix of prompt and response; pairs where it is not stay within the limit.",
+        SPLITS: "No prompt is in both the training and the validation split.",
+    },
+    "reference_logprobs": {
+        COVERAGE: "Every pair has a finite reference log-prob for both responses, with the token counts of its masks.",
+    },
+    "policy": {
+        STEP0: "Before the first update the loss of the reference model is that of its own log-probs: model and table agree.",
+        REWARDS: "The rewards of every training step are finite.",
+    },
+    "evaluation": {ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half."},
 }
+_WARNINGS = {ACCURACY}
 
 
-def specs(pipeline: Pipeline, asset: str, *names: str, blocking: bool = True) -> tuple[dg.AssetCheckSpec, ...]:
-    """Declarations of the checks `names` on `asset`."""
-    key = pipeline.key(asset)
-    return tuple(dg.AssetCheckSpec(name, asset=key, description=_ABOUT[name], blocking=blocking) for name in names)
+def check_specs(pipeline: Pipeline, asset: str) -> list[dg.AssetCheckSpec]:
+    """The declarations of the checks on `asset`."""
+    return [
+        dg.AssetCheckSpec(name, asset=pipeline.key(asset), description=about, blocking=name not in _WARNINGS)
+        for name, about in _CHECKS.get(asset, {}).items()
+    ]
 
 
 def quarantine(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
@@ -90,14 +99,11 @@ def accuracy(artifact: Artifact) -> dg.AssetCheckResult:
     low, high = artifact.details["interval"]
     value = artifact.details["metrics"]["eval/rewards/accuracies"]
     description = f"held-out accuracy {value:.3f}, 95% interval {low:.3f} to {high:.3f}"
-    return dg.AssetCheckResult(
-        passed=low > 0.5,
-        check_name=ACCURACY,
-        severity=dg.AssetCheckSeverity.WARN,
-        description=description,
-        metadata={"accuracy": value, "low": low, "high": high},
-    )
+    return _result(ACCURACY, low > 0.5, description, accuracy=value, low=low, high=high)
 
 
 def _result(name: str, passed: bool, description: str, **figures: float) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(passed=bool(passed), check_name=name, description=description, metadata=dict(figures))
+    severity = dg.AssetCheckSeverity.WARN if name in _WARNINGS else dg.AssetCheckSeverity.ERROR
+    return dg.AssetCheckResult(
+        passed=bool(passed), check_name=name, severity=severity, description=description, metadata=dict(figures)
+    )

@@ -1,4 +1,4 @@
-"""How many rows a preference file has: a number for people, found without making pairs of them."""
+"""How many rows a preference file has: a number for people, found without parsing pairs."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from training.contract.files import data_suffix, open_data
 
 
 def count_rows(path: Path) -> int | None:
-    """The rows that reading `path` goes through; None where that cannot be told without its reader's care."""
+    """The number of rows that a reader of `path` would see; None where the file cannot be read this simply."""
     try:
         match data_suffix(path):
             case ".parquet":

@@ -6,39 +6,45 @@ import dagster as dg
 
 from assets import checks
 from assets.metadata import table
-from assets.pipeline import Pipeline, Services, declare
-from assets.realize import Realized, Work, latest_metadata, realize, upstream
+from assets.policy import delivered_run
+from assets.realize import Work, realize
+from assets.step import Step
+from training.contract.store import Artifact
 
 
-def evaluation(pipeline: Pipeline) -> dg.AssetsDefinition:
-    declared = checks.specs(pipeline, "evaluation", checks.ACCURACY, blocking=False)
-
-    @declare(pipeline, "evaluation", declared)
-    def evaluation(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        settings = upstream(context, pipeline, services, "evaluation_spec").json("spec.json")
-        made = realize(context, pipeline, services, Work("evaluation", settings))
-        details = made.artifact.details
-        metadata = {
-            **details["metrics"],
-            # A path to copy: from a page of a server no browser follows a link to a file.
-            "report": dg.MetadataValue.path(str(made.artifact.file("report.html"))),
-            "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
-            **_tracked(context, pipeline, services, made),
-        }
-        return made.result(metadata, [checks.accuracy(made.artifact)])
-
-    return evaluation
+def evaluation(step: Step) -> dg.MaterializeResult:
+    settings = step.upstream("evaluation_spec").json("spec.json")
+    made = realize(step, Work("evaluation", settings))
+    details = made.artifact.details
+    metadata = {
+        **details["metrics"],
+        # A path to copy: browsers follow no link from a server's page to a local file.
+        "report": dg.MetadataValue.path(str(made.artifact.file("report.html"))),
+        "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
+        **_tracked(step, made.artifact),
+    }
+    return made.result(metadata, [checks.accuracy(made.artifact)])
 
 
-def _tracked(
-    context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, made: Realized
-) -> dict[str, Any]:
-    """Add the metrics and the report to the policy's MLflow run, if there is one; gives the link to the report there."""
-    policy = latest_metadata(context.instance, pipeline.key("policy"))
-    run_id = policy.get("mlflow_run_id")
+def delivered_evaluation(step: Step, policy: Artifact, evaluation: Artifact) -> str | None:
+    """The MLflow run of an evaluated policy, after what it misses was delivered: events, held-out metrics, the report.
+
+    None where the server does not take them; a later run delivers them then.
+    """
+    run_id = delivered_run(step, policy)
+    if run_id is None:
+        return None
+    metrics, at = evaluation.details["metrics"], policy.details["steps"]
+    tracker, report = step.services.tracker, evaluation.file("report.html")
+    return run_id if tracker.log_evaluation(run_id, evaluation.fingerprint, metrics, at, report) else None
+
+
+def _tracked(step: Step, evaluation: Artifact) -> dict[str, Any]:
+    """The link to the report in the policy's MLflow run, if the server has them."""
+    made_from = evaluation.derivation.inputs["policy"].fingerprint
+    policy = step.services.store.open("policy", made_from, hashes=False)
+    run_id = delivered_evaluation(step, policy, evaluation)
     if run_id is None:
         return {}
-    services.tracker.log_evaluation(run_id, made.artifact.details["metrics"], step=int(policy["steps"]))
-    services.tracker.log_file(run_id, made.artifact.file("report.html"), "evaluation", made.artifact.fingerprint)
-    link = services.tracker.run_link(run_id, "artifacts/evaluation/report.html")
+    link = step.services.tracker.run_link(run_id, "artifacts/evaluation/report.html")
     return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(link)}

@@ -1,7 +1,7 @@
-"""Where a person reads what a job does: its events, in the log of a run."""
+"""The events of a job, written into the log of a run for people to read."""
 
 from dataclasses import replace
-from typing import Protocol
+from logging import Logger
 
 from assets.pipeline import Services
 from training.contract.events import Event
@@ -9,18 +9,10 @@ from training.contract.events import Event
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Log(Protocol):
-    """Where a person reads what happens: Dagster's log of a run, or Python's."""
-
-    def info(self, msg: str) -> None: ...
-
-    def warning(self, msg: str) -> None: ...
-
-
 class EventLog:
-    """Writes a job's events into the log of a run: phases and notes at once, progress every few seconds."""
+    """Writes phases and notes at once, and progress every few seconds."""
 
-    def __init__(self, log: Log, asset: str):
+    def __init__(self, log: Logger, asset: str):
         self._log, self._asset, self._last = log, asset, 0.0
         self._step = ""
 
@@ -36,8 +28,8 @@ class EventLog:
             self._log.info(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")
 
 
-def told_to(log: Log, services: Services, asset: str) -> Services:
-    """The same services, with a listener that writes into `log` as well what it hears of `asset`."""
+def with_log(services: Services, log: Logger, asset: str) -> Services:
+    """The same services with a listener that also writes the events of `asset` into `log`."""
     events = EventLog(log, asset)
 
     def hear(event: Event) -> None:

@@ -1,47 +1,19 @@
-"""What an evaluation says of each held-out pair, for whoever compares two policies: the gate, and `pedigree compare`.
+"""What an evaluation says of each held-out pair: the gate and `pedigree compare` compare two policies by it.
 
-A pair is known by the tokens of its two sequences: two evaluations share those pairs that both saw in the same words, and
-one that stands in the data twice counts once.
+A pair is identified by the tokens of its two sequences. So two evaluations share the pairs whose tokens are the same, and
+a pair that is in the data twice counts once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import dagster as dg
 import pyarrow.parquet as pq
 
-from assets.pipeline import Pipeline
-from assets.realize import latest_derivation
 from training.contract.loss import Loss
-from training.contract.manifest import Derivation
-from training.contract.store import Artifact, Store
+from training.contract.store import Artifact
 
 Row = Mapping[str, Any]
 _SIDES = ("chosen", "rejected")
-
-
-@dataclass(frozen=True)
-class Ancestor:
-    """An artifact that something stands on, and how it was made when it was last materialized."""
-
-    fingerprint: str
-    derivation: Derivation
-
-
-def ancestry(
-    instance: dg.DagsterInstance, pipeline: Pipeline, store: Store, heads: Mapping[str, str]
-) -> dict[str, Ancestor]:
-    """The `heads` (fingerprints by kind) and every artifact they stand on, by kind. Raises StoreError if one is gone."""
-    found: dict[str, Ancestor] = {}
-    waiting = list(heads.items())
-    while waiting:
-        kind, fingerprint = waiting.pop()
-        if kind not in found:
-            how = latest_derivation(instance, pipeline, store, kind, fingerprint)
-            found[kind] = Ancestor(fingerprint, how)
-            waiting += [(source.kind, source.fingerprint) for source in how.inputs.values()]
-    return found
 
 
 def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
@@ -55,21 +27,21 @@ def loss(row: Row) -> float:
 
 
 def accuracy(row: Row) -> float:
-    """1 where the chosen response has the higher reward, else 0: a number of the same meaning under every loss."""
+    """1 where the chosen response has the higher reward, else 0; comparable under every loss."""
     return float(row["margin"] > 0)
 
 
 def margin(row: Row) -> float:
-    """The log-ratio (policy over reference) of the chosen response less that of the rejected one, in nats.
+    """The log-ratio (policy over reference) of the chosen response minus that of the rejected one, in nats.
 
-    It is the reward's margin before beta, so it can be compared among betas and among losses.
+    This is the reward's margin divided by beta, so it is comparable under every beta and loss.
     """
     chosen, rejected = (row[f"policy_{side}_logprob"] - row[f"reference_{side}_logprob"] for side in _SIDES)
     return float(chosen - rejected)
 
 
 def scale_of(evaluation: Artifact) -> tuple[str, ...]:
-    """The kinds that decide the scale of a held-out loss; the other pairs too, where a pair's loss depends on them."""
+    """The kinds that decide the scale of a held-out loss; among them the pairs if a pair's loss depends on the others."""
     settings = Loss.model_validate(evaluation.derivation.settings["loss"])
     of_batch = ("tokenized_pairs",) if settings.depends_on_batch else ()
     return ("reference_model", "evaluation_spec", *of_batch)

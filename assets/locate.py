@@ -1,11 +1,11 @@
-"""Where the things a recipe names are now, and what identifies them: files are hashed, hub ids resolved to a commit.
+"""Where the files that a recipe names are now, and what identifies them: files are hashed, hub ids resolved to a commit.
 
-Whoever asks sees the world as it is at that moment. Only hashes of files that nobody wrote since are remembered, and only
-for those who look: a body, which records what it sees, gives no cache.
+`pedigree status` and the like give a cache of hashes, so that unchanged files are not read again. An asset's body, which
+records what it sees, gives none.
 
-Of a data set of the hub the list of its data files counts, by the hash each has there, and what its card says of configs; so
-another commit that only changes the text of the card is the same data. A model's weights count, from wherever they are; so
-those of the hub are downloaded, unless somebody only looks.
+A data set of the hub is identified by the hashes of its data files there and by the configs in its card, so a commit that
+only changes the card's text is no change. A model is identified by its weights wherever they lie, so a model of the hub has
+to be downloaded; `glimpse_base_model` does without.
 """
 
 import json
@@ -35,7 +35,7 @@ _LOADED_WITH = ("config.json",)  # by which transformers knows a tokenizer's cla
 
 @dataclass(frozen=True)
 class AbsentModel:
-    """A model of the hub at a commit that is not on this machine, of which nothing else is known."""
+    """A model of the hub that is not on this machine: only its id and commit are known."""
 
     hub: str
     commit: str
@@ -43,9 +43,9 @@ class AbsentModel:
 
 @dataclass(frozen=True)
 class LocatedModel:
-    """A model folder of this machine. `identity`: its config's fields and the sha256 of its tensors.
+    """A model folder on this machine. `identity`: its config's fields and the sha256 of its tensors.
 
-    `commit`: of a model of the hub, where its revision is.
+    `commit`: that of a model of the hub, else None.
     """
 
     folder: Path
@@ -67,15 +67,26 @@ class LocatedTokenizer:
 
 
 @dataclass(frozen=True)
-class LocatedData:
-    """The preference sources, ready to be read. `identity`: for files their sha256 in order, for the hub its own hashes.
+class LocatedSource:
+    """A preference source, ready to be read. `settings`: its fields in the recipe, `revision` resolved to a commit.
 
-    `files`: the local files of each source, in that order, with their sha256; none for one of the hub.
+    `identity`: name, size and sha256 of each file; of a hub data set, the hub's own hashes. `files`: the local files.
     """
 
-    sources: list[dict[str, Any]]
-    identity: list[Any]
-    files: list[list[DataFile]]
+    settings: dict[str, Any]
+    identity: Any
+    files: list[DataFile]
+
+
+@dataclass(frozen=True)
+class LocatedData:
+    """The preference sources, in the order of the recipe."""
+
+    sources: list[LocatedSource]
+
+    @property
+    def identity(self) -> list[Any]:
+        return [source.identity for source in self.sources]
 
     @property
     def fingerprint(self) -> str:
@@ -98,7 +109,7 @@ def locate_base_model(recipe: Recipe, registry: Registry, emit: Emit | None = No
 
 
 def glimpse_base_model(recipe: Recipe, registry: Registry, cache: HashCache) -> LocatedModel | AbsentModel:
-    """The same for those who only look: nothing large is downloaded, and remembered hashes are believed."""
+    """The same without a download, and without reading files whose hashes are in the cache."""
     named = _named_model(recipe)
     if not named.is_of_hub:
         return LocatedModel(folder := named.local_folder(registry), weights_identity(folder, cache))
@@ -142,28 +153,23 @@ def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None
 
 def locate_data(recipe: Recipe, cache: HashCache | None = None) -> LocatedData:
     """The preference sources. Raises DataError for a path without files and a hub data set that cannot be reached."""
-    located = [_locate_source(source, cache) for source in recipe.data.sources]
-    return LocatedData(
-        [described for described, _, _ in located],
-        [identity for _, identity, _ in located],
-        [files for _, _, files in located],
-    )
+    return LocatedData([_locate_source(source, cache) for source in recipe.data.sources])
 
 
-def _locate_source(source: DataSource, cache: HashCache | None) -> tuple[dict[str, Any], Any, list[DataFile]]:
-    described = source.model_dump(mode="json")
+def _locate_source(source: DataSource, cache: HashCache | None) -> LocatedSource:
+    settings = source.model_dump(mode="json")
     if source.path is not None:
         found = data_files(source.path)
         hashes = zip(found, _hashed([file.path for file in found], cache), strict=True)
         files = [file.model_copy(update={"sha256": sha}) for file, sha in hashes]
-        identity: Any = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
-        return described, identity, files
+        identity = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
+        return LocatedSource(settings, identity, files)
     assert source.hub is not None
     try:
-        commit, identity = _hub_identity(source, Repository(source.hub, "dataset", source.revision))
+        commit, contents = _hub_identity(source, Repository(source.hub, "dataset", source.revision))
     except HubError as error:
         raise DataError(f"`data.sources`: {error}") from error
-    return {**described, "revision": commit}, identity, []
+    return LocatedSource({**settings, "revision": commit}, contents, [])
 
 
 def _hub_identity(source: DataSource, repository: Repository) -> tuple[str, dict[str, Any]]:
@@ -200,7 +206,7 @@ def _named_model(recipe: Recipe) -> NamedModel:
 def _identity_of_download(
     named: NamedModel, commit: str, folder: Path, cache: HashCache | None = None
 ) -> dict[str, Any]:
-    """What is no model in a folder of the hub's cache is explained by what the repository has, not by the folder."""
+    """The identity of a downloaded model. An error names the weights that the repository has, not the cache's folder."""
     try:
         return weights_identity(folder, cache)
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""What people look at in the UI: tables, pictures and links, made from the details in an artifact's manifest."""
+"""What Dagster's UI shows of an artifact: tables, pictures and links, made from the details in its manifest."""
 
 import base64
 import io
@@ -34,7 +34,7 @@ def inputs_table(how: Derivation) -> dg.TableMetadataValue:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.TableMetadataValue:
-    """Rows as a table. Every column is text, so that an empty table has its columns as well."""
+    """Rows as a table. Its schema is given, so that an empty table has columns too."""
     records = [dg.TableRecord({name: str(row.get(name, "")) for name in columns}) for row in rows]  # type: ignore[call-arg]
     schema = dg.TableSchema([dg.TableColumn(name, "string") for name in columns])
     return dg.MetadataValue.table(records, schema=schema)
@@ -66,7 +66,7 @@ def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataV
 
 
 def picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
-    """A figure as a PNG inside a line of Markdown, which Dagster's UI shows as a picture."""
+    """A figure as a PNG within Markdown, as Dagster's UI shows pictures."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return dg.MetadataValue.md(
@@ -74,12 +74,22 @@ def picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
     )
 
 
+def shown_changes(words: Sequence[str] | None) -> dg.MarkdownMetadataValue:
+    """What changed since the latest materialization; None stands for an asset that never had one."""
+    if not words:
+        return dg.MetadataValue.md("first materialization" if words is None else "nothing")
+    return dg.MetadataValue.md(_verbatim(words))
+
+
 def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
-    """Pairs as the model sees them, each in a block of its own in which nothing is taken for markup."""
+    """Pairs as the model sees them."""
     texts = [
         f"row {pair['row']}\n{pair['prompt']}\n--- chosen\n{pair['chosen']}\n--- rejected\n{pair['rejected']}"
         for pair in examples
     ]
-    return dg.MetadataValue.md(
-        "\n\n".join(f"~~~~text\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts) or "none"
-    )
+    return dg.MetadataValue.md(_verbatim(texts) or "none")
+
+
+def _verbatim(texts: Sequence[str]) -> str:
+    """Each text in a block of its own, in which nothing is taken for markup."""
+    return "\n\n".join(f"~~~~text\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts)

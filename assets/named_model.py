@@ -1,4 +1,4 @@
-"""A model or a tokenizer as a field of the recipe names it: a local folder, an address in the registry, or an id of the hub."""
+"""A model or a tokenizer that a field of the recipe names: a local folder, a registry address, or a hub id."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from training.contract.hub import Emit, Repository
 
 @dataclass(frozen=True)
 class NamedModel:
-    """`field` is the recipe's, for those who read what is wrong. Every method raises ModelError or RegistryError."""
+    """`field` is the recipe's, named in errors. Every method raises ModelError or RegistryError."""
 
     field: str
     address: str

@@ -1,7 +1,7 @@
-"""A page for people: pairs as their tokens, the trained ones framed, coloured by the reference's log-prob of each.
+"""An HTML page of pairs: trained tokens are framed, and coloured by their log-prob under the reference.
 
-One file that needs nothing else and runs nothing. All text in it comes out of preference data and is escaped; a policy in the
-head forbids scripts and requests besides.
+The file is self-contained and has no scripts. Its text comes from preference data, so all of it is escaped, and a content
+security policy forbids scripts and requests besides.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ h2 { margin: 2rem 0 .3rem } h3 { margin: 1rem 0 .2rem; font-weight: 600 } .sums 
 
 
 def render_page(title: str, rows: Sequence[TokenizedRow], policy: PolicyLogProbs | None = None) -> str:
-    """The page as HTML; `policy` gives the policy's sums where they are known."""
+    """The page as HTML; `policy` holds the policy's log-probs by row, where they are known."""
     sections = "\n".join(_section(row, (policy or {}).get(row.row, (None, None))) for row in rows)
     return f"""<!doctype html>
 <html lang="en">
@@ -58,10 +58,11 @@ def _section(row: TokenizedRow, policy: tuple[float | None, float | None]) -> st
 def _side(name: str, side: TokenizedSide, policy: float | None) -> str:
     columns = zip(side.texts, side.mask, side.reference_token_logprobs, strict=True)
     tokens = "".join(_token(text, trained, value) for text, trained, value in columns)
+    of_policy = "" if policy is None else f", policy log-prob {policy:.4f}"  # unknown on the pages of the reference
     return (
         f"<h3>{name}</h3>\n"
         f'<div class="sums">{len(side.texts)} tokens, {sum(side.mask)} trained; '
-        f"reference log-prob {_number(side.reference_logprob)}{_policy(policy)}</div>\n"
+        f"reference log-prob {_number(side.reference_logprob)}{of_policy}</div>\n"
         f'<div class="tokens">{tokens}</div>'
     )
 
@@ -72,11 +73,6 @@ def _token(text: str, trained: bool, value: float | None) -> str:
         share = min(1.0, max(0.0, -value / _FULL_NATS))
         attributes += f' style="background: rgba(231,111,81,{share:.2f})" title="{value:.4f} nats"'
     return f"<span{attributes}>{escape(text)}</span>"
-
-
-def _policy(value: float | None) -> str:
-    """Nothing where it is not known: the pages of the reference have none."""
-    return "" if value is None else f", policy log-prob {value:.4f}"
 
 
 def _number(value: float | None) -> str:

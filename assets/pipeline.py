@@ -1,14 +1,11 @@
-"""What every asset's body stands on: the recipe under its name, and the services that store, launch, track and register."""
+"""A recipe under its name, and the services it is run with: they store, launch, track and register."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import dagster as dg
 
-from assets.conditions import ON_CONTENT
-from assets.graph import GRAPH
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from training.contract.events import Event
@@ -16,15 +13,10 @@ from training.contract.recipe import Recipe
 from training.contract.store import Store
 from training.launch.launcher import Launcher
 
-OWNER = "team:preference-tuning"
-
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A recipe (its local paths absolute) under the name that begins its asset keys.
-
-    `family` is the name of the recipe's folder, which a variant shares with the recipe that it is a variant of.
-    """
+    """A recipe, its local paths absolute, or a variant of it; `family` is the name of the recipe's folder."""
 
     family: str
     recipe: Recipe
@@ -32,11 +24,12 @@ class Pipeline:
 
     @property
     def name(self) -> str:
+        """What its asset keys begin with."""
         return self.family if self.variant is None else f"{self.family}-{self.variant}"
 
     @property
     def argument(self) -> str:
-        """What stands for it on the command line."""
+        """How the command line names it."""
         return self.family if self.variant is None else f"{self.family}/{self.variant}"
 
     @property
@@ -48,7 +41,7 @@ class Pipeline:
 
 
 def identifier(name: str) -> str:
-    """A pipeline's name as Dagster takes it for jobs, schedules and sensors, which have no hyphens."""
+    """The name of a pipeline as part of the names of Dagster's jobs, schedules and sensors, which allow no hyphens."""
     return name.replace("-", "_")
 
 
@@ -56,12 +49,12 @@ Listener = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """The listener of those who do not listen."""
+    """A listener that does nothing."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """`listener` hears every event of every job, beside the Dagster log: the command line's progress bars do."""
+    """`listener` hears every event of every job, in addition to Dagster's log: the command line draws progress bars."""
 
     home: Path
     store: Store
@@ -69,29 +62,3 @@ class Services:
     tracker: Tracker
     registry: Registry
     listener: Listener = ignore
-
-
-Body = Callable[..., dg.MaterializeResult]
-
-
-def declare(
-    pipeline: Pipeline, asset: str, checks: tuple[dg.AssetCheckSpec, ...] = ()
-) -> Callable[[Body], dg.AssetsDefinition]:
-    """Turn a body into the Dagster asset that `GRAPH` describes."""
-    node = GRAPH[asset]
-    arguments: dict[str, Any] = {
-        "key": pipeline.key(asset),
-        "deps": [pipeline.key(name) for name in node.needed_by(pipeline.recipe)],
-        "group_name": node.group,
-        "kinds": set(node.kinds),
-        "owners": [OWNER],
-        "description": node.description,
-        "code_version": node.code_version(pipeline.recipe),
-        "check_specs": checks,
-    }
-    if pipeline.recipe.automation.on_change:
-        arguments["automation_condition"] = ON_CONTENT
-    if node.pool is not None:
-        arguments["pool"] = node.pool
-    decorator: Callable[[Body], dg.AssetsDefinition] = dg.asset(**arguments)
-    return decorator

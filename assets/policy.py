@@ -9,9 +9,11 @@ import dagster as dg
 
 from assets import checks
 from assets.locate import locate_champion
+from assets.materialized import latest_derivation
 from assets.metadata import reward_curves
-from assets.pipeline import Listener, Pipeline, Services, declare
-from assets.realize import Work, latest_derivation, realize, upstream
+from assets.pipeline import Listener
+from assets.realize import Work, realize
+from assets.step import Step
 from model_registry.records import DatasetUsed
 from model_registry.run import TrackedRun
 from training.contract.errors import StoreError
@@ -22,53 +24,50 @@ from training.contract.manifest import Derivation
 from training.contract.store import Artifact
 
 
-def policy(pipeline: Pipeline) -> dg.AssetsDefinition:
-    @declare(pipeline, "policy", checks.specs(pipeline, "policy", checks.STEP0, checks.REWARDS))
-    def policy(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        settings = upstream(context, pipeline, services, "training_spec").json("spec.json")
-        tracking = _Tracking(context, pipeline, services)
-        start = _start(pipeline, services, settings["champion"]) if settings.get("champion") else {}
-        made = realize(context, pipeline, services, Work("policy", settings, start, during=tracking.follow))
-        details = made.artifact.details
-        metadata = {
-            "rewards": reward_curves(details["series"]),
-            "steps": details["steps"],
-            **details["train"],
-            **details.get("eval", {}),
-            "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
-            "provenance": dg.MetadataValue.json(details.get("provenance", {})),
-            **tracking.links(made.artifact),
-        }
-        return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
-
-    return policy
+def policy(step: Step) -> dg.MaterializeResult:
+    settings = step.upstream("training_spec").json("spec.json")
+    tracking = _Tracking(step)
+    start = _start(step, settings["champion"]) if settings.get("champion") else {}
+    made = realize(step, Work("policy", settings, start, during=tracking.follow))
+    details = made.artifact.details
+    metadata = {
+        "rewards": reward_curves(details["series"]),
+        "steps": details["steps"],
+        **details["train"],
+        **details.get("eval", {}),
+        "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
+        "provenance": dg.MetadataValue.json(details.get("provenance", {})),
+        **tracking.links(made.artifact),
+    }
+    return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
 
 
-def _start(pipeline: Pipeline, services: Services, champion: str) -> dict[str, Any]:
-    """Where the champion lies that the spec says to start from. Raises StoreError if it is another one by now."""
-    located = locate_champion(pipeline.recipe, services.registry)
+def _start(step: Step, champion: str) -> dict[str, Any]:
+    """The location of the champion that the spec starts from. Raises StoreError if another one is champion by now."""
+    located = locate_champion(step.pipeline.recipe, step.services.registry)
     if located is None or located.fingerprint != champion:
         found = "there is none" if located is None else f"it has the weights {short(located.fingerprint)}"
+        spec = f"{step.pipeline.name}/training_spec"
         raise StoreError(
-            f"{pipeline.name}/training_spec starts from the champion with the weights {short(champion)}, and now {found}; "
-            f"materialize {pipeline.name}/training_spec and what follows it"
+            f"{spec} starts from the champion with the weights {short(champion)}, and now {found}; "
+            f"materialize {spec} and what follows it"
         )
     return {"champion": str(located.folder)}
 
 
-def delivered_run(
-    context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services, policy: Artifact
-) -> str | None:
-    """The MLflow run of a policy that was trained before, after whatever it misses was delivered; None if there is none."""
-    derivation = latest_derivation(context.instance, pipeline, services.store, "policy", policy.fingerprint)
-    return _Tracking(context, pipeline, services).deliver(replace(policy, derivation=derivation))
+def delivered_run(step: Step, policy: Artifact) -> str | None:
+    """The MLflow run of a policy that was trained before, after what it misses was delivered; None if there is none."""
+    derivation = latest_derivation(
+        step.context.instance, step.pipeline, step.services.store, "policy", policy.fingerprint
+    )
+    return _Tracking(step).deliver(replace(policy, derivation=derivation))
 
 
 class _Tracking:
     """The policy's MLflow run: made when the job starts, or afterwards from the events that the artifact keeps."""
 
-    def __init__(self, context: dg.AssetExecutionContext, pipeline: Pipeline, services: Services):
-        self._context, self._pipeline, self._services = context, pipeline, services
+    def __init__(self, step: Step):
+        self._step, self._tracker = step, step.services.tracker
         self._followed: TrackedRun | None = None
 
     @contextmanager
@@ -78,9 +77,9 @@ class _Tracking:
             yield run.record
 
     def deliver(self, policy: Artifact) -> str | None:
-        """The run's id, for whoever comes after; a run that is not there, or misses something, is replayed first."""
-        tracker, derivation = self._services.tracker, policy.derivation
-        if (known := tracker.find_run(self._pipeline.family, derivation.key)) is not None:
+        """The run's id; a run that does not exist, or lacks events, is replayed first. None where no server answers."""
+        derivation = policy.derivation
+        if (known := self._tracker.find_run(self._step.pipeline.family, derivation.key)) is not None:
             return known
         with self._run(derivation, policy.json("recipe.json")) as run:
             run.replay(read_events(policy.file("events.jsonl")))
@@ -92,17 +91,18 @@ class _Tracking:
         run_id = self.deliver(policy)
         if run_id is None:
             return {}
-        return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._services.tracker.run_link(run_id))}
+        return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._tracker.run_link(run_id))}
 
     def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
-        pairs = upstream(self._context, self._pipeline, self._services, "tokenized_pairs")
+        pipeline, trained_on = self._step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
+        pairs = self._step.services.store.open("tokenized_pairs", trained_on, hashes=False)  # not always the latest
         tags = {name: source.fingerprint for name, source in derivation.inputs.items()}
-        return self._services.tracker.run(
-            experiment=self._pipeline.family,  # a recipe's runs and its variants' stand beside each other
+        return self._tracker.run(
+            experiment=pipeline.family,  # the runs of a recipe and of its variants stand beside each other
             key=derivation.key,
-            name=f"{self._pipeline.name}-{short(derivation.key)}",
+            name=f"{pipeline.name}-{short(derivation.key)}",
             params=recipe,
-            tags={**tags, "recipe": self._pipeline.name, "dagster_run_id": self._context.run_id},
+            tags={**tags, "recipe": pipeline.name, "dagster_run_id": self._step.context.run.run_id},
             dataset=DatasetUsed(
                 name="tokenized_pairs",
                 fingerprint=pairs.fingerprint,

@@ -1,7 +1,7 @@
-"""Which process works on a run: written on the run as a tag, so that others can see whether it is still alive.
+"""Which process works on a run: a tag of the run names it, so that others can see whether it is still alive.
 
-A process is known by a lock that it holds as long as it lives, as one that stages an artifact is. So process ids that are
-used again, clocks, reboots, containers and other machines do not matter: whoever sees the file can try the lock.
+The tag names a lock file that the process holds as long as it lives. So neither reused process ids, nor clocks, reboots,
+containers or other machines matter: whoever sees the file can try the lock.
 """
 
 import functools
@@ -18,9 +18,9 @@ PROCESS_TAG = "pedigree/process"
 
 
 def sign(context: dg.AssetExecutionContext, home: Path) -> None:
-    """Tag the run of `context` with this process, unless the command that started it has done so already."""
+    """Tag the run of `context` with this process, unless the command that started the run has done so."""
     if PROCESS_TAG not in context.run.tags:
-        context.instance.add_run_tags(context.run_id, {PROCESS_TAG: this_process(home)})
+        context.instance.add_run_tags(context.run.run_id, {PROCESS_TAG: this_process(home)})
 
 
 def this_process(home: Path) -> str:
@@ -29,14 +29,14 @@ def this_process(home: Path) -> str:
 
 
 def is_alive(process: str, home: Path) -> bool:
-    """Whether the process that `this_process` described is there; `home` may lie elsewhere by now, or be a copy."""
+    """Whether the process that `this_process` described is alive; `home` may have been moved or copied since."""
     lock = Path(process.split(" ", 2)[2])
     return is_held(lock if lock.parent.is_dir() else home / "processes" / lock.name)
 
 
 @functools.cache
 def _claim(place: Path) -> Claim:
-    """Never given up, so the kernel lets go of its lock when this process ends."""
+    """Held until this process ends, when the kernel releases the lock."""
     place.mkdir(parents=True, exist_ok=True)
     remove_abandoned(place)
     return claim_folder(place)

@@ -1,28 +1,28 @@
 """From an evaluated policy to a version in the registry, and the gate's decision whether it becomes champion.
 
-The order makes every step repeatable: register, point `candidate` at the version, decide, point `champion` at it, and
-write the decision onto the version last. A version without a decision is taken up where it was left. One that a person has
-rolled back stays so: materializing it again promotes nothing. A policy that is an adapter is registered merged into its base.
+The order of the steps makes a release repeatable: register, point `candidate` at the version, decide, point `champion` at
+it, and write the decision onto the version last. A version without a decision is continued where it was left. One that a
+person has rolled back stays so: materializing it again promotes nothing. An adapter is registered merged into its base.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, BinaryIO
 
 import dagster as dg
 
 from assets.adapters import MERGED, plain_model
-from assets.changes import input_changes, shown_changes
-from assets.event_log import Log
+from assets.changes import input_changes
+from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
-from assets.held_out import accuracy, ancestry, loss, rows_by_pair, scale_of
-from assets.metadata import inputs_table
-from assets.pipeline import Pipeline, Services, declare
-from assets.policy import delivered_run
-from assets.realize import upstream
+from assets.held_out import accuracy, loss, rows_by_pair, scale_of
+from assets.materialized import ancestry
+from assets.metadata import inputs_table, shown_changes
+from assets.pipeline import Pipeline
+from assets.step import Step
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
@@ -36,23 +36,62 @@ _DECISION_TAG = "pedigree.champion"
 _REASONS_TAG = "pedigree.reasons"
 
 
-def released_model(pipeline: Pipeline) -> dg.AssetsDefinition:
-    @declare(pipeline, "released_model")
-    def released_model(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        started = time.monotonic()
-        above = {name: upstream(context, pipeline, services, name) for name in GRAPH["released_model"].needs}
-        find_run = partial(delivered_run, context, pipeline, services, above["policy"])
-        candidate = _Candidate(pipeline, services, context.instance, above, find_run)
-        changes = input_changes(context.instance, pipeline, "released_model")
+def released_model(step: Step) -> dg.MaterializeResult:
+    started = time.monotonic()
+    candidate = _Candidate(step, step.inputs())
+    changes = input_changes(step)
 
-        def say(text: str) -> None:
-            context.log.warning(text)
-            services.listener({"event": "note", "asset": "released_model", "text": text})
+    def tell(text: str) -> None:
+        step.context.log.warning(text)
+        step.services.listener({"event": "note", "asset": "released_model", "text": text})
 
-        version, outcome, figures = through_restart(lambda: _release(services, candidate, context.log), say)
-        return _result(candidate, version, outcome, started, changes, figures)
+    released = through_restart(lambda: _release(candidate), tell)
+    return _result(candidate, released, changes, time.monotonic() - started)
 
-    return released_model
+
+@dataclass(frozen=True)
+class _Released:
+    """A version with the gate's decision; `figures` are those of a decision that was made now."""
+
+    version: Version
+    outcome: str
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A policy that is to be released; `above` are the artifacts that `released_model` is made from."""
+
+    step: Step
+    above: dict[str, Artifact]
+
+    @property
+    def name(self) -> str:
+        return self.step.pipeline.recipe.release.model_name
+
+    @property
+    def store(self) -> Store:
+        return self.step.services.store
+
+    @property
+    def registry(self) -> Registry:
+        return self.step.services.registry
+
+    @cached_property
+    def derivation(self) -> Derivation:
+        inputs = {name: artifact.fingerprint for name, artifact in self.above.items()}
+        return derivation("released_model", inputs, self.step.settings)
+
+    @property
+    def key(self) -> str:
+        return self.derivation.key
+
+    @cached_property
+    def lineage(self) -> dict[str, str]:
+        """The fingerprints, by kind, of all artifacts that it was made from, directly or not."""
+        heads = {name: artifact.fingerprint for name, artifact in self.above.items()}
+        found = ancestry(self.step.context.instance, self.step.pipeline, self.store, heads)
+        return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
 
 
 def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
@@ -63,72 +102,44 @@ def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
     return store.lock("released_model", fingerprint("registered_model", name))
 
 
-def _release(services: Services, candidate: "_Candidate", log: Log) -> tuple[Version, str, dict[str, float]]:
-    """The candidate's version with the gate's decision, whether that was there already, and the decision's figures."""
-    registry = services.registry
-    with services.store.lock("released_model", candidate.key):
-        known = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
-        if known is not None and _has_decision(known):
-            return known, "reused", {}
-        version = _register(services, candidate, log)
-        with sole_decision(services.store, version.name):  # not before: a rollback is not to wait for files
-            registry.set_alias(version.name, "candidate", version.number)
-            decision = _decide(services, candidate, version)
-            log.info(f"version {version.number} of {version.name}: {'; '.join(decision.reasons)}")
-            if decision.promote:
-                registry.set_alias(version.name, "champion", version.number)
-            verdict = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: "; ".join(decision.reasons)}
-            return registry.tag(version, verdict), "computed", decision.figures
-
-
 def is_decided(registry: Registry, pipeline: Pipeline, key: str) -> bool:
-    """Whether the derivation `key` of `released_model` has its version in the registry, and that its decision."""
+    """Whether the registry has the version that the derivation `key` of `released_model` gave, with a decision."""
     known = registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
     return known is not None and _has_decision(known)
+
+
+def _release(candidate: _Candidate) -> _Released:
+    """Raises RegistryAway, RegistryError or StoreError; calling it again goes on from there."""
+    registry, log = candidate.registry, candidate.step.context.log
+    with candidate.store.lock("released_model", candidate.key):
+        known = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
+        if known is not None and _has_decision(known):
+            return _Released(known, "reused")
+        version = _register(candidate)
+        with sole_decision(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
+            registry.set_alias(version.name, "candidate", version.number)
+            decision = _decide(candidate, version)
+            reasons = "; ".join(decision.reasons)
+            log.info(f"version {version.number} of {version.name}: {reasons}")
+            if decision.promote:
+                registry.set_alias(version.name, "champion", version.number)
+            tags = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: reasons}
+            return _Released(registry.tag(version, tags), "computed", decision.figures)
 
 
 def _has_decision(version: Version) -> bool:
     return _DECISION_TAG in version.tags or ROLLED_BACK_TAG in version.tags
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    pipeline: Pipeline
-    services: Services
-    instance: dg.DagsterInstance
-    above: dict[str, Artifact]
-    find_run: Callable[[], str | None]
-
-    @property
-    def name(self) -> str:
-        return self.pipeline.recipe.release.model_name
-
-    @cached_property
-    def derivation(self) -> Derivation:
-        inputs = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        return derivation("released_model", inputs, GRAPH["released_model"].reads(self.pipeline.recipe))
-
-    @property
-    def key(self) -> str:
-        return self.derivation.key
-
-    @cached_property
-    def lineage(self) -> dict[str, str]:
-        """The fingerprint of every artifact it stands on, by kind, found by walking up the latest materializations."""
-        heads = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        found = ancestry(self.instance, self.pipeline, self.services.store, heads)
-        return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
-
-
-def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
-    registry, policy = services.registry, candidate.above["policy"]
-    run_id = candidate.find_run()
+def _register(candidate: _Candidate) -> Version:
+    step, registry, policy = candidate.step, candidate.registry, candidate.above["policy"]
+    run_id = delivered_evaluation(step, policy, candidate.above["evaluation"])
     if run_id is None:
         raise RegistryAway(
-            f"MLflow at {shown(registry.tracking_uri)} takes no run of the policy of {candidate.pipeline.name}; run again "
-            "once it does: nothing is trained again, the run is replayed"
+            f"MLflow at {shown(registry.tracking_uri)} does not take all that the run of the policy of "
+            f"{step.pipeline.name} has to hold; run again once it does: nothing is computed again"
         )
-    model = plain_model(candidate.pipeline, services, policy, log)
+    model = plain_model(step, policy)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     return registry.register(
         candidate.name,
@@ -142,20 +153,20 @@ def _register(services: Services, candidate: _Candidate, log: Log) -> Version:
 
 
 def _description(candidate: _Candidate, lineage: Mapping[str, str]) -> str:
-    """What people read on the version's page: where it comes from, in the order of the graph."""
+    """What the version's page says: the lineage, in the order of the graph."""
     kinds = [kind for kind in (*GRAPH, MERGED) if kind in lineage]
     rows = [f"| {kind} | `{short(lineage[kind])}` |" for kind in kinds]
-    title = f"The policy of the recipe {candidate.pipeline.name}, and all it stands on. The gate's decision is among the tags."
+    recipe = candidate.step.pipeline.name
+    title = f"The policy of the recipe {recipe}, and all it stands on. The gate's decision is among the tags."
     return "\n".join([title, "", "| artifact | fingerprint |", "|---|---|", *rows])
 
 
-def _decide(services: Services, candidate: _Candidate, version: Version) -> Decision:
-    champion = services.registry.champion(version.name)
+def _decide(candidate: _Candidate, version: Version) -> Decision:
+    champion = candidate.registry.champion(version.name)
     if champion is not None and champion.number == version.number:
         return Decision(True, ["it is the champion already"], {})
     evaluation = candidate.above["evaluation"]
-    gate = candidate.pipeline.recipe.release.gate
-    theirs = None if champion is None else _evaluation_of(services.store, champion)
+    theirs = None if champion is None else _evaluation_of(candidate.store, champion)
     same_scale = champion is None or all(
         champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind] for kind in scale_of(evaluation)
     )
@@ -163,7 +174,7 @@ def _decide(services: Services, candidate: _Candidate, version: Version) -> Deci
         _losses(evaluation, same_scale),
         None if theirs is None else _losses(theirs, same_scale),
         accuracy=evaluation.details["metrics"]["eval/rewards/accuracies"],
-        min_accuracy=gate.min_accuracy,
+        min_accuracy=candidate.step.pipeline.recipe.release.gate.min_accuracy,
     )
 
 
@@ -179,36 +190,31 @@ def _evaluation_of(store: Store, champion: Version) -> Artifact:
 
 
 def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
-    """Held-out losses by pair. Where they are of another scale than the champion's, what both have is whether a
-    pair is ranked wrongly: 1 if the rejected response has the higher reward, else 0."""
+    """Held-out losses by pair; where their scale is not the champion's, 1 for a wrongly ranked pair and 0 for another."""
     rows = rows_by_pair(evaluation)
     return {pair: loss(row) if same_scale else 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(
-    candidate: _Candidate,
-    version: Version,
-    outcome: str,
-    started: float,
-    changes: list[str] | None,
-    figures: dict[str, float],
+    candidate: _Candidate, released: _Released, changes: list[str] | None, seconds: float
 ) -> dg.MaterializeResult:
+    version = released.version
     champion, reasons = version.tags.get(_DECISION_TAG, "no"), version.tags.get(_REASONS_TAG, "")
     if ROLLED_BACK_TAG in version.tags:
         champion, reasons = "no", "; ".join(["it was champion and was rolled back", *([reasons] if reasons else [])])
     metadata: dict[str, Any] = {
-        "outcome": outcome,
+        "outcome": released.outcome,
         "changes": shown_changes(changes),
         "champion": champion,
         "reasons": reasons,
-        **figures,
+        **released.figures,
         "model_version": str(version.number),
         "model": f"models:/{version.name}/{version.number}",
-        "mlflow": dg.MetadataValue.url(candidate.services.registry.link(version)),
+        "mlflow": dg.MetadataValue.url(candidate.registry.link(version)),
         "made_from": inputs_table(candidate.derivation),
         "fingerprint": candidate.key,
         "key": candidate.key,
-        "seconds": round(time.monotonic() - started, 3),
+        "seconds": round(seconds, 3),
         "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
     }
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)

@@ -1,4 +1,4 @@
-"""A few pairs scored again, live, by a job of one process: never from the store, since being live is the point."""
+"""A few pairs scored again by a job of one process. The store is not asked: the point is to compute them anew."""
 
 import logging
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import Any
 
 from assets.pipeline import Pipeline, Services
 from assets.realize import Work, describe_job, run_work
-from training.contract.errors import StoreError
 from training.contract.store import Artifact
 
 _LOG = logging.getLogger(__name__)
@@ -21,14 +20,11 @@ class Rescored:
 
 
 def rescore(pipeline: Pipeline, services: Services, inputs: dict[str, Artifact], rows: int | list[int]) -> Rescored:
-    """Score `rows`, named ones or so many spread over the table, with the policy in `inputs`, else the reference model."""
+    """Score the given `rows`, or that many spread over the table, with the policy in `inputs`, else the reference model."""
     work = Work("proof", {"rows": rows})
     job = describe_job(pipeline, services, "proof", work, inputs)
     alone = job.compute.model_copy(update={"processes_per_node": 1, "nodes": 1})
     job = job.model_copy(update={"compute": alone})
     with services.store.lock("proof", job.derivation.key) as lock:
-        run_work(services, job, work, lock, _LOG)
-        made = services.store.find("proof", job.derivation.key)
-        if made is None:
-            raise StoreError(f"the job of proof ended well but published nothing; its log is {job.log}")
-        return Rescored(made.json("rescored.json"), made.details["tolerance"])
+        made = run_work(services, job, work, lock, _LOG)
+    return Rescored(made.json("rescored.json"), made.details["tolerance"])

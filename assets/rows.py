@@ -1,7 +1,7 @@
-"""Pairs as a person looks at them: tokens as text, which are trained, and the reference's log-prob of each.
+"""Pairs for people to look at: each token as text, whether it is trained, and its log-prob under the reference.
 
-Everything is read from the store and without torch: tokens from `tokenized_pairs`, sums from the table of reference
-log-probs, the log-probs of single tokens from the memo that the table was made of.
+Everything is read from the store, without torch: tokens from `tokenized_pairs`, sums from the table of reference
+log-probs, and the log-probs of single tokens from the memo behind that table.
 """
 
 from dataclasses import dataclass
@@ -21,10 +21,10 @@ SIDES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class TokenizedSide:
-    """A sequence: tokens of prompt and response as ids and as text, which are trained, and log-probs in nats.
+    """A sequence: tokens of prompt and response as ids and as text; `mask` says which are trained; log-probs in nats.
 
-    `reference_token_logprobs` has an entry a token, None for those that are not trained; all are None, as the sum is,
-    where the reference has not scored the pair.
+    `reference_token_logprobs` has one entry a token, None for those that are not trained. Where the reference has not
+    scored the pair, all entries and the sum are None.
     """
 
     token_ids: list[int]
@@ -84,7 +84,7 @@ class PairReader:
         )
 
     def _token_logprobs(self, mask: list[bool], key: bytes) -> list[float | None]:
-        """The memo's values at the places of the trained tokens; the first token of a sequence never has one."""
+        """The memo's values at the trained tokens, None elsewhere; the first token of a sequence is never scored."""
         known = None if self._memo is None else self._memo.token_logprobs(key)
         scored = [at for at, trained in enumerate(mask) if trained and at > 0]
         values: list[float | None] = [None] * len(mask)

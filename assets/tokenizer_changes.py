@@ -1,8 +1,8 @@
-"""A tokenizer and its chat template as they were frozen, against the files of now: what differs, in words.
+"""How a tokenizer and its chat template differ, in words: as they were frozen, and as the files are now.
 
-The frozen tokenizer was saved by transformers, which spells some parts in another way than the file it came from. So
-what is compared is what both have in common: which text has which id, the merges, and the special tokens. Where a file
-has other bytes and none of these differs, the file itself is named.
+The frozen tokenizer was saved by transformers, which writes some parts differently from the file it came from. So only
+what both have in common is compared: the id of each text, the merges, and the special tokens. Where none of these differs
+but the bytes of a file do, the file is named.
 """
 
 import difflib
@@ -23,7 +23,7 @@ _TEMPLATE_FILES = {"template", "chat_template.jinja", "chat_template.json"}
 
 
 def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[str]) -> Iterator[str]:
-    """The differences between a frozen tokenization spec and the tokenizer of now; `differing`: files of other bytes."""
+    """How `now` differs from the frozen tokenization spec `before`; `differing`: the files whose bytes differ."""
     template = list(_template_changes(before.json("spec.json")["template"], template_text(now)))
     tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
     yield from template
@@ -36,7 +36,7 @@ def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[st
 
 
 def template_text(tokenizer: LocatedTokenizer) -> str | None:
-    """The chat template that counts: the recipe's file, else the tokenizer's own, of several the default one."""
+    """The chat template in use: the recipe's file, else the tokenizer's own, the default one of several."""
     if tokenizer.chat_template is not None:
         return tokenizer.chat_template.read_text(encoding="utf-8", errors="replace")
     jinja = tokenizer.folder / "chat_template.jinja"
@@ -113,7 +113,7 @@ def _content(token: Any) -> str | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none, since what does not load is for the job to refuse."""
+    """The object in a JSON file; empty where there is none: a file that does not load is refused by the job."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):

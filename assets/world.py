@@ -1,17 +1,19 @@
-"""The five assets that look at the world, sources and specs: what each would be if it were materialized at this moment.
+"""The five assets that look at the outside world, sources and specs: what each would be if it were materialized now.
 
-Their bodies, `pedigree status` and `pedigree plan` all ask here, so that none of them sees another world than the others.
+Their bodies, `pedigree status` and `pedigree plan` all ask here, so that they agree on what they see.
 """
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from assets.counting import count_rows
 from assets.graph import GRAPH, derivation
 from assets.locate import (
     AbsentModel,
+    LocatedData,
     LocatedModel,
     LocatedTokenizer,
     glimpse_base_model,
@@ -23,47 +25,93 @@ from assets.locate import (
 from assets.pipeline import Listener, Pipeline, Services
 from training.contract.fingerprint import fingerprint
 from training.contract.hash_cache import HashCache
-from training.contract.job import JobKind
+from training.contract.hub import check_files
 from training.contract.manifest import Derivation
+from training.contract.weights import weight_files
 
 ROOTS = tuple(name for name, node in GRAPH.items() if not node.needs)
 
 
 @dataclass(frozen=True)
 class Found:
-    """How the asset would be made, and what it would be: `fingerprint` is None where only a job, or a download, can tell.
+    """How a source or a spec would be made now, and what it would be; this class itself is a spec of the recipe alone.
 
-    `files` is what its artifact holds where no job writes it, `places` where the things lie that it names, and
-    `tokenizer` the tokenizer of a tokenization spec.
+    `fingerprint` is None where only a job or a download can tell; `files` holds the JSON files of the artifact by name,
+    unless a job writes them.
     """
 
     derivation: Derivation
     fingerprint: str | None
-    files: dict[str, Any] = field(default_factory=dict)
-    places: dict[str, Any] = field(default_factory=dict)
-    tokenizer: LocatedTokenizer | None = None
+    files: dict[str, Any]
 
     @property
     def asset(self) -> str:
         return self.derivation.kind
 
+    def details(self) -> dict[str, Any]:
+        """The details of its artifact, found when it is recorded for the first time."""
+        return {}
+
+
+@dataclass(frozen=True)
+class FoundData(Found):
+    located: LocatedData
+
     @property
-    def job(self) -> JobKind | None:
-        """The job that makes the artifact; None where its content is known already."""
-        return "tokenizer" if self.asset == "tokenization_spec" else None
+    def paths(self) -> dict[str, Path]:
+        """The local files of all sources, by the names that `named_files` gives them."""
+        paths = [file.path for source in self.located.sources for file in source.files]
+        return dict(zip(named_files(self.located.identity), paths, strict=True))
+
+    @property
+    def hubs(self) -> list[dict[str, Any]]:
+        """The sources that are data sets of the hub."""
+        return [source.settings for source in self.located.sources if source.settings["hub"]]
+
+    def count_rows(self) -> dict[str, int | None]:
+        """The rows of every file by name, and of every hub data set, whose rows are unknown until a job reads it."""
+        files = {name: count_rows(path) for name, path in self.paths.items()}
+        return files | {f"{source['hub']} ({source['split']}) {n}": None for n, source in enumerate(self.hubs, 1)}
+
+    def details(self) -> dict[str, Any]:
+        sizes = [path.stat().st_size for path in self.paths.values()]
+        return {"files": len(sizes), "bytes": sum(sizes), "rows": self.count_rows()}
+
+
+@dataclass(frozen=True)
+class FoundModel(Found):
+    """`located` is None where the model has to be downloaded first."""
+
+    located: LocatedModel | None
+
+    def details(self) -> dict[str, Any]:
+        """Raises HubError where a download is not what the hub promised."""
+        assert self.located is not None
+        if self.located.commit is not None:
+            check_files([*weight_files(self.located.folder), self.located.folder / "config.json"])
+        weights = self.located.identity["weights"]
+        return {name: weights[name] for name in ("tensors", "bytes")}
+
+
+@dataclass(frozen=True)
+class FoundTokenizer(Found):
+    """What a tokenization spec is made from; a job makes it."""
+
+    located: LocatedTokenizer
 
 
 def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
-    """`asset`, one of `ROOTS`, as the world is now. Raises what looking raises: DataError, ModelError, RegistryError.
+    """`asset`, one of `ROOTS`, as it would be now. Raises DataError, ModelError or RegistryError.
 
-    With a `cache`, files that nobody wrote since they were hashed are not read, and no model is downloaded.
+    With a `cache`, files in it are not read again, and no model is downloaded.
     """
-    if asset == "preference_source":
-        return _preference_source(pipeline, cache)
-    if asset == "base_model":
-        return _base_model(pipeline, services, cache)
-    if asset == "tokenization_spec":
-        return _tokenization_spec(pipeline, services, cache)
+    match asset:
+        case "preference_source":
+            return find_data(pipeline, cache)
+        case "base_model":
+            return find_model(pipeline, services, cache)
+        case "tokenization_spec":
+            return find_tokenizer(pipeline, services, cache)
     fields = GRAPH[asset].reads(pipeline.recipe)
     if asset == "training_spec" and pipeline.recipe.training.start_from == "champion":
         champion = locate_champion(pipeline.recipe, services.registry, cache)
@@ -72,17 +120,32 @@ def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | 
 
 
 def hash_cache(services: Services) -> HashCache:
-    """What is known of files that nobody wrote since they were hashed: to look often, not to record or to compute."""
+    """Hashes of files that were not written since: to look often, not to record or to compute."""
     return HashCache(services.home / "hashes.json")
 
 
-def count_source_rows(found: Found) -> dict[str, int | None]:
-    """The rows of every file of a `preference_source`, by the name it has in `named_files`, and of every hub data set.
+def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
+    located = locate_data(pipeline.recipe, cache)
+    how = derivation("preference_source", {}, {"sources": located.identity})
+    return FoundData(how, located.fingerprint, {"sources.json": located.identity}, located)
 
-    Those of the hub are not known before they are downloaded, to be read.
-    """
-    files = {name: count_rows(place) for name, place in found.places["files"].items()}
-    return files | {f"{source['hub']} ({source['split']}) {n}": None for n, source in enumerate(found.places["hub"], 1)}
+
+def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundModel:
+    if cache is None:
+        emit = partial(_emit, services.listener)
+        located: LocatedModel | AbsentModel = locate_base_model(pipeline.recipe, services.registry, emit)
+    else:
+        located = glimpse_base_model(pipeline.recipe, services.registry, cache)
+    if isinstance(located, AbsentModel):
+        return FoundModel(derivation("base_model", {}, asdict(located)), None, {}, None)
+    how = derivation("base_model", {}, located.identity)
+    return FoundModel(how, located.fingerprint, {"identity.json": located.identity}, located)
+
+
+def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundTokenizer:
+    located = locate_tokenizer(pipeline.recipe, services.registry, cache)
+    settings = {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **located.identity}
+    return FoundTokenizer(derivation("tokenization_spec", {}, settings), None, {}, located)
 
 
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
@@ -97,49 +160,6 @@ def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
     return named
 
 
-def _preference_source(pipeline: Pipeline, cache: HashCache | None) -> Found:
-    located = locate_data(pipeline.recipe, cache)
-    paths = [file.path for files in located.files for file in files]
-    return Found(
-        derivation("preference_source", {}, {"sources": located.identity}),
-        located.fingerprint,
-        {"sources.json": located.identity},
-        {
-            "sources": located.sources,
-            "listed": [[file.model_dump(mode="json") for file in files] for files in located.files],
-            "files": dict(zip(named_files(located.identity), paths, strict=True)),
-            "hub": [source for source in located.sources if source["hub"]],
-        },
-    )
-
-
-def _base_model(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:
-    if cache is None:
-        hear = partial(_hear, services.listener, "base_model")
-        located: LocatedModel | AbsentModel = locate_base_model(pipeline.recipe, services.registry, hear)
-    else:
-        located = glimpse_base_model(pipeline.recipe, services.registry, cache)
-    if isinstance(located, AbsentModel):
-        return Found(derivation("base_model", {}, asdict(located)), None)
-    return Found(
-        derivation("base_model", {}, located.identity),
-        located.fingerprint,
-        {"identity.json": located.identity},
-        {"folder": located.folder, "commit": located.commit},
-    )
-
-
-def _hear(listener: Listener, asset: str, event: str, **fields: Any) -> None:
-    """Tell of a download as a job tells of its work."""
-    listener({"event": event, "time": time.time(), "asset": asset, **fields})
-
-
-def _tokenization_spec(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:
-    tokenizer = locate_tokenizer(pipeline.recipe, services.registry, cache)
-    settings = {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **tokenizer.identity}
-    places = {
-        "tokenizer": str(tokenizer.folder),
-        "revision": None,
-        "chat_template": tokenizer.chat_template and str(tokenizer.chat_template),
-    }
-    return Found(derivation("tokenization_spec", {}, settings), None, {}, places, tokenizer)
+def _emit(listener: Listener, event: str, **fields: Any) -> None:
+    """Report the download of a base model as a job reports its work."""
+    listener({"event": event, "time": time.time(), "asset": "base_model", **fields})

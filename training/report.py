@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
+from training.scored_pairs import Accuracy
+
 _BINS = 40
 _PLOT_WIDTH, _PLOT_HEIGHT = 720, 180
 _DIGITS = 4
@@ -42,13 +44,14 @@ class WorstPair:
 
 @dataclass(frozen=True)
 class Report:
-    """What the page shows. `policy`, `reference` and `pairs` are fingerprints; `interval` is that of the accuracy."""
+    """What the page shows. `policy`, `reference` and `pairs` are fingerprints; `by_length`: by which response is longer."""
 
     policy: str
     reference: str
     pairs: str
     metrics: Mapping[str, float]
-    interval: tuple[float, float]
+    accuracy: Accuracy
+    by_length: Mapping[str, Accuracy]
     margins: Sequence[float]
     samples: Sequence[Sample]
     worst: Sequence[WorstPair]
@@ -80,7 +83,13 @@ def render(report: Report) -> str:
     numbers = [(name, _number(value)) for name, value in report.metrics.items()]
     histogram = _histogram(report.margins)
     return _PAGE.render(
-        report=report, numbers=numbers, histogram=histogram, width=_PLOT_WIDTH, height=_PLOT_HEIGHT, number=_number
+        report=report,
+        numbers=numbers,
+        histogram=histogram,
+        width=_PLOT_WIDTH,
+        height=_PLOT_HEIGHT,
+        number=_number,
+        percent="{:.1%}".format,
     )
 
 
@@ -138,13 +147,22 @@ svg { max-width: 100%; height: auto; }
 <p>Policy <code>{{ report.policy }}</code> against reference <code>{{ report.reference }}</code>
 on the held-out pairs of <code>{{ report.pairs }}</code>.</p>
 <p>The policy gives the preferred response the higher reward in
-<strong>{{ "%.1f" | format(100 * report.metrics["eval/rewards/accuracies"]) }}%</strong>
-of {{ "{:,}".format(report.metrics["eval/pairs"]) }} pairs; 95% interval
-{{ "%.1f" | format(100 * report.interval[0]) }}% to {{ "%.1f" | format(100 * report.interval[1]) }}%.</p>
+<strong>{{ percent(report.accuracy.share) }}</strong> of {{ number(report.accuracy.pairs) }} pairs; 95% interval
+{{ percent(report.accuracy.interval[0]) }} to {{ percent(report.accuracy.interval[1]) }}.</p>
 <h2>Metrics</h2>
 <table class="metrics">
 {% for name, value in numbers %}
 <tr><td><code>{{ name }}</code></td><td class="number">{{ value }}</td></tr>
+{% endfor %}
+</table>
+<h2>Accuracy by length</h2>
+<p>A policy that took length for preference is right where the chosen response is longer, and wrong where it is shorter.</p>
+<table class="metrics">
+<tr><th>Pairs</th><th>Number</th><th>Accuracy</th><th>95% interval</th></tr>
+{% for kind, found in report.by_length.items() %}
+<tr><td>{{ kind | replace("_", " ") }}</td><td class="number">{{ number(found.pairs) }}</td>
+<td class="number">{{ percent(found.share) }}</td>
+<td class="number">{{ percent(found.interval[0]) }} to {{ percent(found.interval[1]) }}</td></tr>
 {% endfor %}
 </table>
 <h2>Margins</h2>

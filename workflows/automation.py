@@ -1,14 +1,12 @@
-"""When a recipe is materialized without anybody asking: on a schedule, and when its content changes.
+"""When a recipe is materialized automatically: on a schedule, and when its content changes.
 
-Three parts, each of which does what only it can:
+* The schedule requests the whole graph. Every asset asks the store first, so an unchanged asset costs a look-up.
+* The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
+  from its latest materialization, the sensor requests the assets that record it, and no others.
+* The automation condition of every asset (`assets.conditions`) does the rest: recorded content that changed, or a code
+  version that a changed recipe gave, requests everything downstream in one run. Unchanged content requests nothing.
 
-* The schedule requests the whole graph. Every asset asks the store first, so what did not change costs a look and no more.
-* The data sensor looks at the world, which Dagster cannot see: preference files, base model, tokenizer and template. If
-  something is not what was last materialized, it requests the assets that record it, and only these.
-* The automation condition of every asset (`assets.conditions`) does the rest: what was recorded anew, or a code version that
-  a changed recipe gave, requests everything below it in one run. Recorded anew with the same content, it requests nothing.
-
-The first run is a person's to start: a recipe that was never materialized is left alone by sensor and conditions.
+A person starts the first run: sensor and conditions ignore a recipe that was never materialized.
 """
 
 import time
@@ -19,25 +17,26 @@ import dagster as dg
 
 from assets.changes import changes_since
 from assets.graph import GRAPH
+from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_key
-from assets.world import Found, hash_cache, look
+from assets.world import Found, FoundTokenizer, hash_cache, look
 from training.contract.errors import RecipeError
 from training.contract.fingerprint import fingerprint
+from training.contract.store import Store
 from workflows.resources import build_services, pedigree_home
 
 _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
-_NOTHING = "nothing"  # the cursor when there is nothing to ask for; Dagster would keep the old one for an empty text
-# What stands for the world outside; the two other specs are made of the recipe alone, and their code version tells.
+_NOTHING = "nothing"  # the cursor when there is nothing to request; Dagster keeps the old cursor for an empty one
+# The assets that record the world outside. The other two specs depend on the recipe alone, so on its code version.
 _LOOKED_AT = ("preference_source", "base_model", "tokenization_spec")
 _CAUSE_TAG = "pedigree/cause"
 _CAUSE_CHARACTERS = 500
 
 
 def retraining(pipeline: Pipeline) -> dg.Definitions:
-    """The jobs of a recipe, with the schedule and the sensors that it asks for; these start running."""
+    """The jobs of a recipe, and its schedule and sensors, which are switched on."""
     retrain = dg.define_asset_job(
         f"{pipeline.identifier}_retrain",
         selection=[pipeline.key(asset) for asset in GRAPH],
@@ -81,6 +80,7 @@ def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinit
         target=[pipeline.key(asset) for asset in GRAPH],
         minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
+        use_user_code_server=True,  # one of the conditions is ours
         description=f"Materializes what of {pipeline.name} lies below a change of content.",
     )
 
@@ -94,7 +94,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         description=f"Records data, base model and tokenizer of {pipeline.name} when they are not what they were.",
     )
     def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
-        if data_version(context.instance, pipeline.key("preference_source")) is None:
+        if latest(context.instance, pipeline.key("preference_source")).fingerprint is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
         services = build_services(pedigree_home())
         cache = hash_cache(services)
@@ -113,35 +113,33 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
 
 
 def _was_asked_for(seen: str, cursor: str | None) -> bool:
-    """Whether a run for what is seen was requested lately. One that failed, since a disk was full, is requested again."""
+    """Whether a run for this state was requested within the hour; after that a run that failed is requested again."""
     asked, _, when = (cursor or "").partition(" ")
     return asked == seen and time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN
 
 
 def _causes(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Sequence[Found]) -> list[str]:
-    """What of the world is not what was last materialized, in words; nothing for what never was."""
+    """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
     causes = []
     for each in found:
-        key = latest_key(instance, pipeline.key(each.asset))
-        if key is not None and not _is_recorded(pipeline, services, instance, each, key):
-            causes += [f"{each.asset}: {words}" for words in changes_since(services.store, key, each)]
+        recorded = latest(instance, pipeline.key(each.asset))
+        if recorded.key is not None and not _is_recorded(services.store, recorded, each):
+            causes += [f"{each.asset}: {words}" for words in changes_since(services.store, recorded.key, each)]
     return causes
 
 
-def _is_recorded(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Found, key: str) -> bool:
-    if found.fingerprint is not None:
-        return data_version(instance, pipeline.key(found.asset)) == found.fingerprint
-    if found.job is None:
-        return False  # a model that is not downloaded yet: the run does it
-    record = services.store.record(found.asset, key)
-    return record is not None and _files(record.derivation.settings) == _files(found.derivation.settings)
+def _is_recorded(store: Store, recorded: Materialization, found: Found) -> bool:
+    if not isinstance(found, FoundTokenizer):  # a model without a fingerprint is to be downloaded, by the run
+        return recorded.fingerprint == found.fingerprint
+    before = None if recorded.key is None else store.derivation(found.asset, recorded.key)
+    return before is not None and _files(before.settings) == _files(found.derivation.settings)
 
 
 def _identity(found: Found) -> Any:
     settings = found.derivation.settings
-    return found.fingerprint or (settings if found.job is None else _files(settings))
+    return _files(settings) if isinstance(found, FoundTokenizer) else found.fingerprint or settings
 
 
 def _files(settings: dict[str, Any]) -> dict[str, Any]:
-    """The files of a tokenization spec. Its rules are the recipe's, and a code version tells of those."""
+    """The files of a tokenization spec. Its rules are fields of the recipe, of which the code version tells."""
     return {name: settings[name] for name in ("files", "chat_template")}

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import dagster as dg
 
-from assets.held_out import Ancestor, accuracy, ancestry, loss, margin, rows_by_pair, scale_of
+from assets.held_out import accuracy, loss, margin, rows_by_pair, scale_of
+from assets.materialized import Ancestor, ancestry, latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version
 from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
 from model_registry.records import flatten
 from training.contract.errors import PedigreeError, StoreError
@@ -86,7 +86,7 @@ def compare(evaluated: Sequence[Evaluated]) -> Comparison:
 
 def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> Evaluated:
     """The last evaluation of a pipeline; one that is corrupt, or stands on what is no longer in the store, is none."""
-    found = data_version(instance, pipeline.key("evaluation"))
+    found = latest(instance, pipeline.key("evaluation")).fingerprint
     if found is None:
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
     try:

@@ -1,7 +1,7 @@
 """`type: workflows.PreferenceTuning`: a recipe's file becomes a pipeline, and one more for each of its variants.
 
-A pipeline is twelve assets, jobs, a schedule and sensors. Its name begins its asset keys, and with `-` as `_` the names of
-its jobs, so no two pipelines may share it: neither two of one file nor those of files in folders beside each other.
+A pipeline is twelve assets, jobs, a schedule and sensors. Its asset keys, and with `_` for `-` the names of its jobs, begin
+with its name, so the names of all pipelines in one folder of recipes must differ.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Self
 import dagster as dg
 from pydantic import BaseModel
 
-from assets import data, evaluation, policy, reference, release, sources, specs
+from assets.declare import declare_assets
 from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError
 from training.contract.variants import RecipeFile
@@ -21,20 +21,6 @@ from workflows.recipe_file import refuse_repeated_keys, variant_names
 
 RECIPE_FILE = "defs.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_BUILDERS = (
-    sources.preference_source,
-    sources.base_model,
-    specs.tokenization_spec,
-    specs.training_spec,
-    specs.evaluation_spec,
-    data.raw_preferences,
-    data.tokenized_pairs,
-    reference.reference_model,
-    reference.reference_logprobs,
-    policy.policy,
-    evaluation.evaluation,
-    release.released_model,
-)
 
 
 class PreferenceTuning(dg.Component):
@@ -72,13 +58,12 @@ class PreferenceTuning(dg.Component):
 
 
 def pipeline_definitions(pipeline: Pipeline) -> dg.Definitions:
-    """The assets of a pipeline with its job, schedule and sensor."""
-    assets = [build(pipeline) for build in _BUILDERS]
-    return dg.Definitions.merge(dg.Definitions(assets=assets), retraining(pipeline))
+    """The assets of a pipeline with its jobs, schedule and sensors."""
+    return dg.Definitions.merge(dg.Definitions(assets=declare_assets(pipeline)), retraining(pipeline))
 
 
 def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
-    """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a folder beside."""
+    """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a sibling folder."""
     if len(pipelines) == 1:
         return
     taken: dict[str, str] = {}

@@ -10,9 +10,9 @@ from typing import Literal, TypeVar
 import dagster as dg
 
 from assets.graph import GPU_POOL, GRAPH
+from assets.materialized import latest
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
-from assets.realize import data_version, latest_metadata
 from training.contract.errors import PedigreeError, UsageError
 from workflows.recipes import LoadedRecipe
 
@@ -28,7 +28,7 @@ Outcome = Literal["computed", "reused", "failed"]
 
 @dataclass(frozen=True)
 class AssetRun:
-    """What became of one asset; `error` is the first line a person should read where it failed."""
+    """What became of one asset; `error` is what a person should read first where it failed."""
 
     asset: str
     outcome: Outcome
@@ -39,7 +39,7 @@ class AssetRun:
 
 @dataclass(frozen=True)
 class RunReport:
-    """`succeeded` is Dagster's word on the whole run, which can fail outside its assets as well."""
+    """`succeeded` is about the whole run, which can fail outside its assets as well."""
 
     recipe: str
     dagster_run_id: str
@@ -52,12 +52,12 @@ class RunReport:
 
     @property
     def interrupted(self) -> bool:
-        """Whether somebody stopped it: then nothing that was to follow shall."""
+        """Whether somebody stopped it; then no further run shall begin."""
         return any(asset.error == INTERRUPTED for asset in self.assets)
 
 
 def with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
-    """The assets that a run of `asset` goes through: itself and everything it stands on; all of them for None.
+    """The assets that a run of `asset` goes through: itself and everything upstream; all of them for None.
 
     Raises UsageError for a name that is no asset.
     """
@@ -68,14 +68,14 @@ def with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
     wanted = {asset}
     for name in reversed(GRAPH):
         if name in wanted:
-            wanted.update(GRAPH[name].needed_by(pipeline.recipe))
+            wanted.update(GRAPH[name].inputs(pipeline.recipe))
     return [name for name in GRAPH if name in wanted]
 
 
 def materialize(
     loaded: LoadedRecipe, services: Services, instance: dg.DagsterInstance, asset: str | None = None
 ) -> RunReport:
-    """Run the recipe's assets, or `asset` with what it stands on. A failing asset is in the report, not an exception."""
+    """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception."""
     pipeline = loaded.pipeline
     selected = with_upstream(asset, pipeline)
     definitions = dg.Definitions.merge(
@@ -91,7 +91,7 @@ def materialize(
         raise_on_error=False,
     )
     assets = list(_asset_runs(result, pipeline, instance))
-    shown = {a.asset: latest_metadata(instance, pipeline.key(a.asset)) for a in assets if a.outcome != "failed"}
+    shown = {a.asset: latest(instance, pipeline.key(a.asset)).metadata for a in assets if a.outcome != "failed"}
     evaluated = {a.asset: a.fingerprint for a in assets if a.outcome != "failed"}.get("evaluation")
     details = services.store.open("evaluation", evaluated).details if evaluated else {}
     return RunReport(
@@ -107,9 +107,9 @@ def materialize(
 
 
 def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, work: Callable[[], T]) -> T:
-    """What `work` gives, as a run called `name` with one step in the pool `gpu`. Raises what `work` raises.
+    """The result of `work`, done as a run called `name` with one step in the pool `gpu`. Raises what `work` raises.
 
-    So it waits for whoever has the GPU, with a word that names the run, and others wait for it.
+    So it waits for the run that has the GPU, which a warning names, and other runs wait for it.
     """
     given: list[T] = []
 
@@ -125,10 +125,9 @@ def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, wor
 
 
 def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
-    """Mark runs as failed whose process is gone, and free their places in the pools.
+    """Mark runs as failed whose process is gone, and free their slots in the pools.
 
-    A process that was killed cannot say so itself: its run would count as started for ever, and whoever wants its place in
-    the pool `gpu` would wait as long.
+    A killed process cannot do so itself: its run would count as started, and its slot in the pool `gpu` as taken, for ever.
     """
     unfinished = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
     for run in instance.get_runs(dg.RunsFilter(statuses=unfinished)):
@@ -138,7 +137,7 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
 
 
 def wait_for_pools(pools: set[str], instance: dg.DagsterInstance, home: Path) -> None:
-    """Return when every pool has a free place. Dagster waits as well, but deaf to Ctrl-C until the place is there."""
+    """Return when every pool has a free slot. Dagster would wait as well, but ignores Ctrl-C while it does."""
     for pool in sorted(pools):
         info = instance.event_log_storage.get_concurrency_info(pool)
         if info.slot_count and info.active_slot_count >= info.slot_count:
@@ -158,16 +157,15 @@ def _asset_runs(
     failures = {step: event for event in result.filter_events(lambda e: e.is_step_failure) if (step := event.step_key)}
     for asset in GRAPH:
         failure = failures.get(pipeline.key(asset).to_python_identifier())
-        fingerprint = data_version(instance, pipeline.key(asset))
+        found = latest(instance, pipeline.key(asset))
         if failure is not None:
-            yield AssetRun(asset, "failed", fingerprint, 0.0, _reason(failure))
+            yield AssetRun(asset, "failed", found.fingerprint, 0.0, _reason(failure))
         elif asset in done:
-            shown = latest_metadata(instance, pipeline.key(asset))
-            yield AssetRun(asset, shown["outcome"], fingerprint, shown["seconds"])
+            yield AssetRun(asset, found.metadata["outcome"], found.fingerprint, found.metadata["seconds"])
 
 
 def _reason(failure: dg.DagsterEvent) -> str:
-    """Of an error that a person can act on its message, which says it all; else the root cause with the name of its class."""
+    """The message of an error that a person can act on; else the root cause with the name of its class."""
     error = failure.step_failure_data.error
     if error is None:
         return "the step failed without an error"

@@ -1,16 +1,15 @@
-"""What under PEDIGREE_HOME nobody refers to any more, and its removal.
+"""Garbage collection: finding and removing what nothing refers to any more under PEDIGREE_HOME.
 
 Kept is what is referred to by
-* a version in the model registry, of whatever model: by the fingerprints of its lineage that it carries as tags;
+* a version of any model in the registry: its tags hold the fingerprints of its lineage;
 * the latest materialization of any asset of any recipe that this Dagster instance knows, fresh or stale;
-* a job in progress, which is one whose key's lock is held, and whatever was made since the oldest unfinished run began: it
-  may be published and not yet told to Dagster;
-with everything it was made from, and so on upwards. The memo of a kept model is kept whole: it is what makes scoring
-cheap. A job that was interrupted keeps its folder as long as it has checkpoints to be taken up from, and one whose
-description cannot be read keeps it for a day.
+* a job in progress, that is, one whose key's lock is held; and whatever was made since the oldest unfinished run began,
+  since it may be published and not yet recorded by Dagster;
+with all its ancestors. The memo of a kept model is kept whole: it is what makes scoring cheap. An interrupted job keeps its
+folder as long as that has checkpoints to resume from, and a job whose description cannot be read keeps it for a day.
 
-The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each goes under
-the lock of whoever would use it, so that what has come into use since it was named stays.
+The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each is removed
+under the lock of whoever would use it, so what came into use since it was found stays.
 """
 
 import time
@@ -26,8 +25,8 @@ from pydantic import ValidationError
 
 from assets.adapters import MERGED
 from assets.graph import GRAPH
+from assets.materialized import latest
 from assets.pipeline import Services
-from assets.realize import data_version, latest_key
 from training.contract.errors import CorruptArtifact
 from training.contract.job import Job
 from training.contract.manifest import Manifest, Source, read_manifest
@@ -41,7 +40,6 @@ from training.contract.removal import (
     remove_artifact,
     remove_folder,
 )
-from training.contract.scoring import SCORING_VERSION
 from workflows.execution import close_dead_runs
 
 Reference = tuple[str, str]  # kind and fingerprint
@@ -92,7 +90,7 @@ class Sweep:
     def __init__(self, services: Services, instance: dg.DagsterInstance):
         self._services, self._store, self._instance = services, services.store, instance
         self._keys = {kind: keys_by_fingerprint(self._store, kind) for kind in _KINDS}
-        # Listed before anybody is asked who uses them: what comes later is not garbage.
+        # Listed before their users are: what appears later is no garbage.
         self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
         self._jobs = _folders(services.home / "jobs")
         self._since = self._oldest_unfinished_run()
@@ -111,7 +109,7 @@ class Sweep:
         yield from (Garbage("corrupt", folder.name, freed_bytes(folder)) for folder in self._folders["corrupt"])
 
     def remove(self, item: Garbage) -> bool:
-        """Remove it; False if somebody has begun to use it meanwhile."""
+        """Remove it; False if it came into use meanwhile."""
         if item.kind == "job":
             return self._remove_job(self._services.home / "jobs" / item.fingerprint)
         if item.kind == "staging":
@@ -142,7 +140,7 @@ class Sweep:
 
     @cached_property
     def kept(self) -> set[Reference]:
-        """Every artifact that is referred to, directly or as something that another one was made from."""
+        """Every artifact that is referred to, and its ancestors."""
         kept: set[Reference] = set()
         waiting = [*self._registered(), *self._materialized(), *self._in_progress()]
         while waiting:
@@ -161,13 +159,12 @@ class Sweep:
 
     def _materialized(self) -> Iterator[Reference]:
         for key in self._instance.get_asset_keys():
-            asset, found = key.path[-1], data_version(self._instance, key)
-            if asset not in GRAPH or found is None:
+            asset, recorded = key.path[-1], latest(self._instance, key)
+            if asset not in GRAPH or recorded.fingerprint is None:
                 continue
-            yield asset, found
-            derivation_key = latest_key(self._instance, key)
-            if derivation_key and (record := self._store.record(asset, derivation_key)):
-                yield from _references(record.derivation.inputs)
+            yield asset, recorded.fingerprint
+            if recorded.key is not None and (derivation := self._store.derivation(asset, recorded.key)):
+                yield from _references(derivation.inputs)
 
     def _in_progress(self) -> Iterator[Reference]:
         for folder in self._jobs:
@@ -177,9 +174,9 @@ class Sweep:
 
     @cached_property
     def _kept_rules(self) -> set[str]:
-        """The scoring rules of every kept model, and those that kept tables were made under."""
+        """The scoring rules of all kept models, and those of kept tables."""
         models = {fingerprint for kind, fingerprint in self.kept if kind in ("reference_model", "base_model")}
-        rules = {scoring_rule(model, dtype, SCORING_VERSION) for model in models for dtype in get_args(Dtype)}
+        rules = {scoring_rule(model, dtype) for model in models for dtype in get_args(Dtype)}
         tables = [self._manifest(*reference) for reference in self.kept if reference[0] == "reference_logprobs"]
         return rules | {str(table.details["rule"]) for table in tables if table is not None}
 
@@ -208,14 +205,14 @@ class Sweep:
         return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)
 
     def _locks_of_job(self, folder: Path) -> list[Path]:
-        """The lock of the job's key; of one that cannot be read, those whose key begins as its folder's name says."""
+        """The lock of the job's key; for an unreadable job, all locks whose key begins as its folder's name does."""
         job = _read_job(folder)
         if job is None:
             return list(self._store.locks.glob(f"{folder.name}*.lock"))
         return [self._store.lock_file(job.artifact, job.derivation.key)]
 
     def _has_ended(self, folder: Path) -> bool:
-        """Whether a job that nobody runs cannot be taken up: it published its artifact, or it has no checkpoint."""
+        """Whether there is nothing to resume: the job published its artifact, or it has no checkpoint."""
         job = _read_job(folder)
         if job is None:
             return folder.is_dir() and time.time() - folder.stat().st_mtime > _UNREADABLE_JOB_SECONDS
@@ -247,7 +244,7 @@ def _references(inputs: dict[str, Source]) -> list[Reference]:
 
 
 def _read_job(folder: Path) -> Job | None:
-    """The job of a folder; None where it cannot be read, as that of another version of this program."""
+    """The job of a folder; None where it cannot be read, for example since another version of Pedigree wrote it."""
     try:
         return Job.read(folder / "job.json")
     except (OSError, ValidationError):

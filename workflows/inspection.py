@@ -1,7 +1,7 @@
 """One row of a recipe's data, from the messages to the log-probs: what `pedigree inspect` shows.
 
-The policy's log-probs of held-out pairs are in its evaluation. Those of pairs it was trained on nobody needs but whoever looks
-here, so they are computed on demand, by a job; without it they are None.
+The policy's log-probs of held-out pairs are in its evaluation. Those of training pairs are needed nowhere else, so a job
+computes them on demand; else they are None.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from assets.adapters import base_of
+from assets.materialized import latest, latest_derivation
 from assets.page import render_page
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_derivation
 from assets.rescoring import rescore
 from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
 from training.contract.errors import UsageError
@@ -27,7 +27,7 @@ _TO_SCORE = ("tokenized_pairs", "reference_logprobs", "policy")
 
 @dataclass(frozen=True)
 class InspectedSide(TokenizedSide):
-    """`policy_logprob` is None where the policy was not evaluated on the pair and nobody asked for a score."""
+    """`policy_logprob` is None where the policy was not evaluated on the pair and no score was asked for."""
 
     policy_logprob: float | None
 
@@ -52,7 +52,7 @@ def inspect_row(
 
 
 def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
-    """The row as a page that needs nothing else."""
+    """The row as a self-contained HTML page."""
     policy = {found.row: (found.chosen.policy_logprob, found.rejected.policy_logprob)}
     row = TokenizedRow(found.row, found.split, found.chosen, found.rejected)
     return render_page(f"{pipeline.name}: row {found.row}", [row], policy)
@@ -89,7 +89,7 @@ class _Inspector:
         )
 
     def _table_of(self, pairs: Artifact) -> Artifact | None:
-        """The table of log-probs, unless it is one of other pairs, as it is while a run has come half its way."""
+        """The table of log-probs, unless it belongs to other pairs, as it may after a run that ended early."""
         table = self._materialized("reference_logprobs")
         if table is None:
             return None
@@ -134,7 +134,7 @@ class _Inspector:
         return artifact
 
     def _materialized(self, asset: str) -> Artifact | None:
-        found = data_version(self._instance, self._pipeline.key(asset))
+        found = latest(self._instance, self._pipeline.key(asset)).fingerprint
         return None if found is None else self._services.store.open(asset, found)
 
 

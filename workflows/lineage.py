@@ -1,17 +1,17 @@
-"""What of a recipe is fresh, stale or missing, and why, as the world is at this moment.
+"""Which assets of a recipe are fresh, stale or missing now, and why.
 
-The sources and specs are looked at; from there every asset's derivation follows, in the order of the graph, as its body
-would compute it. An asset is fresh if the artifact that derivation gives is the one that was last materialized. Where
-something above has still to be made, what it will be is unknown, and so is everything below that reads it: it counts
-as stale, although the run may find that the new artifact is the old one.
+Sources and specs are looked at; from them every asset's derivation follows, in the order of the graph, as its body would
+compute it. An asset is fresh if that derivation gives the artifact that was last materialized. While an input has yet to be
+made its fingerprint is unknown, so everything that depends on it counts as stale, although the run may find that the new
+artifact equals the old one.
 
-A cause is told where it arises and again, behind the name of that asset, wherever it leads:
+A cause is given where it arises and, behind the name of that asset, wherever it has an effect:
 
     training_spec    stale    loss.beta 0.1 -> 0.2
     policy           stale    training_spec: loss.beta 0.1 -> 0.2
     evaluation       stale    training_spec: loss.beta 0.1 -> 0.2
 
-So whatever is stale names what a person did, however far above, and never an asset that is stale itself for another reason.
+So every stale asset names what a person did, however far upstream, and never an asset that is itself only stale.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,9 @@ import dagster as dg
 
 from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
+from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import IRREPLACEABLE, data_version, latest_key, latest_metadata
+from assets.realize import is_irreplaceable
 from assets.release import is_decided
 from assets.world import ROOTS, Found, hash_cache, look
 from model_registry.connection import brief_patience
@@ -37,16 +38,17 @@ State = Literal["fresh", "stale", "missing"]
 
 NEVER = "never materialized"
 LOST = "its files are no longer in the store"
+CORRUPT_RECORD = "the record of how it was made is corrupt"
 NO_VERSION = "its version is no longer in the registry"
-# Which spec holds the settings of an asset that reads none of the recipe's fields itself.
+# The spec that holds the settings of an asset; such an asset reads no fields of the recipe itself.
 _SPECS = {"policy": "training_spec", "evaluation": "evaluation_spec"}
 
 
 @dataclass(frozen=True)
 class AssetStatus:
-    """`fingerprint` is that of the last materialization; `causes` say why it is not what a run would give now.
+    """`fingerprint` is that of the latest materialization; `causes` say why a run would give another one now.
 
-    A fresh asset has none, but for a model whose registry cannot be asked: its version is taken to be there, with a word.
+    A fresh asset has none, except a released model whose registry does not answer: then a cause says so.
     """
 
     asset: str
@@ -57,9 +59,10 @@ class AssetStatus:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run would give: the derivation (None if an input is unknown) and, if it is known, the fingerprint.
+    """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
 
-    `settings`: the fields of the recipe that the asset reads itself; `found`: what a source or a spec was seen to be.
+    `settings`: the fields of the recipe that the asset reads itself; `found`: for a source or a spec; `fault`: what is
+    wrong with the artifact in the store.
     """
 
     derivation: Derivation | None
@@ -106,7 +109,7 @@ def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) 
 
 def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, cache: HashCache) -> Outcome:
     settings = GRAPH[asset].reads(pipeline.recipe)
-    inputs = {name: above[name].fingerprint for name in GRAPH[asset].needed_by(pipeline.recipe)}
+    inputs = {name: above[name].fingerprint for name in GRAPH[asset].inputs(pipeline.recipe)}
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return Outcome(None, None, settings)
@@ -128,14 +131,18 @@ def _look_up(
 
 
 def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
-    record = store.record(how.kind, how.key)
-    assert record is not None, "what was never made cannot be corrupt"
-    text = corrupt_file(store, how.kind, record.fingerprint, error)
-    return f"{text}; it is refused until it is moved away" if how.kind in IRREPLACEABLE else text
+    try:
+        record = store.record(how.kind, how.key)
+    except CorruptArtifact:
+        text = CORRUPT_RECORD
+    else:
+        assert record is not None, "what was never made cannot be corrupt"
+        text = corrupt_file(store, how.kind, record.fingerprint, error)
+    return f"{text}; it is refused until it is moved away" if is_irreplaceable(how) else text
 
 
 def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifact) -> str:
-    """Which file of an artifact `error` speaks of, in a few words."""
+    """Which file of an artifact `error` is about, in a few words."""
     folder = store.folder(kind, fingerprint)
     try:
         names = read_manifest(folder).files
@@ -154,22 +161,22 @@ class _Judge:
         self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
 
     def asset(self, asset: str) -> AssetStatus:
-        materialized = data_version(self._instance, self._pipeline.key(asset))
-        if materialized is None:
+        recorded = latest(self._instance, self._pipeline.key(asset))
+        if recorded.fingerprint is None:
             self._causes[asset] = [(asset, NEVER)]
             return AssetStatus(asset, "missing", (NEVER,), None)
-        if self._outcomes[asset].fingerprint == materialized:
+        if self._outcomes[asset].fingerprint == recorded.fingerprint:
             self._causes[asset] = []
             if asset == "released_model":
-                return self._released(materialized)
-            return AssetStatus(asset, "fresh", (), materialized)
-        found = list(dict.fromkeys(self._find_causes(asset)))
+                return self._released(recorded.fingerprint)
+            return AssetStatus(asset, "fresh", (), recorded.fingerprint)
+        found = list(dict.fromkeys(self._find_causes(asset, recorded)))
         self._causes[asset] = found
         words = tuple(text if origin == asset else f"{origin}: {text}" for origin, text in found)
-        return AssetStatus(asset, "stale", words, materialized)
+        return AssetStatus(asset, "stale", words, recorded.fingerprint)
 
     def _released(self, key: str) -> AssetStatus:
-        """A model whose derivation is that of now: fresh if the registry has it, or cannot be asked within seconds."""
+        """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
             with brief_patience():
                 decided = is_decided(self._registry, self._pipeline, key)
@@ -179,20 +186,23 @@ class _Judge:
             return AssetStatus("released_model", "fresh", (), key)
         return AssetStatus("released_model", "stale", (NO_VERSION,), key)
 
-    def _find_causes(self, asset: str) -> Iterator[tuple[str, str]]:
-        outcome, key = self._outcomes[asset], latest_key(self._instance, self._pipeline.key(asset))
-        if outcome.fault is not None:
-            yield asset, outcome.fault
+    def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
+        if (fault := self._outcomes[asset].fault) is not None:
+            yield asset, fault
             return
-        if outcome.found is not None and not self._is_lost(asset, key):
-            yield from ((asset, words) for words in changes_since(self._store, key, outcome.found))
+        try:
+            yield from self._compared(asset, recorded)
+        except CorruptArtifact:
+            yield asset, CORRUPT_RECORD
+
+    def _compared(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
+        """How what was materialized differs from what a run would give. Raises CorruptArtifact for a corrupt record."""
+        outcome = self._outcomes[asset]
+        if outcome.found is not None and not self._is_lost(asset, recorded.key):
+            yield from ((asset, words) for words in changes_since(self._store, recorded.key, outcome.found))
             return
-        before = self._before(asset, key)
-        own = (
-            []
-            if before is None
-            else own_changes(self._without_spec(asset, before), GRAPH[asset].version, outcome.settings)
-        )
+        before = self._before(asset, recorded)
+        own = [] if before is None else self._own_changes(asset, before)
         above = list(self._inherited(asset, before))
         yield from ((asset, words) for words in own)
         yield from above
@@ -200,24 +210,26 @@ class _Judge:
             yield asset, LOST if before is not None or asset in ROOTS else NO_RECORD
 
     def _is_lost(self, asset: str, key: str | None) -> bool:
-        """Whether the very derivation that was materialized is asked for, and what it gave is gone."""
+        """Whether a run would repeat the derivation that was materialized, and what that gave is gone."""
         how = self._outcomes[asset].derivation
         return how is not None and how.key == key and self._outcomes[asset].fingerprint is None
 
-    def _before(self, asset: str, key: str | None) -> Derivation | None:
-        if key is None or asset in ROOTS:
+    def _before(self, asset: str, recorded: Materialization) -> Derivation | None:
+        """How an asset that is made from others was made when it was last materialized."""
+        if recorded.key is None or asset in ROOTS:
             return None
         if asset == "released_model":  # its artifact is in the registry, so its derivation is with the materialization
-            told = latest_metadata(self._instance, self._pipeline.key(asset)).get("derivation")
+            told = recorded.metadata.get("derivation")
             return None if told is None else Derivation.model_validate(told)
-        return self._store.derivation(asset, key)
+        return self._store.derivation(asset, recorded.key)
 
-    def _without_spec(self, asset: str, before: Derivation) -> Derivation:
+    def _own_changes(self, asset: str, before: Derivation) -> list[str]:
         """Fields that come out of a spec are the spec's to explain."""
-        return before.model_copy(update={"settings": {}}) if asset in _SPECS else before
+        known = before.model_copy(update={"settings": {}}) if asset in _SPECS else before
+        return own_changes(known, GRAPH[asset].version, self._outcomes[asset].settings)
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
-        inputs = GRAPH[asset].needed_by(self._pipeline.recipe)
+        inputs = GRAPH[asset].inputs(self._pipeline.recipe)
         for name in inputs:
             now = self._outcomes[name].fingerprint
             old = before.inputs.get(name) if before is not None else None

@@ -1,9 +1,9 @@
 """What a run would compute and what it would reuse, with counts.
 
-Counts are true only if the rows and tokens are those of now. So whatever costs seconds and no GPU (sources, specs, rows,
-tokens) is made in the store first, by the code that a run would use, and with that no more than a run would find there: Dagster
-is told of nothing, no asset counts as materialized. Nothing of the pool `gpu` runs. Of an artifact that such a job has still to
-make, only that it will be made is known, and so of everything that reads it.
+Counts are true only if they are counts of the present rows and tokens. So whatever takes seconds and no GPU (sources,
+specs, rows, tokens) is made in the store first, by the code that a run would use. Dagster is told nothing, so no asset
+counts as materialized. Nothing runs in the pool `gpu`: for an artifact that such a job has yet to make, and for everything
+that depends on it, the plan says only that it will be computed.
 """
 
 import logging
@@ -17,18 +17,16 @@ import numpy as np
 import pyarrow as pa
 
 from assets.data import PAIRS_WORK, preferences_work
-from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, make, record_found
 from assets.reference import point_to
 from assets.release import is_decided
 from assets.specs import tokenizer_work
-from assets.world import ROOTS, look
+from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
 from training.contract.memo import Memo, scoring_rule
-from training.contract.scoring import SCORING_VERSION
 from training.contract.shard import KEY_BYTES
 from training.contract.store import Artifact
-from workflows.lineage import Outlook, judge, outlook
+from workflows.lineage import AssetStatus, Outlook, judge, outlook
 
 Action = Literal["compute", "reuse"]
 _LOG = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlannedAsset:
-    """`causes` say why it is computed; `work` counts what there is to do, or what is reused, and depends on the asset."""
+    """`causes` say why it is computed; `work` counts what is to be done, or reused, by names that depend on the asset."""
 
     asset: str
     action: Action
@@ -48,17 +46,12 @@ def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -
     """What a run would do for every asset, in the order of the graph. Raises what the cheap part of a run raises."""
     cheap = _Cheap.made(pipeline, services)
     outcomes = outlook(pipeline, services)
-    causes = {judged.asset: judged.causes for judged in judge(pipeline, services, instance, outcomes)}
-    planned = []
-    for asset in GRAPH:
-        action = _action(asset, pipeline, services, outcomes)
-        work = _Work(pipeline, services, cheap, outcomes).of(asset, action)
-        planned.append(PlannedAsset(asset, action, causes[asset] if action == "compute" else (), work))
-    return planned
+    planner = _Planner(pipeline, services, cheap, outcomes)
+    return [planner.planned(judged) for judged in judge(pipeline, services, instance, outcomes)]
 
 
 def sentence(planned: Sequence[PlannedAsset]) -> str:
-    """The plan as one sentence: what would be done, and which assets of the data, of models and of figures are reused."""
+    """The plan as one sentence: what would be done, and which assets, sources and specs aside, are reused."""
     doing = [words for asset in planned if asset.action == "compute" and (words := _doing(asset))]
     reused = [asset.asset for asset in planned if asset.action == "reuse" and asset.asset not in ROOTS]
     first = f"would {', '.join(doing)}" if doing else "would compute nothing"
@@ -67,7 +60,7 @@ def sentence(planned: Sequence[PlannedAsset]) -> str:
 
 @dataclass(frozen=True)
 class _Cheap:
-    """What was made in the store, or found there, before anything is planned."""
+    """What is made in the store, unless it is there, before anything is planned."""
 
     source: Realized
     rows: Realized
@@ -75,40 +68,47 @@ class _Cheap:
 
     @classmethod
     def made(cls, pipeline: Pipeline, services: Services) -> "_Cheap":
-        found = {asset: look(pipeline, services, asset) for asset in ROOTS}
-        roots = {asset: record_found(services, found[asset]) for asset in ROOTS if found[asset].job is None}
-        spec = make(pipeline, services, "tokenization_spec", tokenizer_work(found["tokenization_spec"]), {}, _LOG)
-        source = roots["preference_source"]
-        reading = preferences_work(pipeline, found["preference_source"])
+        data, model = find_data(pipeline), find_model(pipeline, services)
+        tokenizer = find_tokenizer(pipeline, services)
+        source, base_model = record_found(services, data), record_found(services, model)
+        for asset in ("training_spec", "evaluation_spec"):
+            record_found(services, look(pipeline, services, asset))
+        spec = make(pipeline, services, "tokenization_spec", tokenizer_work(tokenizer), {}, _LOG)
+        reading = preferences_work(pipeline, data)
         rows = make(pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact}, _LOG)
         above = {"raw_preferences": rows.artifact, "tokenization_spec": spec.artifact}
         pairs = make(pipeline, services, "tokenized_pairs", PAIRS_WORK, above, _LOG)
         if pipeline.recipe.reference.sft is None:
-            point_to(services, roots["base_model"].artifact.fingerprint)
+            point_to(services, base_model.artifact.fingerprint)
         return cls(source, rows, pairs)
 
 
-def _action(asset: str, pipeline: Pipeline, services: Services, outcomes: Outlook) -> Action:
-    outcome = outcomes[asset]
-    if outcome.fingerprint is None:
-        return "compute"
-    if asset == "released_model" and not is_decided(services.registry, pipeline, outcome.fingerprint):
-        return "compute"
-    return "reuse"
+@dataclass(frozen=True)
+class _Planner:
+    pipeline: Pipeline
+    services: Services
+    cheap: _Cheap
+    outcomes: Outlook
 
+    def planned(self, judged: AssetStatus) -> PlannedAsset:
+        if self._is_there(judged.asset):
+            return PlannedAsset(judged.asset, "reuse", (), self._work(judged.asset))
+        return PlannedAsset(judged.asset, "compute", judged.causes, self._work(judged.asset))
 
-class _Work:
-    def __init__(self, pipeline: Pipeline, services: Services, cheap: _Cheap, outcomes: Outlook):
-        self._pipeline, self._services, self._cheap, self._outcomes = pipeline, services, cheap, outcomes
+    def _is_there(self, asset: str) -> bool:
+        fingerprint = self.outcomes[asset].fingerprint
+        if fingerprint is None or asset != "released_model":
+            return fingerprint is not None
+        return is_decided(self.services.registry, self.pipeline, fingerprint)
 
-    def of(self, asset: str, action: Action) -> dict[str, Any]:
-        counts, recipe = self._cheap.pairs.artifact.details["counts"], self._pipeline.recipe
+    def _work(self, asset: str) -> dict[str, Any]:
+        counts, recipe = self.cheap.pairs.artifact.details["counts"], self.pipeline.recipe
         match asset:
             case "preference_source":
-                rows = self._cheap.source.artifact.details["rows"].values()
+                rows = self.cheap.source.artifact.details["rows"].values()
                 return {"files": len(rows), "rows": None if None in rows else sum(rows)}
             case "raw_preferences":
-                rows_read = self._cheap.rows.artifact.details["counts"]
+                rows_read = self.cheap.rows.artifact.details["counts"]
                 return {"rows": rows_read["pairs"], "quarantined": rows_read["quarantined"]}
             case "tokenized_pairs":
                 return {"rows": counts["pairs"], "dropped": counts["dropped"]}
@@ -116,7 +116,7 @@ class _Work:
                 sft = recipe.reference.sft
                 return {"steps": sft.epochs * math.ceil(counts["train"] / sft.batch_size), "pairs": counts["train"]}
             case "reference_logprobs":
-                return self._scoring(action)
+                return self._scoring()
             case "policy":
                 training = recipe.training
                 steps = training.max_steps or training.epochs * math.ceil(counts["train"] / training.batch_size)
@@ -125,15 +125,15 @@ class _Work:
                 return {"pairs": counts["validation"], "samples": recipe.evaluation.samples}
         return {}
 
-    def _scoring(self, action: Action) -> dict[str, int]:
-        keys_SK = distinct_sequences(self._cheap.pairs.artifact)
-        if action == "reuse":
+    def _scoring(self) -> dict[str, int]:
+        keys_SK = distinct_sequences(self.cheap.pairs.artifact)
+        if self._is_there("reference_logprobs"):
             return {"sequences": len(keys_SK), "missing": 0}
-        weights = self._outcomes["reference_model"].fingerprint
+        weights = self.outcomes["reference_model"].fingerprint
         if weights is None:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
-        rule = scoring_rule(weights, self._pipeline.recipe.reference.dtype, SCORING_VERSION)
-        found_S = Memo(self._services.store, rule).lookup(keys_SK).found_Q
+        rule = scoring_rule(weights, self.pipeline.recipe.reference.dtype)
+        found_S = Memo(self.services.store, rule).lookup(keys_SK).found_Q
         return {"sequences": len(keys_SK), "missing": int((~found_S).sum())}
 
 

@@ -1,9 +1,9 @@
-"""Whether everything a recipe stands on still is what was recorded: bytes hashed again, log-probs scored again.
+"""Whether a recipe's artifacts still are what was recorded: all bytes are hashed again, some log-probs scored again.
 
-Every artifact that was last materialized is read and hashed, by its manifest, whatever any cache of hashes believes; so are
-the shards of the memo, the preference files, the base model, and the weights of the registered version. Then some rows
-of the table of reference log-probs are scored again by the reference model, live. They agree if they differ by no more
-than `tolerance` nats times the square root of the response's number of tokens: sums of so many rounding errors do.
+Every artifact of the latest materializations is read and compared with its manifest, without any cache of hashes; so are
+the shards of the memo, the preference files, the base model, and the weights of the registered version. Then the reference
+model scores some rows of the table of log-probs again. They agree if they differ by at most `tolerance` nats times the
+square root of the response's number of tokens, as the sum of that many rounding errors does.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ from typing import Any
 import dagster as dg
 
 from assets.adapters import MERGED
-from assets.changes import changes_since
+from assets.changes import NO_RECORD, changes_since
 from assets.graph import GRAPH
+from assets.materialized import latest
 from assets.pipeline import Pipeline, Services
-from assets.realize import data_version, latest_key
 from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
 from assets.world import look
@@ -24,7 +24,7 @@ from training.contract.fingerprint import short
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.execution import in_gpu_pool
-from workflows.lineage import LOST, corrupt_file
+from workflows.lineage import CORRUPT_RECORD, LOST, corrupt_file
 
 _OUTSIDE = ("preference_source", "base_model")
 _SCORED_WITH = ("tokenized_pairs", "reference_model")
@@ -32,7 +32,7 @@ _SCORED_WITH = ("tokenized_pairs", "reference_model")
 
 @dataclass(frozen=True)
 class VerifiedAsset:
-    """`fault` is None, or what is not as it was recorded."""
+    """`fault` says what differs from what was recorded; None if nothing does."""
 
     asset: str
     fingerprint: str
@@ -42,7 +42,7 @@ class VerifiedAsset:
 
 @dataclass(frozen=True)
 class Verification:
-    """`rescored` is empty where a fault, or what was never materialized, left nothing to score; then `tolerance` is None."""
+    """`rescored` is empty and `tolerance` None where nothing was scored: there was a fault, or no table."""
 
     recipe: str
     artifacts: list[VerifiedAsset]
@@ -68,7 +68,7 @@ def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance,
 
 
 def agrees(row: dict[str, Any]) -> bool:
-    """Whether both responses of a rescored row are what the table says, but for rounding; NaN never is."""
+    """Whether both log-probs of a rescored row agree with the table, up to rounding; NaN never does."""
     return all(abs(s["live"] - s["stored"]) <= s["allowed"] for s in (row["chosen"], row["rejected"]))
 
 
@@ -78,21 +78,23 @@ class _Verifier:
 
     def asset(self, asset: str) -> VerifiedAsset | None:
         """The asset as last materialized; None if it never was."""
-        key = self._pipeline.key(asset)
-        fingerprint = data_version(self._instance, key)
+        recorded = latest(self._instance, self._pipeline.key(asset))
+        fingerprint = recorded.fingerprint
         if fingerprint is None:
             return None
         released = asset == "released_model"
         fault = self._version_fault(fingerprint) if released else self._artifact_fault(asset, fingerprint)
+        if fault is None and not released:
+            fault = self._record_fault(asset, recorded.key)
         if fault is None and asset in _OUTSIDE:
-            fault = self._outside_fault(asset, fingerprint, latest_key(self._instance, key))
+            fault = self._outside_fault(asset, fingerprint, recorded.key)
         if fault is None and asset == "reference_logprobs":
             fault = self._memo_fault(fingerprint)
         return VerifiedAsset(asset, fingerprint, fault is None, fault)
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
         """The latest table with the pairs and the model that it was made from; None if there is no table."""
-        key = latest_key(self._instance, self._pipeline.key("reference_logprobs"))
+        key = latest(self._instance, self._pipeline.key("reference_logprobs")).key
         table = None if key is None else self._services.store.find("reference_logprobs", key)
         if table is None:
             return None
@@ -109,6 +111,12 @@ class _Verifier:
         except StoreError:
             return LOST
         return None
+
+    def _record_fault(self, asset: str, key: str | None) -> str | None:
+        try:
+            return None if key and self._services.store.record(asset, key) else NO_RECORD
+        except CorruptArtifact:
+            return CORRUPT_RECORD
 
     def _outside_fault(self, asset: str, fingerprint: str, key: str | None) -> str | None:
         try:
@@ -127,7 +135,7 @@ class _Verifier:
         return f"{len(faults)} shards of its memo are not what was published: {faults[0]}" if faults else None
 
     def _version_fault(self, release_key: str) -> str | None:
-        """Whether the registered version holds the weights of the policy that it says it is, merged if that is an adapter."""
+        """Whether the registered version holds the weights of its policy, or of the merged policy if that is an adapter."""
         registry, name = self._services.registry, self._pipeline.recipe.release.model_name
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
         if version is None:

@@ -1,4 +1,4 @@
-"""The line to MLflow: made on first use, impatient, and never the reason that other work stops."""
+"""The connection to MLflow: opened on first use, with short timeouts, so that an outage does not hold up other work."""
 
 import contextlib
 import os
@@ -18,9 +18,8 @@ from training.contract.errors import RegistryAway
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 _LONG_SECONDS = 1.0
-UI_VARIABLE = "PEDIGREE_MLFLOW_UI"
 DEFAULT_PAGE = "http://127.0.0.1:5000"
-# The client sends a request again whose answer was lost. Of what makes something new there would then be two.
+# The client repeats a request whose answer was lost, which would make a run or a version twice.
 _ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 # How requests' client says that it gave up, and why.
 _GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
@@ -31,9 +30,9 @@ T = TypeVar("T")
 
 
 class Connection:
-    """A tracking server or database that may be away. `warn` is told, in one sentence, whatever does not work.
+    """A tracking server or database that may be away; `warn` gets a sentence for each failure.
 
-    Of a server that let this process wait, the failure is believed for as long as it took: it is not asked ten times over.
+    After a failure that took long, every attempt fails at once for as long again, so that ten calls do not wait ten times.
     """
 
     def __init__(self, uri: str, warn: Callable[[str], None]) -> None:
@@ -45,7 +44,7 @@ class Connection:
         return connect(self.uri)
 
     def attempt(self, what: str, work: Callable[[MlflowClient], None], quiet: bool = False) -> bool:
-        """Do `work` within seconds; gives whether it succeeded, and warns unless `quiet` where it did not."""
+        """Do `work` with short timeouts; returns whether it succeeded, and warns of a failure unless `quiet`."""
         started = time.monotonic()
         if started < self._away_until:
             return False
@@ -63,7 +62,7 @@ class Connection:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client. Of a SQLite file it makes the tables, one process at a time: of two together one fails."""
+    """A client. The tables of a new SQLite file are made under a lock: of two processes at once, one would fail."""
     if not uri.startswith(_SQLITE):
         return MlflowClient(uri)
     database = Path(uri.removeprefix(_SQLITE))
@@ -77,15 +76,12 @@ def connect(uri: str) -> MlflowClient:
 
 
 def brief_patience() -> contextlib.AbstractContextManager[None]:
-    """Let MLflow's client give up after seconds, unless the person who runs this has set its patience already.
-
-    An upload of a model through the same server keeps the long patience it needs.
-    """
+    """Let MLflow's client give up after seconds, unless the user has set its timeouts. Not for uploads of models."""
     return _environment({name: value for name, value in _BRIEF.items() if name not in os.environ})
 
 
 def unrepeated() -> contextlib.AbstractContextManager[None]:
-    """Let MLflow's client send each request once. After a failure, look whether it was served all the same."""
+    """Let MLflow's client send each request once. After a failure, check whether it took effect nevertheless."""
     return _environment(_ONCE)
 
 
@@ -110,9 +106,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds: float = _RESTART_SECONDS) -> T:
-    """What `work` gives, begun anew as long as the server is away, for so many seconds: one that restarts is back by then.
+    """The result of `work`, repeated while the server is away, for at most `seconds`: one that restarts is back by then.
 
-    For what nobody may be there to repeat. `tell` hears once that it waits. Raises what `work` raises.
+    For scheduled work, which nobody is there to repeat. `tell` hears once that it waits. Raises what `work` raises.
     """
     deadline, waits = time.monotonic() + seconds, False
     while True:
@@ -128,7 +124,7 @@ def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds:
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the server gave no answer, or none but that it has failed."""
+    """Whether the server gave no answer, or only server errors."""
     return _GAVE_UP.search(str(error)) is not None
 
 
@@ -138,20 +134,17 @@ def is_server(uri: str) -> bool:
 
 
 def page(uri: str, path: str = "") -> str:
-    """A page of MLflow's: on the tracking server, or, for a database, where that is served.
+    """The address of a page: on the tracking server, or where the pages over a database are served.
 
-    Without the last part, MLflow opens its pages in the form made for chat traces.
+    `workflowType` chooses MLflow's layout for training runs over the one for chat traces.
     """
-    address = shown(uri).rstrip("/") if is_server(uri) else served_at(uri, os.environ)
+    address = shown(uri).rstrip("/") if is_server(uri) else _served_at(uri)
     return f"{address.rstrip('/')}/#/{path}?workflowType=machine_learning"
 
 
-def served_at(uri: str, environ: Mapping[str, str]) -> str:
-    """The address of the pages over a database: PEDIGREE_MLFLOW_UI, else where they were last served.
-
-    Else where `pedigree ui` will serve them if nothing else has the port.
-    """
-    if told := environ.get(UI_VARIABLE):
+def _served_at(uri: str) -> str:
+    """Where the pages over a database are: at PEDIGREE_MLFLOW_UI, else where they were last served, else at the default."""
+    if told := os.environ.get("PEDIGREE_MLFLOW_UI"):
         return told
     with contextlib.suppress(OSError):
         if (note := _note_of_address(uri)) and (noted := note.read_text(encoding="utf-8").strip()):
@@ -160,7 +153,7 @@ def served_at(uri: str, environ: Mapping[str, str]) -> str:
 
 
 def note_address(uri: str, address: str) -> None:
-    """Remember, beside a SQLite file, where its pages are served; links that are stored later lead there."""
+    """Note beside a SQLite file where its pages are served, for links that are stored later."""
     if note := _note_of_address(uri):
         note.write_text(address, encoding="utf-8")
 
@@ -171,7 +164,7 @@ def _note_of_address(uri: str) -> Path | None:
 
 
 def shown(uri: str) -> str:
-    """The address as it may stand in a message or a log: without user name and password."""
+    """The address for messages and logs: without user name and password."""
     parts = urlsplit(uri)
     if "@" not in parts.netloc:
         return uri

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from training.contract.durable import lacks_room, refusal
+from training.contract.durable import lacks_room, write_error
 from training.contract.errors import RegistryError
 from training.contract.staging import claim_folder, remove_abandoned
 
@@ -27,9 +27,9 @@ _CAUSE_CHARACTERS = 2000
 
 @contextlib.contextmanager
 def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator[Path]:
-    """The policy as an MLflow model in a folder for a while, on the filesystem of `parent`.
+    """The policy as an MLflow model, in a temporary folder on the filesystem of `parent`.
 
-    Raises RegistryError; StoreError, with the room there is, where that filesystem is full.
+    Raises RegistryError, or StoreError with the free bytes where that filesystem is full.
     """
     with scratch(parent) as staging:
         folder = staging / "policy"
@@ -39,14 +39,14 @@ def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator
             _add_tokenizer(tokenizer, folder)
         except (OSError, RegistryError) as error:
             if lacks_room(str(error)):
-                raise refusal(f"package {name}", parent, error) from error
+                raise write_error(f"package {name}", parent, error) from error
             raise
         yield folder
 
 
 @contextlib.contextmanager
 def scratch(parent: Path) -> Iterator[Path]:
-    """An empty folder on the filesystem of `parent` for a while; those of processes that were killed go first."""
+    """An empty temporary folder on the filesystem of `parent`; those that killed processes left are removed first."""
     place = parent / ".staging"
     place.mkdir(parents=True, exist_ok=True)
     remove_abandoned(place)
@@ -58,14 +58,14 @@ def scratch(parent: Path) -> Iterator[Path]:
 
 
 def move_into_place(folder: Path, target: Path, scratch: Path) -> None:
-    """Rename `folder` to `target`, on the same filesystem; what was there is an earlier attempt's and goes to `scratch`."""
+    """Rename `folder` to `target`, on the same filesystem. What an earlier attempt left there is moved to `scratch`."""
     if target.exists():
         os.rename(target, scratch / f"replaced {target.name}")
     os.rename(folder, target)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` another name of `source`'s bytes, or a copy of them where the filesystem refuses."""
+    """Make `target` a hard link to `source`, or a copy where the filesystem refuses links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

@@ -25,7 +25,7 @@ Losses = Mapping[str, float]
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """How much more one has than another on the same pairs, on average, with the standard error of that."""
+    """The mean difference of two values on the same pairs, with its standard error."""
 
     pairs: int
     mean: float
@@ -33,7 +33,7 @@ class PairedDifference:
 
 
 def paired_difference(values: Losses, others: Losses) -> PairedDifference:
-    """`values` minus `others`, by pair, on those that both have: at least two."""
+    """`values` minus `others` on the pairs that both have, which must be two at least."""
     gains = [values[pair] - others[pair] for pair in sorted(values.keys() & others.keys())]
     return PairedDifference(len(gains), statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains)))
 
@@ -50,10 +50,10 @@ class Decision:
 def decide(
     candidate: Losses, champion: Losses | None, accuracy: float | None = None, min_accuracy: float | None = None
 ) -> Decision:
-    """Judge a candidate by its held-out losses, a value for each pair's identity, against the champion's.
+    """Compare the held-out losses of a candidate, by the pair's identity, with the champion's.
 
-    `accuracy` is the candidate's held-out reward accuracy and `min_accuracy` the floor below which nothing is released.
-    Without a champion (None) whoever stands on the floor is promoted.
+    `accuracy` is the candidate's held-out reward accuracy; below `min_accuracy` nothing is released. If there is no
+    champion, a candidate that is not below it is promoted.
     """
     figures = {"candidate_pairs": float(len(candidate))}
     reasons = _unfit(candidate, "candidate") + _below_floor(accuracy, min_accuracy, figures)

@@ -21,9 +21,9 @@ _PLACE = "/mlflow/artifacts"
 
 
 def follow_move(database: Path, root: Path) -> None:
-    """Make the addresses of every experiment in the SQLite file `database` that lay in another home lead below `root`.
+    """Rewrite the addresses in the SQLite file `database` that point into another home, so that they lead below `root`.
 
-    All of them or none. A database that cannot be read is left to MLflow, which says why.
+    One transaction. A database that cannot be read is left to MLflow, which says why.
     """
     if not database.is_file():
         return
@@ -40,10 +40,10 @@ def follow_move(database: Path, root: Path) -> None:
 
 
 def _moved(old: str, root: Path) -> str | None:
-    """Where an experiment's artifacts lie now whose address `old` is in another home; None where they are at `old`.
+    """The new address of an experiment's artifacts if `old` is their address in another home; None if `old` stays.
 
-    They are there if that is another way to the same home, or if they are found there and not here: somebody keeps them
-    elsewhere. Where there are none yet, nothing is lost.
+    It stays if it is another path to this home, or if there are artifacts at `old` and none here: somebody keeps them
+    there.
     """
     head, in_home, name = old.rpartition(f"{_PLACE}/")
     former, there = local_path(head), local_path(old)
@@ -55,7 +55,7 @@ def _moved(old: str, root: Path) -> str | None:
 
 
 def _is_seen(place: Path) -> bool:
-    """Not so in a folder of another user that may not be looked into, where Path.exists raises."""
+    """False too where the folder is another user's and may not be read: Path.exists raises there."""
     with contextlib.suppress(PermissionError):
         return place.exists()
     return False

@@ -1,8 +1,8 @@
-"""The registry: policies as versions of a registered model, found by what they are and pointed at by two aliases.
+"""The registry: policies as versions of a registered model, found by their tags and named by two aliases.
 
-`candidate` is the latest policy that went through evaluation, `champion` the one in use. A version carries the
-fingerprints of its whole lineage as tags, and is found by them: registering the same policy twice gives the same
-version. A new champion records the version it replaces, so a rollback needs no memory outside the registry.
+`candidate` is the latest policy that was evaluated, `champion` the one in use. A version carries the fingerprints of its
+whole lineage as tags and is found by them, so registering a policy twice gives the same version. A new champion records
+the version it replaces, so a rollback needs no record outside the registry.
 """
 
 import contextlib
@@ -46,12 +46,11 @@ class Version:
 class Registry:
     """The model registry of a tracking server or database. Its methods raise RegistryError.
 
-    `downloads` is a folder for what goes to and comes from a remote artifact store; by default one in the user's cache.
+    `downloads` is a folder for what goes to and comes from a remote artifact store.
     """
 
-    def __init__(self, tracking_uri: str, downloads: Path | None = None) -> None:
-        self.tracking_uri = tracking_uri
-        self._downloads = downloads or Path.home() / ".cache" / "pedigree" / "models"
+    def __init__(self, tracking_uri: str, downloads: Path) -> None:
+        self.tracking_uri, self._downloads = tracking_uri, downloads
 
     def register(
         self,
@@ -66,8 +65,8 @@ class Registry:
     ) -> Version:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
-        A version that carries all tags of `identity` is this policy already and is taken as it is. `tags` are further
-        facts of a new version; `tokenizer` is a folder, the policy's own by default; `description` is Markdown.
+        If a version carries all tags of `identity`, that is returned. `tags` are further tags of a new version,
+        `tokenizer` is a folder, by default the policy's own, and `description` is Markdown.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
@@ -129,7 +128,7 @@ class Registry:
         return replace(version, tags={**version.tags, **added})
 
     def rollback(self, name: str) -> Version:
-        """Make the champion's predecessor champion again; the version that leaves is marked as rolled back."""
+        """Make the champion's predecessor champion again, and mark the version it replaces as rolled back."""
         champion = self.champion(name)
         if champion is None:
             raise RegistryError(
@@ -169,7 +168,7 @@ class Registry:
 
     @contextlib.contextmanager
     def _asking(self, what: str, patient: bool = False) -> Iterator[MlflowClient]:
-        """The client, for seconds; `patient` where files go through it, after it has just answered something else."""
+        """The client, with short timeouts unless `patient`, as for files. Raises RegistryError, RegistryAway."""
         started = time.monotonic()
         try:
             with contextlib.nullcontext() if patient else brief_patience():
@@ -182,9 +181,9 @@ class Registry:
     def _store_files(
         self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str, place: str
     ) -> str:
-        """Put the packaged policy into the folder `place` among the run's artifacts; gives its address.
+        """Put the packaged policy into the folder `place` among the run's artifacts; returns its address.
 
-        What an unfinished attempt left there is replaced; what a version points at stays as it is.
+        What an interrupted attempt left there is replaced; what a version points at is kept.
         """
         root = client.get_run(run_id).info.artifact_uri
         source = f"{root}/{place}"
@@ -227,7 +226,7 @@ def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
 
 
 def _folder_name(name: str, identity: Mapping[str, str]) -> str:
-    """A folder for each version: one run gives several of them, with other tokenizers for example."""
+    """A folder for each version: one run can have several, with different tokenizers for example."""
     return f"policy-{short(fingerprint('model_version', [name, dict(identity)]))}"
 
 

@@ -1,14 +1,13 @@
-"""One tracked run: takes events as they come, delivers them in batches, and outlives an outage of the server.
+"""One tracked run: takes events as they come, delivers them in batches, and survives an outage of the server.
 
-A metric is known by its name and step. What the server has is never sent again, so a resumed training, a replayed
-events file and a batch whose answer was lost all end in the same run. The first value of a step stays: training is
-deterministic, so a later one is the same but for its speed.
+A metric is identified by its name and step, and what the server has is never sent again. So a resumed training, a replayed
+events file and a batch whose answer was lost all lead to the same run. The first value of a step stays: training is
+deterministic, so a later value could differ only in timings.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 from mlflow import MlflowClient
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run says of itself from its first moment on."""
+    """What a run is described by when it is made."""
 
     name: str
     params: Mapping[str, str]
@@ -39,25 +38,19 @@ class RunPlan:
 
 
 class TrackedRun:
-    """The run that `open_run` finds or makes, once there is a server; until then `run_id` is None.
+    """The run that `open_run` finds or makes as soon as the server answers; until then `run_id` is None.
 
-    No method raises because of the server: it warns at the first failure and, if that was not made good, at the end.
+    No method raises because of the server: there is a warning at the first failure, and at the end if events are missing.
     """
 
     def __init__(self, connection: Connection, open_run: Callable[[], Run], plan: RunPlan) -> None:
         self.run_id: str | None = None
         self._connection, self._open_run, self._plan = connection, open_run, plan
         self._pending: dict[Point, Metric] = {}
-        self._files: list[tuple[Path, str | None]] = []
         self._delivered: set[Point] = set()
         self._not_finite: set[str] = set()
         self._warned = False
         self._next_delivery = 0.0
-
-    @property
-    def is_delivered(self) -> bool:
-        """Whether the server has everything this run was given."""
-        return self.run_id is not None and not self._pending and not self._files
 
     def record(self, event: Event) -> None:
         """Take an event; every two seconds those taken so far are delivered."""
@@ -66,24 +59,19 @@ class TrackedRun:
             self.flush()
 
     def replay(self, events: Iterable[Event]) -> bool:
-        """Take many events at once, those of an earlier run's file; gives whether the server has them all."""
+        """Take many events at once, those of a file; returns whether the server has them all."""
         for event in events:
             self._take(event)
         return self.flush()
 
-    def log_file(self, path: Path, folder: str | None = None) -> bool:
-        """Add a file to the run's artifacts; kept for later, by its path, where the server does not answer."""
-        self._files.append((path, folder))
-        return self.flush()
-
     def flush(self) -> bool:
-        """Deliver what is pending; gives whether the server has everything."""
+        """Deliver what is pending; returns whether the server has everything."""
         done = self._connection.attempt("log this run; training goes on, events are kept", self._deliver, self._warned)
         self._warned |= not done
         self._next_delivery = time.monotonic() + (_DELIVER_SECONDS if done else _RETRY_SECONDS)
         return done
 
-    def finish(self, status: str) -> bool:
+    def finish(self, status: str) -> None:
         """Deliver what is pending and set the run's final state: FINISHED, FAILED or KILLED."""
 
         def work(client: MlflowClient) -> None:
@@ -91,7 +79,7 @@ class TrackedRun:
             with unprinted():
                 client.set_terminated(self.run_id, status)
 
-        return self._connection.attempt(f"finish this run as {status}; replay its events later", work)
+        self._connection.attempt(f"finish this run as {status}; replay its events later", work)
 
     def _take(self, event: Event) -> None:
         for metric in metrics_of(event):
@@ -111,16 +99,9 @@ class TrackedRun:
             self._delivered.update(points)
             for point in points:
                 del self._pending[point]
-        while self._files:
-            path, folder = self._files[0]
-            if path.is_file():
-                client.log_artifact(self.run_id, str(path), folder)
-            else:
-                self._connection.warn(f"not logged to MLflow: {path} is not a file")
-            del self._files[0]
 
     def _begin(self, client: MlflowClient, run: Run) -> None:
-        """Describe a new run; of one that is continued, learn what it holds already."""
+        """Describe a new run; learn what a continued one holds already."""
         run_id = str(run.info.run_id)
         client.update_run(run_id, status="RUNNING")
         missing = [name for name in self._plan.params if name not in run.data.params]

@@ -9,7 +9,6 @@ By default everything lies in SQLite and a folder under the home of Pedigree; ML
 """
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +20,11 @@ from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 
 from model_registry.connection import Connection, is_server, page, unrepeated
-from model_registry.records import DatasetUsed, flatten, tags_of
+from model_registry.records import DatasetUsed, flatten, is_finite, tags_of
 from model_registry.run import RunPlan, TrackedRun
 
 KEY_TAG = "pedigree.key"
+_EVALUATION_TAG = "pedigree.evaluation"
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +78,7 @@ class Tracker:
         run.finish("FINISHED")
 
     def find_run(self, experiment: str, key: str) -> str | None:
-        """The id of the policy's complete run: a finished one, which has every event and file it was given.
+        """The id of the policy's complete run: a finished one, which has every event it was given.
 
         None where there is none, or where the server cannot be asked: replay the events then.
         """
@@ -103,35 +103,29 @@ class Tracker:
         self._connection.attempt("find the page of a run", work)
         return found[-1]
 
-    def log_evaluation(self, run_id: str, metrics: Mapping[str, float], step: int) -> bool:
-        """Add `metrics` to a run, finished or not, at `step`; gives whether the server has them.
+    def log_evaluation(self, run_id: str, identity: str, metrics: Mapping[str, float], step: int, report: Path) -> bool:
+        """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`; gives whether the server has both.
 
-        A value that is there already is not added again.
+        A tag that is set last names the evaluation, by its `identity`, that is there. So what an outage kept away arrives at
+        the next call, one that comes again costs a request, and one that broke off leaves no value to be added twice.
         """
         moment = round(time.time() * 1000)
-        points = [Metric(name, value, moment, step) for name, value in metrics.items() if math.isfinite(value)]
-        if left_out := sorted(set(metrics) - {point.key for point in points}):
+        points = [Metric(name, value, moment, step) for name, value in metrics.items()]
+
+        def work(client: MlflowClient) -> None:
+            if client.get_run(run_id).data.tags.get(_EVALUATION_TAG) == identity:
+                return
+            new = [point for point in self._finite(points) if not _is_logged(client, run_id, point)]
+            client.log_batch(run_id, metrics=new)
+            client.log_artifact(run_id, str(report), "evaluation")
+            client.set_tag(run_id, _EVALUATION_TAG, identity)
+
+        return self._connection.attempt("log the evaluation; a later run does", work)
+
+    def _finite(self, points: list[Metric]) -> list[Metric]:
+        if left_out := sorted(point.key for point in points if not is_finite(point)):
             self._connection.warn(f"not logged to MLflow, since not finite: {', '.join(left_out)}")
-
-        def work(client: MlflowClient) -> None:
-            client.log_batch(run_id, metrics=[point for point in points if not _is_logged(client, run_id, point)])
-
-        return self._connection.attempt("log the evaluation", work)
-
-    def log_file(self, run_id: str, path: Path, folder: str, identity: str) -> bool:
-        """Add the file to the artifacts of a run, under `folder`; gives whether the server has it.
-
-        A tag of the run names the `identity` of the file it has. So what an outage kept away arrives at the next call,
-        and nothing is sent twice.
-        """
-        tag = f"pedigree.{folder}.{path.name}"
-
-        def work(client: MlflowClient) -> None:
-            if client.get_run(run_id).data.tags.get(tag) != identity:
-                client.log_artifact(run_id, str(path), folder)
-                client.set_tag(run_id, tag, identity)
-
-        return self._connection.attempt(f"log {path.name}", work)
+        return [point for point in points if is_finite(point)]
 
     def _open(self, experiment: str, key: str, plan: RunPlan) -> Run:
         client = self._connection.client

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.hub.server import Hub, serving
-from tests.workflows.conftest import ROOT, demo_maker, write_recipe
+from tests.workflows.conftest import demo_maker
+from tests.workflows.homes import ROOT, write_recipe
 from tests.workflows.in_process import write_inputs
 
 __all__ = ["demo_maker"]

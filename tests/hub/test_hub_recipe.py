@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from assets.graph import GRAPH
 from tests.hub.conftest import TOKEN, Resident, environment
 from tests.hub.server import Fault, Hub
-from tests.workflows.conftest import PEDIGREE
+from tests.workflows.homes import PEDIGREE
 
 CARD = """---
 configs:

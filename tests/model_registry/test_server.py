@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,12 @@ def test_a_run_and_a_version_through_http(
     tracker = Tracker(server.uri, tmp_path / "not used", warnings.append)
     with tracker.run(key="a", **ABOUT) as run:
         run.record({"event": "step", "time": 1.0, "step": 1, "loss": 0.5})
-        run.log_file(policy / "training.json", "settings")
     client = MlflowClient(server.uri)
     experiment_id = client.get_run(run.run_id).info.experiment_id
     assert steps(client, run.run_id) == [(1, 0.5)]
     assert client.get_run(run.run_id).info.artifact_uri.startswith("mlflow-artifacts:/")
-    assert [entry.path for entry in client.list_artifacts(run.run_id, "settings")] == ["settings/training.json"]
+    assert tracker.log_evaluation(run.run_id, "e", {"eval/loss": 0.25}, 1, policy / "training.json")
+    assert [entry.path for entry in client.list_artifacts(run.run_id, "evaluation")] == ["evaluation/training.json"]
     assert tracker.run_link(run.run_id) == (
         f"{server.uri}/#/experiments/{experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
     )
@@ -70,22 +69,22 @@ def test_training_outlives_the_server_and_is_replayed(
         for number in numbers:
             events.emit("step", step=number, loss=1 / number)
 
+    def evaluated() -> bool:
+        return tracker.log_evaluation(run.run_id, "e", {"eval/loss": 0.5}, 5, tmp_path / "events.jsonl")
+
     with tracker.run(key="b", **ABOUT) as run:
         train(range(1, 3))
         assert run.replay(follower.new())
         server.kill()
-        started = time.monotonic()
         train(range(3, 6))
         for event in follower.new():
             run.record(event)
         run.flush()
-    assert time.monotonic() - started < 25, "a server that is gone costs seconds"
-    assert not run.is_delivered
     assert "training goes on" in warnings[0]
     assert len(warnings) <= 2, "an outage is told once, and once more at the end unless it was told that moment"
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     assert tracker.find_run("remote", "b") is None
-    assert not tracker.log_evaluation(run.run_id, {"eval/loss": 0.5}, 5)
+    assert not evaluated()
     assert tracker.run_link(run.run_id) == f"{server.uri}/#/?workflowType=machine_learning"
     with pytest.raises(RegistryError, match="cannot look for the champion of remote"):
         Registry(server.uri, tmp_path).champion("remote")
@@ -98,17 +97,17 @@ def test_training_outlives_the_server_and_is_replayed(
     for _ in range(2):
         with tracker.run(key="b", **ABOUT) as again:
             assert again.replay(read_events(tmp_path / "events.jsonl"))
+        assert evaluated()
     assert again.run_id == run.run_id == tracker.find_run("remote", "b")
     assert steps(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25), (5, 0.2)]
+    assert [(point.step, point.value) for point in client.get_metric_history(run.run_id, "eval/loss")] == [(5, 0.5)]
 
 
 def test_events_are_kept_while_no_run_could_even_be_made(tmp_path: Path, warnings: list[str]):
     """Port 9 of loopback refuses at once."""
-    started = time.monotonic()
     with Tracker("http://user:secret@127.0.0.1:9", None, warnings.append).run(key="c", **ABOUT) as run:
         for number in range(1, 1000):
             run.record({"event": "step", "time": 1.0, "step": number, "loss": 0.5})
-    assert time.monotonic() - started < 15
     assert run.run_id is None
     assert 1 <= len(warnings) <= 2
     assert "secret" not in "".join(warnings)
@@ -155,12 +154,13 @@ def test_what_was_made_though_the_answer_was_lost_is_made_once(
     server, policy: Path, tmp_path: Path, warnings: list[str]
 ):
     """MLflow's client repeats a request whose answer did not come: that gave two runs, and two versions, of one policy."""
-    lost = [b"runs/create", b"model-versions/create"]
+    lost = [b"runs/create", b"runs/set-tag", b"model-versions/create"]
     wire = Wire(server.port, lost)
     tracker = Tracker(wire.uri, None, warnings.append)
     with tracker.run(key="d", **ABOUT) as run:
         pass
-    assert run.is_delivered
+    for _ in range(2):
+        assert tracker.log_evaluation(run.run_id, "e", {"eval/loss": 0.5}, 1, policy / "training.json")
     version = Registry(wire.uri, tmp_path).register(
         "lost", policy, run.run_id, identity={"pedigree.policy": "d"}, tags={}
     )
@@ -168,4 +168,5 @@ def test_what_was_made_though_the_answer_was_lost_is_made_once(
     client = MlflowClient(server.uri)
     place = client.get_experiment_by_name("remote").experiment_id
     assert len(client.search_runs([place], "tags.`pedigree.key` = 'd'")) == 1
+    assert len(client.get_metric_history(run.run_id, "eval/loss")) == 1
     assert [found.version for found in client.search_model_versions("name = 'lost'")] == [str(version.number)] == ["1"]

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.training.workshop import Workshop
 from tests.training.worlds import TinyWorld, build_world
 from training.contract.job import Job
 
@@ -30,16 +29,6 @@ def untouched_world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
 @pytest.fixture
 def tiny_world(untouched_world: TinyWorld, tmp_path: Path) -> TinyWorld:
     return untouched_world.copied_to(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def world_builder() -> Callable[..., TinyWorld]:
-    return build_world
-
-
-@pytest.fixture(scope="session")
-def workshop_at() -> Callable[[Path], Workshop]:
-    return Workshop
 
 
 @dataclass(frozen=True)

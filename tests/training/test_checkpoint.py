@@ -22,7 +22,7 @@ from training.contract.manifest import Derivation
 from training.contract.optimizer import AdamW
 from training.distributed import Group
 from training.optim import Optimizers, build_optimizer
-from training.pieces import Held, PieceReader, piece_of, write_pieces
+from training.pieces import LocalRows, PieceReader, piece_of, write_pieces
 from training.saver import Saver
 
 ALONE = Group(0, 1, torch.device("cpu"))
@@ -52,12 +52,12 @@ class Toy:
             parameter.grad = parameter.detach() + 1
         self.optimizer.step()
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> LocalRows:
         of = SHAPES[name][0]
         if not self.sharded:
-            return Held(0, of, of, self.copy, self.copies)
+            return LocalRows(0, of, of, self.copy, self.copies)
         first = min(of, -(-of // self.copies) * self.copy)
-        return Held(first, min(of, first + -(-of // self.copies)) - first, of, 0, 1)
+        return LocalRows(first, min(of, first + -(-of // self.copies)) - first, of, 0, 1)
 
     @property
     def state(self) -> State:
@@ -152,7 +152,7 @@ def test_ranks_write_each_number_once(tmp_path: Path, way: str):
 
 
 def test_a_missing_row_is_noticed(tmp_path: Path):
-    write_pieces([piece_of("weights/b", torch.ones(2), Held(2, 2, 4, 0, 1))], tmp_path / "half")
+    write_pieces([piece_of("weights/b", torch.ones(2), LocalRows(2, 2, 4, 0, 1))], tmp_path / "half")
     reader = PieceReader([tmp_path / "half"])
     assert reader.read("weights/b", 2, 2).tolist() == [1, 1]
     with pytest.raises(CorruptArtifact, match=r"of the rows 1 to 4 of weights/b the files hold 2"):
@@ -261,25 +261,17 @@ def room() -> Iterator[Any]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 1000])
-def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size: int):
-    """Of a checkpoint of some 1,400 bytes only the first `size` find room; the one before stays what it was."""
+@pytest.mark.parametrize(("size", "series"), [(0, []), (1, []), (100, []), (1000, []), (4000, ["x" * 5000])])
+def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size: int, series: list[str]):
+    """A file of weights of some 1,400 bytes, then the manifest with `series`: `size` is too small for one of them.
+
+    The checkpoint before stays what it was.
+    """
     checkpoints = saved(tmp_path, 5)
     saver = Saver(checkpoints, ALONE)
     room(size)
-    saver.start(10, Toy(10).state, {})
-    with pytest.raises(StoreError, match=r"File too large.*make room and run again"):
-        saver.finish()
-    room(resource.RLIM_INFINITY)
-    assert resumed(checkpoints).step == 5
-
-
-def test_a_full_disk_at_the_manifest_commits_nothing(tmp_path: Path, room: Any):
-    checkpoints = saved(tmp_path, 5)
-    saver = Saver(checkpoints, ALONE)
-    room(4000)
-    saver.start(10, Toy(10).state, {"series": ["x" * 5000]})
-    with pytest.raises(StoreError, match="step 10"):
+    saver.start(10, Toy(10).state, {"series": series})
+    with pytest.raises(StoreError, match=r"step 10.*File too large.*make room and run again"):
         saver.finish()
     room(resource.RLIM_INFINITY)
     assert resumed(checkpoints).step == 5

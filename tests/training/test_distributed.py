@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.training.runs import ALONE
+from tests.training.workshop import Workshop
 from training.contract.errors import TrainingError
 from training.contract.job import Job
 from training.contract.recipe import Compute
@@ -20,13 +21,13 @@ PROGRAMS = Path(__file__).parent / "launch" / "programs"
 
 
 @pytest.fixture
-def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workshop_at: Callable[[Path], Any]) -> Callable[..., Any]:
+def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """What each of the ranks got when they exchanged what `ranked_program` says."""
     monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(ranks: int) -> list[dict[str, Any]]:
-        job: Job = workshop_at(tmp_path).job("policy", "policy", {}, {"act": "exchange"})
+        job: Job = Workshop(tmp_path).job("policy", "policy", {}, {"act": "exchange"})
         job = job.model_copy(update={"compute": Compute(processes_per_node=ranks, device="cpu")})
         run_job(LocalLauncher("ranked_program"), job, lambda event: None)
         return [json.loads((job.folder / f"got-{rank}.json").read_text()) for rank in range(ranks)]

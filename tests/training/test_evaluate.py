@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import operator
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tests.training.runs import published
+from tests.training.workshop import Workshop
 from training import evaluate
 from training.contract.errors import CorruptArtifact, DataError, TrainingError
 from training.contract.events import EventWriter
@@ -27,13 +29,13 @@ from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.recipe import Compute
 from training.contract.store import Artifact
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, greedy, spread_prompts, stop_tokens
-from training.held_out import evaluate_pairs, wilson_interval
 from training.model.load import load_model
 from training.report import Report, Sample, WorstPair, render
+from training.scored_pairs import Accuracy, score_pairs, wilson_interval
 
 ALONE = Group(0, 1, torch.device("cpu"))
 BETA = 0.2
@@ -90,9 +92,9 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(shared_data, tmp_path_factory, workshop_at: Callable[[Path], Any]) -> World:
+def world(shared_data, tmp_path_factory) -> World:
     root = tmp_path_factory.mktemp("evaluation")
-    return World(root, shared_data, workshop_at(root))
+    return World(root, shared_data, Workshop(root))
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,7 @@ def expected(world) -> list[dict[str, float]]:
         values = {"row": float(data.rows[index])}
         for side in ("chosen", "rejected"):
             sequence = data.sequence(index, side)
+            values[f"{side}_tokens"] = int(sequence.mask_T.sum())
             values[f"policy_{side}_logprob"] = float64_logprob(policy, sequence.ids_T, sequence.mask_T)
             values[f"reference_{side}_logprob"] = float64_logprob(frozen, sequence.ids_T, sequence.mask_T)
             values[f"reward_{side}"] = BETA * (values[f"policy_{side}_logprob"] - values[f"reference_{side}_logprob"])
@@ -153,6 +156,10 @@ def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
     def mean(name: str) -> float:
         return sum(values[name] for values in expected) / len(expected)
 
+    def accuracy(kind: Callable[[float, float], bool]) -> float:
+        won = [v["margin"] > 0 for v in expected if kind(v["chosen_tokens"], v["rejected_tokens"])]
+        return sum(won) / len(won)
+
     won = sum(values["margin"] > 0 for values in expected)
     metrics = evaluation.json("metrics.json")
     assert metrics == pytest.approx(
@@ -164,6 +171,9 @@ def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
             "eval/rewards/accuracies": won / len(expected),
             "eval/logps/chosen": mean("policy_chosen_logprob"),
             "eval/logps/rejected": mean("policy_rejected_logprob"),
+            "eval/accuracies/chosen_longer": accuracy(operator.gt),
+            "eval/accuracies/chosen_shorter": accuracy(operator.lt),
+            "eval/accuracies/same_length": accuracy(operator.eq),
             "eval/pairs": len(expected),
         },
         abs=1e-3,
@@ -319,7 +329,7 @@ def test_several_ranks_give_the_same_bits(world, evaluation, tmp_path, forker, r
 
 def tiny_held_out(world: Any, table: LogProbTable, policy: PreTrainedModel) -> Any:
     data = Pairs.open(world.pairs)
-    return evaluate_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
+    return score_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
 
 
 def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
@@ -333,7 +343,7 @@ def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
 def test_a_table_over_other_tokens_is_refused_with_a_row(tiny_world):
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
     wrong = copy.deepcopy(table)
-    wrong.rejected_tokens[40] += 1
+    wrong.tokens_P2[40, 1] += 1
     with pytest.raises(CorruptArtifact, match=r"row 140 is over \d+ tokens"):
         tiny_held_out(tiny_world, wrong, load_model(tiny_world.model, "float32", ALONE.device))
 
@@ -379,13 +389,18 @@ class Page(HTMLParser):
         self.text.append(data)
 
 
+def lines_of(page: str) -> str:
+    return "\n".join(text.strip() for text in Page(page).text if text.strip())
+
+
 def page_of(**changes: Any) -> str:
     report: dict[str, Any] = {
         "policy": "abc",
         "reference": "def",
         "pairs": "123",
-        "metrics": {"eval/rewards/accuracies": 0.5, "eval/pairs": 4, "eval/loss": 0.6931},
-        "interval": (0.15, 0.85),
+        "metrics": {"eval/loss": 0.6931},
+        "accuracy": Accuracy(2, 4),
+        "by_length": {"chosen_longer": Accuracy(2, 3), "same_length": Accuracy(0, 1)},
         "margins": [-1.0, 0.25, 0.5, -0.1],
         "samples": [Sample(1, "p", "b", "a", "c")],
         "worst": [WorstPair(7, 2.5, -1.0, "p", "c", "r")],
@@ -395,15 +410,8 @@ def page_of(**changes: Any) -> str:
 
 def test_no_text_of_the_data_becomes_part_of_the_page():
     sample, worst = Sample(1, *[HOSTILE] * 4), WorstPair(7, 2.5, -1.0, *[HOSTILE] * 3)
-    page = Page(
-        page_of(
-            policy=HOSTILE,
-            samples=[sample],
-            worst=[worst],
-            metrics={HOSTILE: 1.0} | {"eval/rewards/accuracies": 0.5, "eval/pairs": 4},
-        )
-    )
-    harmless = Page(page_of(metrics={"eval/rewards/accuracies": 0.5, "eval/pairs": 4, "x": 1.0}))
+    page = Page(page_of(policy=HOSTILE, samples=[sample], worst=[worst], metrics={HOSTILE: 1.0}))
+    harmless = Page(page_of(metrics={"x": 1.0}))
     assert page.tags == harmless.tags and page.attributes == harmless.attributes
     assert "script" not in page.tags and not any(name.startswith("on") for name in page.attributes)
     assert "".join(page.text).count(HOSTILE) == 10, "and all of it can be read"
@@ -420,6 +428,11 @@ def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
     assert all(sample["after"] in text for sample in evaluation.json("samples.json"))
     worst = max(pq.read_table(evaluation.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])
     assert f"{worst['loss']:,.4f}" in text
+
+
+def test_the_report_tells_the_accuracy_by_length():
+    """Two of three, with z^2 = 3.8415: (2/3 + z^2/6 -+ z sqrt(2/27 + z^2/36)) / (1 + z^2/3) = 0.208 and 0.939."""
+    assert "chosen longer\n3\n66.7%\n20.8% to 93.9%\nsame length\n1\n0.0%" in lines_of(page_of())
 
 
 @given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=5))

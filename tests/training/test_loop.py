@@ -23,6 +23,7 @@ from tests.training.runs import (
     told,
     tune,
 )
+from tests.training.worlds import build_world
 from training.contract.errors import ModelError, TrainingError
 from training.contract.logprob_table import LogProbTable
 from training.contract.weights import weights_fingerprint, weights_identity
@@ -102,8 +103,8 @@ def test_epochs_without_max_steps(tiny_world):
     assert tune(job).details["steps"] == 10
 
 
-def test_without_held_out_pairs_there_is_no_evaluation(tmp_path, world_builder):
-    world = world_builder(tmp_path, train=9, validation=0)
+def test_without_held_out_pairs_there_is_no_evaluation(tmp_path):
+    world = build_world(tmp_path, train=9, validation=0)
     job = world.job("policy", settings(max_steps=1))
     assert "eval" not in tune(job).details
     assert told(job, "eval") == []
@@ -132,8 +133,7 @@ def test_a_wrong_row_beyond_the_first_batch_is_found_as_well(tiny_world):
 def test_errors_that_cancel_in_the_mean_are_found(tiny_world):
     """All references off by as much on both sides: every margin is still zero and the loss is still ln 2."""
     table = LogProbTable.read(tiny_world.reference, 45)
-    for column in (table.chosen_logprobs, table.rejected_logprobs):
-        column += 1.0
+    table.logprobs_P2[:] += 1.0
     table.write(tiny_world.reference)
     with pytest.raises(TrainingError, match="8 of 8 pairs differ by more than rounding"):
         tune(tiny_world.job("policy", settings()))
@@ -177,8 +177,8 @@ def test_bfloat16_masters_move_by_less_than_bfloat16_can_tell(tiny_world):
     assert torch.equal(load_file(job.staging / "model.safetensors")["model.norm.weight"].float(), torch.ones(32))
 
 
-def test_dropout_is_on_in_training_only_and_repeats(tmp_path, world_builder):
-    world = world_builder(tmp_path, attention_dropout=0.3)
+def test_dropout_is_on_in_training_only_and_repeats(tmp_path):
+    world = build_world(tmp_path, attention_dropout=0.3)
     first, again = (world.job("policy", settings(), name) for name in ("first", "again"))
     assert tune(first).fingerprint == tune(again).fingerprint
     assert told(first, "eval")[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
@@ -186,8 +186,8 @@ def test_dropout_is_on_in_training_only_and_repeats(tmp_path, world_builder):
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path, world_builder, dropout: float):
-    world = world_builder(tmp_path, attention_dropout=dropout)
+def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path, dropout: float):
+    world = build_world(tmp_path, attention_dropout=dropout)
     usual = world.job("policy", settings(), "usual")
     smaller = world.job("policy", settings(), "smaller", activation_checkpointing=True)
     assert tune(smaller).fingerprint == tune(usual).fingerprint
@@ -195,9 +195,9 @@ def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path
 
 
 @pytest.mark.slow
-def test_compiled_it_learns_the_same(tmp_path, world_builder):
+def test_compiled_it_learns_the_same(tmp_path):
     """Dropout too: warming up draws random numbers, and the first step draws those it would have drawn without."""
-    world = world_builder(tmp_path, attention_dropout=0.2)
+    world = build_world(tmp_path, attention_dropout=0.2)
     usual = world.job("policy", settings(), "usual")
     compiled = world.job("policy", settings(), "compiled", compile=True)
     tune(usual)
@@ -262,13 +262,13 @@ def test_two_processes_are_one(tiny_world, forker, batch_size: int):
 
 
 @pytest.mark.slow
-def test_each_rank_draws_its_own_dropout(tmp_path, world_builder, forker):
+def test_each_rank_draws_its_own_dropout(tmp_path, forker):
     """All pairs are equal, so that two ranks with the same random numbers would say what one says alone of one pair."""
 
     def alike(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{**examples[0], "row": e["row"], "split": e["split"]} for e in examples]
 
-    world = world_builder(tmp_path, attention_dropout=0.3, arrange=alike)
+    world = build_world(tmp_path, attention_dropout=0.3, arrange=alike)
     alone = world.job("policy", settings(batch_size=1, max_steps=1), "alone")
     both = world.job("policy", settings(batch_size=2, max_steps=1), "both")
     tune(alone)

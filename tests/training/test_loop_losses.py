@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 
 from tests.training import runs
 from tests.training.runs import ALONE, BETA, RATE, SIDES, TIMED, losses, published, told, tune
+from tests.training.worlds import build_world
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import LossType
-from training.data.batches import Pairs
 from training.data.packing import epoch_order
+from training.data.tokenized import Pairs
 from training.tails import with_tails
 
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps
@@ -171,10 +172,10 @@ def test_micro_batches_change_nothing(tiny_world, loss):
         assert [e[name] for e in told(small)] == pytest.approx([e[name] for e in told(large)], rel=1e-5, abs=1e-5)
 
 
-def test_both_passes_meet_the_same_dropout(tmp_path, world_builder):
+def test_both_passes_meet_the_same_dropout(tmp_path):
     """The two passes of step 1 agree to the bit, so a pair that alone is its batch meets itself: at zero margin between
     its own two passes the loss of aot_unpaired is -log s(beta (c - r)), that of the sigmoid."""
-    world = world_builder(tmp_path, attention_dropout=0.3)
+    world = build_world(tmp_path, attention_dropout=0.3)
     coupled, plain = (
         world.job("policy", settings({"type": kind}, batch_size=1, max_steps=4), kind)
         for kind in ("aot_unpaired", "sigmoid")
@@ -241,7 +242,7 @@ def test_tails_of_some_pairs_are_those_of_plain_transformers(tiny_world):
 def test_a_table_of_another_model_is_refused_whatever_the_loss(tiny_world):
     """SimPO has no reference; the table still says what the policy's log-probs are before it has learned anything."""
     table = LogProbTable.read(tiny_world.reference, 45)
-    table.rejected_logprobs[:] += 0.5
+    table.logprobs_P2[:, 1] += 0.5
     table.write(tiny_world.reference)
     with pytest.raises(TrainingError, match="8 of 8 pairs differ by more than rounding"):
         tune(tiny_world.job("policy", settings({"type": "simpo"})))

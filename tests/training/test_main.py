@@ -8,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
+from tests.training.workshop import Workshop
 from training.contract.events import read_events
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store import Store
@@ -26,13 +27,13 @@ MakeJob = Callable[..., Job]
 
 
 @pytest.fixture
-def make_job(tmp_path: Path, workshop_at: Callable[[Path], Any]) -> MakeJob:
+def make_job(tmp_path: Path) -> MakeJob:
     def make(validation_fraction: float | str = 0.1) -> Job:
         source = tmp_path / "pairs.jsonl"
         source.write_text(json.dumps(PAIR) + "\n")
         settings = {"formats": ["auto"], "validation_fraction": validation_fraction}
         locations = {"sources": [{"path": str(source)}]}
-        job: Job = workshop_at(tmp_path).job("preferences", "raw_preferences", {}, settings, locations)
+        job: Job = Workshop(tmp_path).job("preferences", "raw_preferences", {}, settings, locations)
         return job
 
     return make

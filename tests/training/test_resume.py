@@ -4,12 +4,13 @@ One job is killed again and again, each time a little later, and goes on from wh
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.training.runs import published, timeless, told
+from tests.training.worlds import build_world
 from training.contract.job import Job
 from training.contract.recipe import Training
 from training.contract.store import Artifact
@@ -29,8 +30,8 @@ COMPUTE = {"checkpoint_every": 3, "evaluate_every": 7}
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory, world_builder: Callable[..., Any]) -> Any:
-    return world_builder(tmp_path_factory.mktemp("world"), attention_dropout=0.2)
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build_world(tmp_path_factory.mktemp("world"), attention_dropout=0.2)
 
 
 @pytest.fixture(scope="module")

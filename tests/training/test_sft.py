@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.training.runs import ALONE, losses, published, told
+from tests.training.worlds import build_world
 from training.contract.errors import DataError
 from training.contract.events import EventWriter
 from training.contract.job import Job
@@ -111,7 +112,7 @@ def test_from_its_checkpoint_it_ends_with_the_same_bits(tiny_world):
     assert notes == ["resumed from the checkpoint of step 8"]
 
 
-def test_no_training_data_is_an_error(tmp_path, world_builder):
-    world = world_builder(tmp_path, train=0, validation=3)
+def test_no_training_data_is_an_error(tmp_path):
+    world = build_world(tmp_path, train=0, validation=3)
     with pytest.raises(DataError, match="none of the 3 tokenized pairs is in the train split"):
         tune(world.job("sft", settings()))

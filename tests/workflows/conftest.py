@@ -1,64 +1,17 @@
-"""A whole recipe in small, outside the project, and the command `pedigree` as a person runs it."""
+"""A whole recipe in small, outside the project, and a home in which it was run."""
 
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-PEDIGREE = str(Path(sys.executable).with_name("pedigree"))
-PAIRS = 160
-
-# Enough steps to learn something, few enough to be quick.
-ATTRIBUTES: dict[str, Any] = {
-    "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": 0.25},
-    "tokenization": {"max_length": 128},
-    "reference": {"model": "./base"},
-    "training": {"max_steps": 12, "batch_size": 16, "optimizer": {"learning_rate": 1e-3, "eps": 1e-6}},
-    "evaluation": {"samples": 2, "max_new_tokens": 4},
-    "release": {"model_name": "small"},
-    "compute": {"processes_per_node": 2, "evaluate_every": 6, "checkpoint_every": 4, "device": "cpu"},
-    "automation": {"cron": "0 6 * * 1"},
-}
-
-
-@dataclass(frozen=True)
-class Home:
-    """A PEDIGREE_HOME and the command within it."""
-
-    path: Path
-
-    @property
-    def environment(self) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "MLFLOW_", "PEDIGREE_"))}
-        return {**kept, "PEDIGREE_HOME": str(self.path), "OMP_NUM_THREADS": "1"}
-
-    def pedigree(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        command = [PEDIGREE, *arguments]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=500)
-
-    def json(self, *arguments: str) -> Any:
-        """What the command prints with --json, after making sure that it is all it printed."""
-        done = self.pedigree(*arguments, "--json")
-        assert done.returncode == 0, done.stderr + done.stdout
-        return json.loads(done.stdout)
-
-
-def write_recipe(folder: Path, attributes: dict[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    recipe = {"type": "workflows.PreferenceTuning", "attributes": attributes}
-    (folder / "defs.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    return folder
+from tests.workflows.homes import ATTRIBUTES, PAIRS, ROOT, Home, Looker, looker, write_recipe
 
 
 @pytest.fixture(scope="session")
@@ -94,4 +47,12 @@ def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Home]:
 def materialized(small_recipe: Path, new_home: Callable[[], Home]) -> tuple[Home, dict[str, Any]]:
     """A home in which the small recipe was run once, on two processes, and what the command said."""
     home = new_home()
-    return home, home.json("run", str(small_recipe))
+    return home, home.run(str(small_recipe))
+
+
+@pytest.fixture
+def looking(materialized: tuple[Home, dict[str, Any]], small_recipe: Path, tmp_path: Path) -> Iterator[Looker]:
+    """A copy of that home, and of the recipe."""
+    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
+    with found.instance:
+        yield found

@@ -25,7 +25,7 @@ from assets.pipeline import Services
 from model_registry.package import package
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
-from tests.workflows.conftest import write_recipe
+from tests.workflows.homes import write_recipe
 from training import main
 from training.contract.job import Job
 from training.contract.store import Store

@@ -12,12 +12,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from assets.graph import GRAPH
-from tests.workflows.conftest import write_recipe
+from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, run_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from workflows.execution import materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row

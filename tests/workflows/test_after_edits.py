@@ -10,7 +10,8 @@ from types import ModuleType
 import pytest
 from mlflow import MlflowClient
 
-from assets.realize import data_version
+from assets.graph import GRAPH
+from assets.materialized import latest
 from assets.world import look
 from model_registry.registry import Registry
 from tests.workflows import edits
@@ -52,7 +53,10 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     edits.rewrite_data(world)
     field("release.gate.min_accuracy", 0.1)(world)
     pipeline = run(ground, world).pipeline
-    now = {name: data_version(ground.instance, pipeline.key(name)) for name in ("preference_source", "raw_preferences")}
+    now = {
+        name: latest(ground.instance, pipeline.key(name)).fingerprint
+        for name in ("preference_source", "raw_preferences")
+    }
     before = ground.fingerprints["plain"]
     assert (
         now["raw_preferences"] == before["raw_preferences"] and now["preference_source"] != before["preference_source"]
@@ -77,7 +81,7 @@ def test_a_table_that_was_first_made_from_other_pairs_fits_those_of_now(ground: 
     retokenizer(edits.end_with_the_user)(world)
     pipeline = run(ground, world, "reference_logprobs").pipeline
     for asset, same in (("tokenized_pairs", False), ("reference_logprobs", True)):
-        assert (data_version(ground.instance, pipeline.key(asset)) == ground.fingerprints["plain"][asset]) is same
+        assert (latest(ground.instance, pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]) is same
     found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
     assert found.chosen.reference_logprob is not None and found.chosen.policy_logprob is not None
 
@@ -91,7 +95,7 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     found = {a.asset: a.causes for a in status(load_recipe(world.folder).pipeline, ground.services, ground.instance)}
     assert f"champion absent -> {short(weights)}" in found["training_spec"]
     pipeline = run(ground, world).pipeline
-    made = ground.services.store.open("policy", data_version(ground.instance, pipeline.key("policy")) or "")
+    made = ground.services.store.open("policy", latest(ground.instance, pipeline.key("policy")).fingerprint or "")
     assert made.manifest.made_from.settings["champion"] == weights
     assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(made.details["series"]["rewards/margins"][0]) > 1e-4
@@ -108,6 +112,32 @@ def test_before_there_is_a_champion_a_policy_starts_from_the_reference(ground: G
     field("release.model_name", "nobody")(world)
     found = look(load_recipe(world.folder).pipeline, ground.services, "training_spec")
     assert found.files["spec.json"]["champion"] is None
+
+
+def test_whatever_is_corrupt_and_no_model_is_made_again(ground: Ground, world: World):
+    """A bit of every artifact but the policy, sources, specs and the pointer to the base model included, and of a record."""
+    store, before = ground.services.store, ground.fingerprints["plain"]
+    pipeline = load_recipe(world.folder).pipeline
+    for asset in (name for name in GRAPH if name not in ("policy", "released_model")):
+        manifest = store.open(asset, before[asset]).manifest
+        flip(store.folder(asset, before[asset]) / next(iter(manifest.files)))
+    key = latest(ground.instance, pipeline.key("evaluation")).key
+    flip(store.root / "keys" / "evaluation" / f"{key}.json")
+    found = {a.asset: a.causes for a in status(pipeline, ground.services, ground.instance)}
+    assert found["raw_preferences"] == ("file preferences.parquet of its artifact is corrupt",)
+    assert found["evaluation"] == ("the record of how it was made is corrupt",)
+    report = materialize(load_recipe(world.folder), ground.services, ground.instance)
+    assert report.succeeded, report
+    assert {asset.asset: asset.fingerprint for asset in report.assets} == before
+    assert [asset.asset for asset in report.assets if asset.outcome == "reused"] == ["policy", "released_model"]
+    for asset in GRAPH.keys() - {"released_model"}:
+        store.open(asset, before[asset])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_a_registry_that_is_away_leaves_a_word(ground: Ground, world: World):

@@ -6,8 +6,8 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
-from assets.realize import latest_metadata
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from assets.materialized import latest
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
 from workflows.resources import services
 
@@ -16,6 +16,8 @@ ROW = {
     "chosen": [{"role": "assistant", "content": "Because."}],
     "rejected": [{"role": "assistant", "content": "No."}],
 }
+OTHER_BETA = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
+ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs")  # in the order of the graph
 BELOW_ROWS = {"raw_preferences", "tokenized_pairs", "reference_logprobs", "policy", "evaluation", "released_model"}
 
 
@@ -110,7 +112,7 @@ def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
 
 def test_a_materialization_shows_what_changed(sensed):
     def shown(asset):
-        return latest_metadata(sensed.instance, sensed.pipeline.key(asset))["changes"]
+        return latest(sensed.instance, sensed.pipeline.key(asset)).metadata["changes"]
 
     sensed.look()
     assert shown("preference_source") == "first materialization"
@@ -147,17 +149,25 @@ class Conditions:
         keys = [self.pipeline.key(asset) for asset in GRAPH]
         return {key.path[1] for key in keys if result.get_num_requested(key)}
 
-    def materialize(self, version, *assets):
+    def materialize(self, version, *assets, made_of=None):
         for asset in assets:
-            tags = {"dagster/data_version": f"{asset}-{version}"}
+            tags = {"dagster/data_version": f"{asset}-{version}", **(made_of or self.made_of(asset))}
             event = dg.AssetMaterialization(self.pipeline.key(asset), tags=tags)
             self.instance.report_runless_asset_event(event)
             for check in self._checks(asset):
                 self.report_check(asset, check, passed=True)
 
-    def begin(self, asset):
-        """A run of `asset` that has begun."""
-        job, keys = definitions_of(self.folder).resolve_implicit_global_asset_job_def(), {self.pipeline.key(asset)}
+    def made_of(self, asset):
+        """The tags that Dagster gives a materialization that begins now."""
+        node = definitions_of(self.folder).resolve_asset_graph().get(self.pipeline.key(asset))
+        above = {key: latest(self.instance, key).fingerprint for key in node.parent_keys}
+        inputs = {f"dagster/input_data_version/{key.to_user_string()}": found for key, found in above.items()}
+        return {"dagster/code_version": node.code_version, **inputs}
+
+    def begin(self, *assets):
+        """A run of `assets` that has begun."""
+        job = definitions_of(self.folder).resolve_implicit_global_asset_job_def()
+        keys = {self.pipeline.key(asset) for asset in assets}
         return self.instance.create_run_for_job(
             job.get_subset(asset_selection=keys), asset_selection=frozenset(keys), status=dg.DagsterRunStatus.STARTED
         )
@@ -192,15 +202,24 @@ def test_an_identical_materialization_asks_for_nothing(conditions):
 def test_new_data_ask_once_for_all_that_lies_below(conditions):
     conditions.materialize(2, "preference_source")
     assert conditions.tick() == BELOW_ROWS
-    assert conditions.tick() == set()
+    run = conditions.begin(*BELOW_ROWS)
+    asked = []
     for asset in GRAPH:  # as the run goes on, a tick between each two of its steps
         if asset in BELOW_ROWS:
+            asked.append(conditions.tick())
             conditions.materialize(2, asset)
-    assert [conditions.tick(), conditions.tick()] == [set(), set()]
+    conditions.instance.report_run_canceled(run)
+    assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 8
+
+
+def test_a_person_s_run_leaves_nothing_to_ask_for(conditions):
+    """Data that changed and were materialized, down to the release, before anybody looked: nothing is stale."""
+    conditions.materialize(2, "preference_source", *(asset for asset in GRAPH if asset in BELOW_ROWS))
+    assert [conditions.tick(), conditions.tick()] == [set()] * 2
 
 
 def test_a_changed_field_asks_for_its_spec_and_what_reads_it(conditions):
-    write_recipe(conditions.folder, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    write_recipe(conditions.folder, OTHER_BETA)
     assert conditions.tick() == {"training_spec", "evaluation_spec", "policy", "evaluation", "released_model"}
     assert conditions.tick() == set()
 
@@ -224,12 +243,76 @@ def test_a_failed_blocking_check_stops_what_follows_until_it_passes(conditions):
 def test_what_is_being_made_is_asked_for_once_its_run_has_ended(conditions):
     """With what reads it: a run of the recipe as it was before has nothing to say about the one of now."""
     run = conditions.begin("policy")
-    write_recipe(conditions.folder, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    write_recipe(conditions.folder, OTHER_BETA)
     assert conditions.tick() == {"training_spec", "evaluation_spec"}
+    conditions.materialize(2, "training_spec", "evaluation_spec")
     assert conditions.tick() == set()
     conditions.instance.report_run_canceled(run)
     assert conditions.tick() == {"policy", "evaluation", "released_model"}
     assert conditions.tick() == set()
+
+
+def test_what_reads_a_table_that_is_being_made_waits_for_it(conditions):
+    """A policy that was trained on the table of before would be trained twice."""
+    run = conditions.begin("reference_logprobs")
+    write_recipe(conditions.folder, OTHER_BETA)
+    assert conditions.tick() == {"training_spec", "evaluation_spec"}
+    conditions.materialize(2, "reference_logprobs")
+    conditions.instance.report_run_canceled(run)
+    assert conditions.tick() == {"policy", "evaluation", "released_model"}
+    assert conditions.tick() == set()
+
+
+def test_a_run_that_fails_is_not_started_for_ever(conditions):
+    """The policy's training fails, and always will: what was made above it asks for it once more, then only a change does."""
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    asked = []
+    for above in (ABOVE_POLICY, ()):
+        run = conditions.begin("policy", "evaluation", "released_model")
+        conditions.materialize(2, *above)
+        asked += [conditions.tick()]
+        conditions.instance.report_run_failed(run)
+        asked += [conditions.tick(), conditions.tick()]
+    assert asked == [set(), {"policy", "evaluation", "released_model"}, set(), set(), set(), set()]
+    conditions.materialize(3, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+
+
+def test_what_changes_while_a_run_goes_on_is_asked_for_once_afterwards(conditions):
+    """New data, rows, tokens and log-probs while a policy is trained, which ends as one of the data before."""
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    conditions.materialize(2, *ABOVE_POLICY)
+    run, inputs = conditions.begin("policy", "evaluation", "released_model"), conditions.made_of("policy")
+    conditions.materialize(3, "preference_source")
+    assert conditions.tick() == set(ABOVE_POLICY)
+    conditions.materialize(3, *ABOVE_POLICY)
+    assert conditions.tick() == set()
+    conditions.materialize(2, "policy", made_of=inputs)
+    conditions.materialize(2, "evaluation", "released_model")
+    conditions.instance.report_run_canceled(run)
+    assert conditions.tick() == {"policy", "evaluation", "released_model"}
+    assert conditions.tick() == set()
+
+
+def test_what_changes_between_a_materialization_and_the_next_tick_is_seen(conditions):
+    """Rows of the data before are recorded, then other data: both since the last tick."""
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    conditions.materialize(2, "raw_preferences")
+    conditions.materialize(3, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+
+
+def test_what_was_never_materialized_is_not_asked_for(tmp_path):
+    """Somebody looked at the data and no more: rows can be read of new data, and nothing can be tokenized."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        begun = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
+        begun.materialize(1, "preference_source")
+        assert begun.tick() == set()
+        begun.materialize(2, "preference_source")
+        assert [begun.tick(), begun.tick()] == [{"raw_preferences"}, set()]
 
 
 def test_without_on_change_nothing_asks(tmp_path):

@@ -4,10 +4,8 @@ import os
 import subprocess
 
 import pytest
-from click.testing import CliRunner
 
-from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, write_recipe
-from workflows import cli
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -16,14 +14,14 @@ def home(new_home):
 
 
 def test_an_unknown_recipe_names_the_known_ones(home):
-    done = home.pedigree("status", "nowhere")
-    assert done.returncode == 2
-    assert "'nowhere'" in done.stderr and "demo" in done.stderr and "Traceback" not in done.stderr
+    done = home.invoke("status", "nowhere")
+    assert done.exit_code == 2
+    assert "'nowhere'" in done.stderr and "demo" in done.stderr
 
 
 def test_an_unknown_asset_is_wrong_use(home):
-    done = home.pedigree("run", "demo", "--select", "polcy")
-    assert done.returncode == 2
+    done = home.invoke("run", "demo", "--select", "polcy")
+    assert done.exit_code == 2
     assert "polcy" in done.stderr and "policy" in done.stderr
 
 
@@ -39,39 +37,30 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
         assert field in message and f"defs.yaml:{number}" in message
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A home for commands that are run in this process."""
-    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "home" / "dagster"))
-    return tmp_path
-
-
-def test_a_home_that_cannot_be_written_is_named_with_what_to_do(here):
-    (here / "home").write_text("a file where a folder should be")
-    done = CliRunner().invoke(cli.main, ["status", "demo"])
+def test_a_home_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "home").write_text("a file where a folder should be")
+    done = Home(tmp_path / "home").invoke("status", "demo")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert f"{here / 'home'} cannot be used" in done.stderr and "set PEDIGREE_HOME" in done.stderr
+    assert f"{tmp_path / 'home'} cannot be used" in done.stderr and "set PEDIGREE_HOME" in done.stderr
 
 
-def test_a_database_that_is_none_is_told_without_a_traceback(here):
-    (here / "home" / "dagster" / "history").mkdir(parents=True)
-    (here / "home" / "dagster" / "history" / "runs.db").mkdir()
-    done = CliRunner().invoke(cli.main, ["gc"])
+def test_a_database_that_is_none_is_told_without_a_traceback(tmp_path):
+    (tmp_path / "dagster" / "history" / "runs.db").mkdir(parents=True)
+    done = Home(tmp_path).invoke("gc")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert "a database refuses: unable to open database file; PEDIGREE_HOME is" in done.stderr
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "http"])
-def test_a_port_that_is_none_is_wrong_use(here, port):
-    assert CliRunner().invoke(cli.main, ["ui", "--port", port]).exit_code == 2
+def test_a_port_that_is_none_is_wrong_use(home, port):
+    assert home.invoke("ui", "--port", port).exit_code == 2
 
 
 @pytest.mark.slow
 def test_missing_data_fails_with_the_path(home, tmp_path):
     folder = write_recipe(tmp_path / "no-data", ATTRIBUTES)
-    done = home.pedigree("run", str(folder), "--select", "raw_preferences")
-    assert done.returncode == 1
+    done = home.invoke("run", str(folder), "--select", "raw_preferences")
+    assert done.exit_code == 1
     said = done.stdout.replace("\n", "")
     assert str(folder / "preferences.jsonl") in said and "training.contract" not in said
 

@@ -9,7 +9,7 @@ import mlflow.transformers
 import pytest
 from mlflow import MlflowClient
 
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def steps_of(home, report):
 def test_everything_is_computed_once(materialized, small_recipe):
     home, first = materialized
     assert [(a["asset"], a["outcome"]) for a in first["assets"]] == [(name, "computed") for name in ASSETS]
-    again = home.json("run", str(small_recipe))
+    again = home.run(str(small_recipe))
     assert [(a["asset"], a["outcome"]) for a in again["assets"]] == [(name, "reused") for name in ASSETS]
     assert [a["fingerprint"] for a in again["assets"]] == [a["fingerprint"] for a in first["assets"]]
     assert (again["metrics"], again["mlflow_run_id"]) == (first["metrics"], first["mlflow_run_id"])
@@ -62,32 +62,32 @@ def test_one_line_a_step(materialized):
 
 @pytest.fixture
 def run_otherwise(materialized, small_recipe, new_home, tmp_path):
-    """The recipe in another home, with other fields of `compute`: what is not made by a model is there, the rest made again."""
+    """The recipe in another home, with other fields of `compute`: what is named is made again, the rest is there."""
 
-    def run(select, **compute):
+    def run(again, **compute):
         folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {**ATTRIBUTES["compute"], **compute}})
         for name in ("preferences.jsonl", "base"):
             (folder / name).symlink_to(small_recipe / name)
         other = new_home()
-        by_models = shutil.ignore_patterns("memo", "reference_logprobs", "policy", "evaluation")
-        shutil.copytree(materialized[0].path / "store", other.path / "store", ignore=by_models)
-        return other, other.json("run", str(folder), "--select", select)
+        shutil.copytree(materialized[0].path / "store", other.path / "store", ignore=shutil.ignore_patterns(*again))
+        return other, other.run(str(folder), "--select", again[-1])
 
     return run
 
 
 def test_one_and_two_processes_give_the_same_losses(materialized, run_otherwise):
     losses = [
-        [e["loss"] for e in steps_of(*run)] for run in (materialized, run_otherwise("policy", processes_per_node=1))
+        [e["loss"] for e in steps_of(*run)] for run in (materialized, run_otherwise(["policy"], processes_per_node=1))
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
 def test_with_weights_in_shards_everything_is_what_it_was(materialized, run_otherwise):
     """Every job of the GPU pool: the same bits where nothing was trained, the same losses where something was."""
-    home, report = run_otherwise("evaluation", parallel="fsdp")
+    by_models = ["reference_logprobs", "policy", "evaluation"]
+    home, report = run_otherwise(["memo", *by_models], parallel="fsdp")
     fingerprints = [{a["asset"]: a["fingerprint"] for a in r["assets"]} for r in (materialized[1], report)]
-    for asset in ("reference_logprobs", "policy", "evaluation"):
+    for asset in by_models:
         assert {"asset": asset, "outcome": "computed"}.items() <= next(
             a for a in report["assets"] if a["asset"] == asset
         ).items()
@@ -150,13 +150,13 @@ def test_the_weights_lie_on_the_disk_once(materialized):
 
 def test_status_names_the_field_that_changed(materialized, small_recipe, tmp_path):
     home, _ = materialized
-    fresh = home.json("status", str(small_recipe))
+    fresh = home.look("status", str(small_recipe))
     assert [(a["asset"], a["state"], a["causes"]) for a in fresh["assets"]] == [(name, "fresh", []) for name in ASSETS]
     edited = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
     folder = write_recipe(tmp_path / "small", edited)
     for name in ("preferences.jsonl", "base"):
         (folder / name).symlink_to(small_recipe / name)
-    found = {a["asset"]: (a["state"], a["causes"]) for a in home.json("status", str(folder))["assets"]}
+    found = {a["asset"]: (a["state"], a["causes"]) for a in home.look("status", str(folder))["assets"]}
     assert found["training_spec"] == ("stale", ["loss.beta 0.1 -> 0.2"])
     assert found["reference_logprobs"] == ("fresh", [])
     assert found["policy"] == ("stale", ["training_spec: loss.beta 0.1 -> 0.2"])
@@ -165,15 +165,15 @@ def test_status_names_the_field_that_changed(materialized, small_recipe, tmp_pat
 
 
 def test_a_page_that_cannot_be_written_is_told_with_its_path(materialized, small_recipe):
-    done = materialized[0].pedigree("inspect", str(small_recipe), "--row", "0", "--html", "/dev/null/page.html")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    done = materialized[0].invoke("inspect", str(small_recipe), "--row", "0", "--html", "/dev/null/page.html")
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert "Not a directory: '/dev/null'" in done.stderr or "File exists: '/dev/null'" in done.stderr
 
 
 def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):
     """The whole of a row: the masked tokens are the response, and both log-probs are there for a held-out pair."""
     home, _ = materialized
-    rows = [home.json("inspect", str(small_recipe), "--row", str(row)) for row in (0, 1, 2, 3)]
+    rows = [home.look("inspect", str(small_recipe), "--row", str(row)) for row in (0, 1, 2, 3)]
     for number, row in enumerate(rows):
         assert row["row"] == number
         for side in ("chosen", "rejected"):
@@ -181,4 +181,4 @@ def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):
             assert row[side]["mask"][0] is False and row[side]["mask"][-1] is True
             assert row[side]["reference_logprob"] < 0
             assert (row[side]["policy_logprob"] is None) == (row["split"] == "train")
-    assert home.pedigree("inspect", str(small_recipe), "--row", "9999").returncode == 2
+    assert home.invoke("inspect", str(small_recipe), "--row", "9999").exit_code == 2

@@ -16,7 +16,7 @@ from model_registry.connection import connect
 from model_registry.registry import Alias, Registry, Version
 from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
-from tests.workflows.conftest import write_recipe
+from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.removal import is_held
 from workflows.execution import RunReport, materialize
@@ -121,6 +121,9 @@ class Outage:
                 with (there if outage.is_over else gone).run(**about) as run:
                     yield run
 
+            def log_evaluation(self, *arguments: Any) -> bool:
+                return (there if outage.is_over else gone).log_evaluation(*arguments)
+
         return Away("http://127.0.0.1:9", None)
 
     def registry(self) -> Registry:
@@ -135,10 +138,17 @@ class Outage:
 
 
 def test_a_run_that_found_no_server_is_delivered_by_the_release(folder, services):
-    """Oracle: MLflow. The policy was trained in the outage, so its run is made, and has its steps, when the server is back."""
+    """Oracle: MLflow. Policy and evaluation were made in the outage; their run is made, and whole, when the server is back."""
     outage = Outage(services)
     report = run(folder, replace(services, tracker=outage.tracker(), registry=outage.registry()), None, 0.25)
     assert report.succeeded, failures_of(report)
     client = connect(services.registry.tracking_uri)
     found = client.get_run(client.get_model_version("split", "1").run_id)
     assert found.info.status == "FINISHED" and client.get_metric_history(found.info.run_id, "loss")
+    evaluated = {name for name in report.metrics if name.startswith("eval/")}
+    assert evaluated <= found.data.metrics.keys() and found.data.tags["pedigree.evaluation"] in evaluations(report)
+    assert [file.path for file in client.list_artifacts(found.info.run_id, "evaluation")] == ["evaluation/report.html"]
+
+
+def evaluations(report: RunReport) -> set[str | None]:
+    return {asset.fingerprint for asset in report.assets if asset.asset == "evaluation"}

@@ -12,7 +12,6 @@ import pytest
 from assets.graph import GRAPH
 from assets.realize import record
 from model_registry.registry import ROLLED_BACK_TAG
-from tests.workflows.lookers import looker
 from training.contract.job import Job
 from training.contract.manifest import Derivation
 from training.contract.memo import Memo
@@ -23,13 +22,6 @@ from workflows.lineage import status
 from workflows.recipes import load_recipe
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def looking(materialized, small_recipe, tmp_path):
-    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
-    with found.instance:
-        yield found
 
 
 def named(looking, kind, delete=False):
@@ -128,8 +120,8 @@ def test_a_job_that_cannot_be_read_keeps_its_folder_for_a_day_and_while_it_runs(
 
 def test_what_a_run_in_progress_has_made_stays(looking):
     orphan = publish(looking, "before")
-    manifest = orphan.folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace(orphan.manifest.created, "2020-01-01T00:00:00+00:00"))
+    old = orphan.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
+    (orphan.folder / "manifest.json").write_bytes(old.sealed())
     run = dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED)
     looking.instance.add_run(run)
     recent = publish(looking, "while it runs")

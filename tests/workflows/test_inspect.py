@@ -6,7 +6,6 @@ import pytest
 
 from assets.page import render_page
 from assets.rows import TokenizedRow, TokenizedSide
-from tests.workflows.lookers import looker
 from workflows.inspection import inspect_row, inspection_page
 
 HOSTILE = "</span><script>alert(1)</script><img src=x onerror=alert(1)> \" ' &lt;"
@@ -50,11 +49,9 @@ def test_the_colour_is_the_log_prob():
 
 
 @pytest.mark.slow
-def test_the_log_probs_of_the_tokens_add_up(materialized, small_recipe, tmp_path):
-    found = looker(materialized[0], small_recipe, tmp_path)
-    with found.instance:
-        rows = [inspect_row(found.pipeline, found.services, found.instance, row) for row in range(6)]
-        page = Page(inspection_page(found.pipeline, rows[0]))
+def test_the_log_probs_of_the_tokens_add_up(looking):
+    rows = [inspect_row(looking.pipeline, looking.services, looking.instance, row) for row in range(6)]
+    page = Page(inspection_page(looking.pipeline, rows[0]))
     for row in rows:
         for side in (row.chosen, row.rejected):
             values = side.reference_token_logprobs
@@ -62,16 +59,14 @@ def test_the_log_probs_of_the_tokens_add_up(materialized, small_recipe, tmp_path
             assert sum(v for v in values if v is not None) == pytest.approx(side.reference_logprob, abs=1e-4)
         assert (row.chosen.policy_logprob is None) == (row.split == "train")
     assert f"{rows[0].chosen.reference_logprob:.4f}" in page.text
-    assert (found.home / "pages" / "small-reference_logprobs.html").is_file()
+    assert (looking.home / "pages" / "small-reference_logprobs.html").is_file()
 
 
 @pytest.mark.slow
-def test_a_pair_that_was_trained_on_is_scored_on_demand(materialized, small_recipe, tmp_path):
+def test_a_pair_that_was_trained_on_is_scored_on_demand(looking):
     """The policy learnt to prefer the chosen response, so it has moved away from the reference, towards it."""
-    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
-    with found.instance:
-        rows = (inspect_row(found.pipeline, found.services, found.instance, row) for row in range(160))
-        trained = next(row.row for row in rows if row.split == "train")
-        row = inspect_row(found.pipeline, found.services, found.instance, trained, score=True)
+    where = (looking.pipeline, looking.services, looking.instance)
+    trained = next(n for n in range(160) if inspect_row(*where, n).split == "train")
+    row = inspect_row(*where, trained, score=True)
     gains = [side.policy_logprob - side.reference_logprob for side in (row.chosen, row.rejected)]
     assert gains[0] > gains[1]

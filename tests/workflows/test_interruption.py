@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.workflows.conftest import ATTRIBUTES, PEDIGREE, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
 
 pytestmark = pytest.mark.slow
 SECONDS_ALLOWED = 5.0
@@ -99,7 +99,7 @@ def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_poli
     until_steps(home.path, 5)
     process.kill()
     process.wait(60)
-    again = home.json("run", str(small_recipe))
+    again = home.run(str(small_recipe))
     assert [steps_of(home, again)] == [steps_of(undisturbed, report)]
     assert fingerprint(again, "policy") == fingerprint(report, "policy")
 

@@ -10,8 +10,7 @@ import pytest
 
 from assets.changes import setting_changes
 from assets.graph import GRAPH
-from tests.workflows.conftest import ATTRIBUTES
-from tests.workflows.lookers import Looker, edit, looker
+from tests.workflows.homes import ATTRIBUTES, Looker, edit, looker
 from workflows.lineage import status
 
 pytestmark = pytest.mark.slow  # one run of the small recipe, which other tests share

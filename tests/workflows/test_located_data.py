@@ -3,10 +3,9 @@
 import hashlib
 
 from assets.data import preferences_work
-from assets.world import look
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from assets.world import find_data
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
-from workflows.resources import build_services
 
 
 def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
@@ -17,7 +16,7 @@ def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
         (rows / name).parent.mkdir(parents=True, exist_ok=True)
         (rows / name).write_text(f'{{"name": "{name}"}}\n')
     pipeline = load_recipe(folder).pipeline
-    found = look(pipeline, build_services(tmp_path / "home"), "preference_source")
+    found = find_data(pipeline)
     sha256 = {name: hashlib.sha256((rows / name).read_bytes()).hexdigest() for name in ("a/1.jsonl", "b.ndjson")}
     told = preferences_work(pipeline, found).locations["files"]
     assert told == [

@@ -4,19 +4,11 @@ import json
 
 import pytest
 
-from tests.workflows.conftest import ATTRIBUTES, PAIRS
-from tests.workflows.lookers import edit, looker
+from tests.workflows.homes import ATTRIBUTES, PAIRS, edit
 from training.contract.job import Job
 from workflows.plan import plan, sentence
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def looking(materialized, small_recipe, tmp_path):
-    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
-    with found.instance:
-        yield found
 
 
 def planned(looking):

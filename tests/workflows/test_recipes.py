@@ -8,7 +8,7 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
-from tests.workflows.conftest import ATTRIBUTES, ROOT, write_recipe
+from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError
 from workflows.recipes import DEFS, load_recipe
 from workflows.resources import services

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from tests.workflows.conftest import PEDIGREE
+from tests.workflows.homes import PEDIGREE
 from tests.workflows.test_recipes import EXPECTED
 from workflows.servers import free_port
 

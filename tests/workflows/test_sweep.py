@@ -11,9 +11,9 @@ from mlflow import MlflowClient
 
 import model_registry.files
 from assets.graph import GRAPH
-from assets.realize import data_version
+from assets.materialized import latest
 from model_registry.package import package
-from tests.workflows.conftest import write_recipe
+from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from workflows.comparison import Comparison, compare, last_evaluated
@@ -154,7 +154,7 @@ def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, repor
 
 def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: Ground, reports: list[RunReport]):
     evaluation = dg.AssetKey(["sweep-hinge", "evaluation"])
-    folder = ground.services.store.folder("evaluation", str(data_version(ground.instance, evaluation)))
+    folder = ground.services.store.folder("evaluation", str(latest(ground.instance, evaluation).fingerprint))
     folder.rename(folder.with_suffix(".lost"))
     try:
         loaded = load_recipes(ground.folders["sweep"])

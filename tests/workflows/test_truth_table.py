@@ -32,8 +32,8 @@ import pytest
 from pydantic import BaseModel
 
 from assets.graph import GRAPH
+from assets.materialized import latest
 from assets.pipeline import Services
-from assets.realize import latest_metadata
 from assets.world import ROOTS
 from tests.workflows import edits
 from tests.workflows.edits import (
@@ -102,7 +102,7 @@ def observe(ground: Ground, row: Row, world: World, services: Services) -> tuple
     letters = "".join(
         _letter(a.asset, said[a.asset], a.outcome, a.fingerprint == before[a.asset]) for a in report.assets
     )
-    shown = latest_metadata(ground.instance, loaded.pipeline.key("reference_logprobs"))
+    shown = latest(ground.instance, loaded.pipeline.key("reference_logprobs")).metadata
     return letters, int(shown["cache_misses"])
 
 

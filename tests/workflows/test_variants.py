@@ -10,11 +10,10 @@ from pathlib import Path
 import dagster as dg
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from assets.graph import GRAPH
 from assets.pipeline import Services
-from tests.workflows.conftest import ATTRIBUTES, write_recipe
+from tests.workflows.homes import ATTRIBUTES, Home, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
@@ -128,23 +127,15 @@ def test_a_path_with_a_dot_is_the_folder_here(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture
-def home(place, monkeypatch) -> Path:
-    monkeypatch.setenv("PEDIGREE_HOME", str(place))
-    monkeypatch.setenv("DAGSTER_HOME", str(place / "dagster"))
-    return place
+def home(new_home) -> Home:
+    return new_home()
 
 
 def test_one_that_fails_does_not_stop_the_others(home, tmp_path):
     variants = {"there": {"data": {"sources": [{"path": "there.jsonl"}]}}}
     folder = write_recipe(tmp_path / "sweep", {**ATTRIBUTES, "variants": variants})
     (folder / "there.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    arguments = ["run", str(folder), "--variants", "--select", "preference_source", "--json"]
-    done = CliRunner().invoke(cli.main, arguments)
+    done = home.invoke("run", str(folder), "--variants", "--select", "preference_source", "--json")
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert found["recipe"] == "sweep"
@@ -158,7 +149,7 @@ def test_one_that_fails_does_not_stop_the_others(home, tmp_path):
 
 def test_what_is_compared_has_names_that_differ(home, folder):
     """They would be one pipeline: the same asset keys, so the same evaluation twice."""
-    done = CliRunner().invoke(cli.main, ["compare", str(folder), f"{folder}/hinge", f"{folder}/hinge/"])
+    done = home.invoke("compare", str(folder), f"{folder}/hinge", f"{folder}/hinge/")
     assert done.exit_code == 2
     assert "2 of the recipes to compare are called sweep-hinge; name each of them once" in done.stderr
 
@@ -178,6 +169,6 @@ def test_ctrl_c_stops_all_of_them(home, tmp_path, monkeypatch, demo_maker):
     folder = write_recipe(tmp_path / "sweep", SWEEP)
     write_inputs(folder, demo_maker)
     monkeypatch.setattr(cli, "build_services", interrupted)
-    done = CliRunner().invoke(cli.main, ["run", str(folder), "--variants", "--select", "raw_preferences"])
+    done = home.invoke("run", str(folder), "--variants", "--select", "raw_preferences")
     assert done.exit_code == 1
     assert "1 of 3 were run, 1 failed: sweep" in done.stderr and "interrupted" in done.stdout

@@ -8,21 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.workflows.conftest import Home
-from tests.workflows.lookers import looker
+from tests.workflows.homes import Home
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
 from workflows.verify import verify
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def looking(materialized, small_recipe, tmp_path):
-    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
-    with found.instance:
-        yield found
 
 
 def folder_of(looking, materialized, asset):
@@ -77,9 +69,10 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
     """A table with one wrong value and a manifest that fits it: as a wrong mask or precision would have made it."""
     folder = folder_of(looking, materialized, "reference_logprobs")
     table = LogProbTable.read(folder, 160)
-    table.chosen_logprobs[0] += np.float64(0.5)
+    table.logprobs_P2[0, 0] += np.float64(0.5)
     table.write(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"]
     manifest["files"]["logprobs.safetensors"]["sha256"] = hash_file(folder / "logprobs.safetensors")
     (folder / "manifest.json").write_text(json.dumps(manifest))
     done = Home(looking.home).pedigree("verify", str(looking.folder), "--rows", "3", "--json")

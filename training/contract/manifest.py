@@ -1,7 +1,7 @@
 """The manifest of an artifact: what it is, what it was made from, and the size and sha256 of every file it holds.
 
-Whoever can write into a store could write a manifest that points out of its folder. So names are checked before anything
-is opened, a link is never followed, and only regular files are read: a pipe would be waited for without end.
+A manifest could be made to point out of its folder. So names are checked before anything is opened, links are never
+followed, and only regular files are read: reading a pipe could block for ever.
 """
 
 import stat
@@ -9,11 +9,12 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from training.contract.errors import CorruptArtifact
 from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files
 from training.contract.hash_cache import HashCache
+from training.contract.sealed import Sealed
 
 MANIFEST = "manifest.json"
 
@@ -33,7 +34,7 @@ class Source(BaseModel):
 
 
 class Derivation(BaseModel):
-    """How an artifact is made. Equal derivations give equal artifacts, so `key` answers "has this been done?"."""
+    """How an artifact is made. Equal derivations give equal artifacts, so `key` tells whether it was made already."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: str
@@ -46,10 +47,9 @@ class Derivation(BaseModel):
         return fingerprint("derivation", self.model_dump(mode="json"))
 
 
-class Manifest(BaseModel):
-    """`fingerprint` identifies what the artifact holds; `details` are the small facts people and checks look at."""
+class Manifest(Sealed):
+    """`fingerprint` identifies the contents; `details` are small facts for people and for checks."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: int = SCHEMA_VERSION
     kind: str
     fingerprint: str
@@ -87,13 +87,13 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises CorruptArtifact where it is unreadable, a link, or not of a manifest's form."""
+    """The manifest in `folder`. Raises CorruptArtifact where it is unreadable, a link, or not what was written."""
     path = folder / MANIFEST
     if path.is_symlink():
         raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
     try:
-        return Manifest.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
+        return Manifest.unseal(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise CorruptArtifact(f"{path} is not a readable manifest: {error}") from error
 
 
@@ -109,7 +109,7 @@ def verify_files(folder: Path, manifest: Manifest, hashes: bool = True, cache: H
 
 
 def verify_contents(folder: Path, manifest: Manifest, names: Collection[str], cache: HashCache | None = None) -> None:
-    """Compare the bytes of `names` with what `manifest` promises. Raises CorruptArtifact that names the first other one."""
+    """Compare the bytes of `names` with `manifest`. Raises CorruptArtifact that names the first that differs."""
     paths = [folder / name for name in names]
     try:
         found = cache.digests("bytes", paths, hash_files) if cache else hash_files(paths)

@@ -1,5 +1,6 @@
 """A manifest promises bytes; whatever is not those bytes is refused by name."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -206,10 +207,23 @@ def test_a_manifest_with_a_field_too_many_is_refused(folder):
         read_manifest(folder)
 
 
-def test_it_reads_what_it_wrote(folder):
+def test_it_reads_what_it_wrote_and_what_was_written_before_there_were_seals(folder):
     manifest = manifest_of(folder)
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
-    assert read_manifest(folder) == manifest
+    for content in (manifest.sealed(), manifest.model_dump_json().encode()):
+        (folder / MANIFEST).write_bytes(content)
+        assert read_manifest(folder) == manifest
+
+
+def test_no_flipped_bit_makes_another_manifest(folder):
+    """Of any byte; a bit of a space between two words may be of no consequence."""
+    manifest = manifest_of(folder).model_copy(update={"details": {"metrics": {"accuracy": 0.75}}})
+    content = manifest.sealed()
+    for at in range(len(content)):
+        flipped = bytearray(content)
+        flipped[at] ^= 1
+        (folder / MANIFEST).write_bytes(flipped)
+        with contextlib.suppress(CorruptArtifact):
+            assert read_manifest(folder) == manifest
 
 
 OTHERS = [

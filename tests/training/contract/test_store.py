@@ -129,6 +129,20 @@ def test_a_record_of_another_form_is_refused_by_name(store, content):
         store.find(KIND, derivation().key)
 
 
+def test_a_record_that_is_not_what_was_written_is_refused_and_set_aside(store):
+    """A figure of its details, and the record of another derivation under its name."""
+    publish(store, version="0", accuracy=0.25)
+    publish(store, accuracy=0.25)
+    record = store.root / "keys" / KIND / f"{derivation().key}.json"
+    for content in (record.read_bytes().replace(b"0.25", b"0.75"), record.with_stem(derivation("0").key).read_bytes()):
+        record.write_bytes(content)
+        with pytest.raises(CorruptArtifact, match=record.name):
+            store.find(KIND, derivation().key)
+        aside = store.set_aside_key(KIND, derivation().key)
+        assert aside.read_bytes() == content and store.find(KIND, derivation().key) is None
+    assert publish(store, accuracy=0.25).details == store.find(KIND, derivation().key).details
+
+
 def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch):
     """The disk refuses to keep what was written, with the operating system's own error."""
     publish(store, fingerprint="e" * 64, version="0")

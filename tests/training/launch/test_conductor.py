@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,14 @@ import psutil
 import pytest
 
 import training
+from tests.training.launch.living import alive, all_gone, first_event
 from training.contract.errors import JobFailed, NodesError
 from training.contract.events import Event, read_events
 from training.contract.job import Job
 from training.contract.recipe import Training
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
-from training.launch.launcher import prepare, run_job
+from training.launch.launcher import run_job, write_job
 
 LAUNCH = Path(__file__).parent / "programs" / "launch_program.py"
 MakeJob = Callable[..., Job]
@@ -47,12 +47,6 @@ def failure(file: Path, job: Job, on_event: Callable[[Event], None] = lambda eve
     with pytest.raises(JobFailed) as caught:
         run_job(NodesLauncher(file, "plain_program"), job, on_event)
     return str(caught.value)
-
-
-def alive(pids: list[int]) -> list[int]:
-    """Those of `pids` that still run; a dead process that nobody has waited for does not."""
-    stats = [(pid, Path(f"/proc/{pid}/stat")) for pid in pids]
-    return [pid for pid, stat in stats if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"]
 
 
 @slow
@@ -83,14 +77,10 @@ def test_nothing_is_left_when_who_leads_is_killed(
 ):
     """Whoever then gets the lock finds nobody at work on any node."""
     job = make_job("sleep_on_nodes", nodes=2)
-    prepare(job)
+    write_job(job)
     command = [sys.executable, str(LAUNCH), str(job.path), "plain_program", str(nodes_file(ssh, [*ssh]))]
     launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (told := list(read_events(job.events))):
-        assert time.monotonic() < deadline and launcher.poll() is None, job.log.read_text()
-        time.sleep(0.05)
-    pids = [pid for node in told[0]["pids"] for pid in node]
+    pids = [pid for node in first_event(job)["pids"] for pid in node]
     assert len(alive(pids)) == 6  # on each node the rank, torchrun, and what was started there
     (conductor,) = psutil.Process(launcher.pid).children()
     os.kill(launcher.pid if victim == "launcher" else conductor.pid, signal.SIGKILL)
@@ -130,10 +120,7 @@ def test_a_connection_that_breaks_ends_both_sides(make_job: MakeJob, ssh: list[s
     message = failure(nodes_file([], ssh), job, cut)
     assert message.startswith("the policy job failed: NodesError: node 1 (`ssh ")
     assert "the connection broke, or what ran there was killed" in message
-    deadline = time.monotonic() + 10  # the other end of what was cut ends by itself
-    while alive(pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert alive(pids) == []
+    assert all_gone(pids, 10), "the other end of what was cut ends by itself"
 
 
 # What is wrong with the second node: its prefix, made of the words for ssh and a port where nobody listens; its other

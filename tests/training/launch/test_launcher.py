@@ -1,6 +1,5 @@
 """run_job with real processes: events while they run, the cause when they fail, nothing left when they are cancelled."""
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -11,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.training.launch.living import alive
 from training.contract.errors import JobFailed
 from training.contract.events import Event
 from training.contract.job import Job
+from training.contract.removal import is_held
 from training.contract.store import Store
-from training.launch.launcher import prepare, run_job
+from training.launch.launcher import run_job, write_job
 from training.launch.local import LocalLauncher
 
 LAUNCHER = LocalLauncher("plain_program")
@@ -32,22 +33,6 @@ def failure(job: Job) -> str:
     with pytest.raises(JobFailed) as caught:
         run(job)
     return str(caught.value)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def is_free(lock: Path) -> bool:
-    with open(lock, "ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
 
 
 def test_events_arrive_while_the_job_runs(make_job: MakeJob) -> None:
@@ -127,33 +112,33 @@ def test_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, error: ty
 
     def stop(event: Event) -> None:
         pids.extend(event["pids"])
-        assert all(map(alive, pids))
+        assert alive(pids) == pids
         raise error
 
     with Store(job.store).lock("policy", "key") as lock:
         started = Path(lock.name)
         with pytest.raises(error):
             run_job(LAUNCHER, job, stop, lock=lock)
-    assert not any(map(alive, pids))
-    assert is_free(started)
+    assert alive(pids) == []
+    assert not is_held(started)
 
 
 def test_the_job_holds_the_lock_when_its_launcher_does_not(make_job: MakeJob) -> None:
     job = make_job("answered")
-    prepare(job)
+    write_job(job)
     with Store(job.store).lock("policy", "key") as lock:
         handle = LAUNCHER.start(job, lock)
         path = Path(lock.name)
-    assert not is_free(path)
+    assert is_held(path)
     (job.folder / "answer").touch()
     while handle.poll() is None:
         time.sleep(0.01)
-    assert is_free(path)
+    assert not is_held(path)
 
 
 def test_cancel_may_be_called_again(make_job: MakeJob) -> None:
     job = make_job("answered")
-    prepare(job)
+    write_job(job)
     handle = LAUNCHER.start(job)
     handle.cancel()
     handle.cancel()

@@ -98,14 +98,6 @@ def test_values_and_gradients_are_trls(ragged: Any, kind: str, ours: dict[str, A
     torch.testing.assert_close(gradient_N, expected_N, rtol=1e-6, atol=1e-9)
 
 
-def test_dpo_norm_is_trls_sigmoid_norm(ragged: Any) -> None:
-    pairs = ragged()
-    value, gradient_N = pairs.value_and_gradient(type="dpo_norm", beta=BETA)
-    expected, expected_N = trl_loss(pairs, loss_types=["sigmoid_norm"])
-    assert value == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(gradient_N, expected_N)
-
-
 @pytest.mark.parametrize("alpha", [0.2, 0.8])
 def test_the_alpha_divergence_is_trls(ragged: Any, alpha: float) -> None:
     """TRL computes it in float32 only."""
@@ -124,22 +116,29 @@ def test_the_alpha_divergence_is_trls(ragged: Any, alpha: float) -> None:
     torch.testing.assert_close(gradient_N.float(), expected_N, rtol=1e-4, atol=1e-6)
 
 
-def test_a_mixture_with_an_sft_term_is_trls(ragged: Any) -> None:
-    """MPO's three terms; TRL's bco_pair has no shift, so another stands in its place."""
-    pairs = ragged()
-    parts = [("sigmoid", 0.8), ("nca_pair", 0.2), ("sft", 1.5)]
-    of = [{"type": kind, "weight": weight} for kind, weight in parts]
-    value, gradient_N = pairs.value_and_gradient(type="mixture", beta=BETA, of=of)
-    expected, expected_N = trl_loss(pairs, loss_types=[k for k, _ in parts], loss_weights=[w for _, w in parts])
-    assert value == pytest.approx(expected, rel=1e-12)
-    torch.testing.assert_close(gradient_N, expected_N)
+# MPO's three terms; TRL's bco_pair has no shift, so another stands in its place.
+MPO = [("sigmoid", 0.8), ("nca_pair", 0.2), ("sft", 1.5)]
 
 
-def test_the_sft_term_counts_whole_responses_under_ld_alpha_as_trls(ragged: Any) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"type": "dpo_norm"}, {"loss_types": ["sigmoid_norm"]}),
+        (
+            {"type": "mixture", "of": [{"type": kind, "weight": weight} for kind, weight in MPO]},
+            {"loss_types": [kind for kind, _ in MPO], "loss_weights": [weight for _, weight in MPO]},
+        ),
+        (
+            {"type": "mixture", "of": [{"type": "sigmoid"}, {"type": "sft"}], "ld_alpha": 0.3},
+            {"loss_types": ["sigmoid", "sft"], "ld_alpha": 0.3},
+        ),
+    ],
+    ids=["dpo_norm", "with an SFT term", "the SFT term counts whole responses under ld_alpha"],
+)
+def test_norms_and_mixtures_are_trls(ragged: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     pairs = ragged()
-    of = [{"type": "sigmoid"}, {"type": "sft"}]
-    value, gradient_N = pairs.value_and_gradient(type="mixture", beta=BETA, of=of, ld_alpha=0.3)
-    expected, expected_N = trl_loss(pairs, loss_types=["sigmoid", "sft"], ld_alpha=0.3)
+    value, gradient_N = pairs.value_and_gradient(beta=BETA, **ours)
+    expected, expected_N = trl_loss(pairs, **theirs)
     assert value == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(gradient_N, expected_N)
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.training.model.test_architectures import VARIANTS, build
 from tests.training.runs import losses, published, told
+from tests.training.worlds import build_world
 from training.contract.job import Input, Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import Training
@@ -44,9 +45,9 @@ def memo_keys(job: Job) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_the_reference_pass_in_shards_gives_the_same_bits(tmp_path: Path, world_builder: Any, forker: Any):
+def test_the_reference_pass_in_shards_gives_the_same_bits(tmp_path: Path, forker: Any):
     """90 sequences of some 600 tokens are one batch: the other ranks run it for company, and store nothing of it."""
-    world = world_builder(tmp_path)
+    world = build_world(tmp_path)
     _, alone = scored(world, forker, 1, "auto")
     for ranks, parallel, nodes, says in (
         (2, "fsdp", 1, "2 processes, weights in 2 shards, 1 times (fsdp: as the recipe says)"),
@@ -85,21 +86,21 @@ MODELS = {"a head of its own": other_head} | {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_what_no_config_or_file_tells_arrives_as_well(tmp_path: Path, world_builder: Any, forker: Any, model: str):
-    world = world_builder(tmp_path, train=6, validation=2)
+def test_what_no_config_or_file_tells_arrives_as_well(tmp_path: Path, forker: Any, model: str):
+    world = build_world(tmp_path, train=6, validation=2)
     MODELS[model](world)
     _, found = scored(world, forker, 2, "fsdp")
     table = LogProbTable.read(found.folder, len(world.examples))
     plain = AutoModelForCausalLM.from_pretrained(world.model).eval()
     expected = [float(world.plain_logprob(plain, example, "chosen").detach()) for example in world.examples]
-    np.testing.assert_allclose(table.chosen_logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(table.logprobs_P2[:, 0], expected, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_what_rank_0_refuses_stops_every_rank(tmp_path: Path, world_builder: Any, forker: Any, parallel: str):
+def test_what_rank_0_refuses_stops_every_rank(tmp_path: Path, forker: Any, parallel: str):
     """None waits for the one that read the files, and each gives the cause, which only that one has seen."""
-    world = world_builder(tmp_path, train=4, validation=2)
+    world = build_world(tmp_path, train=4, validation=2)
     tensors = load_file(world.model / WEIGHTS)
     del tensors["model.norm.weight"]
     save_file(tensors, world.model / WEIGHTS, metadata={"format": "pt"})
@@ -131,9 +132,9 @@ def test_an_adapter_on_its_base_is_scored_in_shards(tiny_world: Any, forker: Any
 
 
 @pytest.mark.slow
-def test_a_champion_and_the_reference_beside_it_are_in_shards(tmp_path: Path, world_builder: Any, forker: Any):
+def test_a_champion_and_the_reference_beside_it_are_in_shards(tmp_path: Path, forker: Any):
     """The proof needs the reference model, which is not where training starts; and `ld_alpha` tokens that no memo has."""
-    world, other = world_builder(tmp_path / "one"), tmp_path / "other"
+    world, other = build_world(tmp_path / "one"), tmp_path / "other"
     model = AutoModelForCausalLM.from_pretrained(world.model)
     with torch.no_grad():
         for parameter in model.parameters():

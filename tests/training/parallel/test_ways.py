@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.training import runs
 from tests.training.runs import losses, published, told
+from tests.training.worlds import build_world
 from training.contract.store import Artifact
 
 pytestmark = pytest.mark.slow
@@ -36,11 +37,11 @@ def distance(left: Artifact, right: Artifact) -> float:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_every_way_is_that_of_one_process(tmp_path: Path, world_builder: Any, forker: Any, tied: bool):
+def test_every_way_is_that_of_one_process(tmp_path: Path, forker: Any, tied: bool):
     """A batch of six in rows of 40 tokens is some micro-batches a rank, and the last batch of the epoch has two pairs:
     with four ranks two have nothing, and run another's pair for company where weights are shared. Three ranks have unequal
     parts of a tensor."""
-    world = world_builder(tmp_path, train=32, validation=5, tied=tied)
+    world = build_world(tmp_path, train=32, validation=5, tied=tied)
     alone = published(job := world.job("policy", settings(), "alone"), forker.run(job))
     for way, ranks, nodes in (("ddp", 2, 1), ("fsdp", 2, 1), ("hsdp", 4, 2)) if tied else (("fsdp", 3, 1),):
         job = world.job("policy", settings(), f"{way}-{ranks}", parallel=way, evaluate_every=5)
@@ -65,9 +66,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_shards_go_with_every_other_option(tmp_path: Path, world_builder: Any, forker: Any, option: str):
+def test_shards_go_with_every_other_option(tmp_path: Path, forker: Any, option: str):
     """Each of them runs the model, or reaches into it, in a way of its own."""
-    world, (training, compute) = world_builder(tmp_path), OPTIONS[option]
+    world, (training, compute) = build_world(tmp_path), OPTIONS[option]
     alone = published(job := world.job("policy", settings(**training), "alone", **compute), forker.run(job))
     job = world.job("policy", settings(**training), "shards", parallel="fsdp", **compute)
     shards = published(job, forker.run(job, 2))
@@ -75,11 +76,11 @@ def test_shards_go_with_every_other_option(tmp_path: Path, world_builder: Any, f
     assert distance(shards, alone) < 1e-5
 
 
-def test_bfloat16_in_shards_is_bfloat16_replicated(tmp_path: Path, world_builder: Any, forker: Any):
+def test_bfloat16_in_shards_is_bfloat16_replicated(tmp_path: Path, forker: Any):
     """Same ranks, same rows: what FSDP gathers is rounded as a bfloat16 model is, and gradients are summed in float32, so
     even the losses of later steps differ by little more than the order of one sum. Against one process, whose rows hold
     other pairs, bfloat16 rounds otherwise: a hundredth of a nat."""
-    world = world_builder(tmp_path)
+    world = build_world(tmp_path)
     ways = {}
     for way, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2)):
         job = world.job("policy", settings(precision="bfloat16", batch_size=8), f"{way}-{ranks}", parallel=way)
@@ -93,9 +94,9 @@ def test_bfloat16_in_shards_is_bfloat16_replicated(tmp_path: Path, world_builder
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_every_rank_refuses_what_one_met(tmp_path: Path, world_builder: Any, forker: Any, way: str):
+def test_every_rank_refuses_what_one_met(tmp_path: Path, forker: Any, way: str):
     """A learning rate of 1e30 ruins the weights in step 3, the first after the warm-up from 0 did nothing yet."""
-    world = world_builder(tmp_path)
+    world = build_world(tmp_path)
     job = world.job(
         "policy", settings(optimizer={"learning_rate": 1e30}), parallel=way, checkpoint_every=1, processes_per_node=2
     )
@@ -108,11 +109,11 @@ def test_every_rank_refuses_what_one_met(tmp_path: Path, world_builder: Any, for
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, world_builder: Any, forker: Any, way: str):
+def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, forker: Any, way: str):
     """The second of three ranks has no room for its file from step 3 on. All stop with its account, a step after it failed
     to save, and go on from step 2, with the losses of a run that nobody disturbed, once there is room. The save of step
     4 is a later one where that of step 2 takes its time."""
-    world = world_builder(tmp_path)
+    world = build_world(tmp_path)
     calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
     job = world.job("policy", settings(), parallel=way, checkpoint_every=2, grace_seconds=1)
     assert forker.run(job, 3, rank=1, full=3) == [1, 1, 1]
@@ -127,10 +128,10 @@ def test_a_save_that_fails_on_one_rank_stops_all(tmp_path: Path, world_builder: 
     assert losses(found) == pytest.approx(losses(calm), abs=1e-5)
 
 
-def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, world_builder: Any, forker: Any):
+def test_what_one_rank_wrote_another_number_and_way_reads(tmp_path: Path, forker: Any):
     """Two ranks that are stopped in step 5, then one, or the other way round: the data are in the same order, and losses
     those of a run that nobody disturbed."""
-    world = world_builder(tmp_path)
+    world = build_world(tmp_path)
     calm = published(job := world.job("policy", settings(), "calm"), forker.run(job))
     for way, ranks, next_way, next_ranks in (("ddp", 2, "ddp", 1), ("fsdp", 3, "ddp", 1), ("ddp", 1, "fsdp", 2)):
         name = f"{way}{ranks}-{next_way}{next_ranks}"

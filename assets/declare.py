@@ -1,0 +1,54 @@
+"""The Dagster assets of a pipeline: declared by `GRAPH` and `CHECKS`, materialized by one body each."""
+
+from collections.abc import Callable
+
+import dagster as dg
+
+from assets import data, evaluation, policy, reference, release, sources, specs
+from assets.checks import check_specs
+from assets.conditions import ON_CONTENT
+from assets.graph import GRAPH
+from assets.pipeline import Pipeline, Services
+from assets.step import Step
+
+_OWNER = "team:preference-tuning"
+_BODIES: dict[str, Callable[[Step], dg.MaterializeResult]] = {
+    "preference_source": sources.preference_source,
+    "base_model": sources.base_model,
+    "tokenization_spec": specs.tokenization_spec,
+    "training_spec": specs.frozen_section,
+    "evaluation_spec": specs.frozen_section,
+    "raw_preferences": data.raw_preferences,
+    "tokenized_pairs": data.tokenized_pairs,
+    "reference_model": reference.reference_model,
+    "reference_logprobs": reference.reference_logprobs,
+    "policy": policy.policy,
+    "evaluation": evaluation.evaluation,
+    "released_model": release.released_model,
+}
+
+
+def declare_assets(pipeline: Pipeline) -> list[dg.AssetsDefinition]:
+    """The assets of `pipeline`, in the order of the graph."""
+    return [_declare(pipeline, asset) for asset in GRAPH]
+
+
+def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
+    node, recipe = GRAPH[asset], pipeline.recipe
+
+    @dg.asset(
+        key=pipeline.key(asset),
+        deps=[pipeline.key(name) for name in node.inputs(recipe)],
+        group_name=node.group,
+        kinds=set(node.kinds),
+        owners=[_OWNER],
+        description=node.description,
+        code_version=node.code_version(recipe),
+        check_specs=check_specs(pipeline, asset),
+        automation_condition=ON_CONTENT if recipe.automation.on_change else None,
+        pool=node.pool,
+    )
+    def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        return _BODIES[asset](Step(pipeline, services, context))
+
+    return materialize

@@ -1,0 +1,34 @@
+"""Which processes of a job still live, and what it says first."""
+
+import time
+from pathlib import Path
+
+from training.contract.events import Event, read_events
+from training.contract.job import Job
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of `pids` that still run; a dead process that nobody has waited for does not."""
+    found = []
+    for pid in pids:
+        stat = Path(f"/proc/{pid}/stat")
+        if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            found.append(pid)
+    return found
+
+
+def all_gone(pids: list[int], seconds: float = 5.0) -> bool:
+    """Whether they end within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pids)
+
+
+def first_event(job: Job) -> Event:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for event in read_events(job.events):
+            return event
+        time.sleep(0.05)
+    raise AssertionError(f"no event within 120 seconds; the log says\n{job.log.read_text()}")

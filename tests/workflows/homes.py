@@ -1,0 +1,108 @@
+"""Recipes in small, homes they are run in, and the command `pedigree` as a person runs it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from assets.pipeline import Pipeline, Services
+from workflows import cli
+from workflows.recipes import load_recipe
+from workflows.resources import build_services
+
+ROOT = Path(__file__).resolve().parents[2]
+PEDIGREE = str(Path(sys.executable).with_name("pedigree"))
+PAIRS = 160
+
+# Enough steps to learn something, few enough to be quick.
+ATTRIBUTES: dict[str, Any] = {
+    "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": 0.25},
+    "tokenization": {"max_length": 128},
+    "reference": {"model": "./base"},
+    "training": {"max_steps": 12, "batch_size": 16, "optimizer": {"learning_rate": 1e-3, "eps": 1e-6}},
+    "evaluation": {"samples": 2, "max_new_tokens": 4},
+    "release": {"model_name": "small"},
+    "compute": {"processes_per_node": 2, "evaluate_every": 6, "checkpoint_every": 4, "device": "cpu"},
+    "automation": {"cron": "0 6 * * 1"},
+}
+
+
+@dataclass(frozen=True)
+class Home:
+    """A PEDIGREE_HOME and the command within it."""
+
+    path: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("DAGSTER_", "MLFLOW_", "PEDIGREE_"))}
+        return {**kept, "PEDIGREE_HOME": str(self.path), "OMP_NUM_THREADS": "1"}
+
+    def pedigree(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        command = [PEDIGREE, *arguments]
+        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=500)
+
+    def run(self, *arguments: str) -> Any:
+        """What `pedigree run` prints with --json, after making sure that it is all it printed."""
+        done = self.pedigree("run", *arguments, "--json")
+        assert done.returncode == 0, done.stderr + done.stdout
+        return json.loads(done.stdout)
+
+    def invoke(self, *arguments: str) -> Result:
+        """The command in this process: one of its own spends seconds on imports."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PEDIGREE_HOME", str(self.path))
+            patch.setenv("DAGSTER_HOME", str(self.path / "dagster"))
+            patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+            return CliRunner().invoke(cli.main, arguments)
+
+    def look(self, *arguments: str) -> Any:
+        """What the command prints with --json in this process."""
+        done = self.invoke(*arguments, "--json")
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+
+def write_recipe(folder: Path, attributes: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    recipe = {"type": "workflows.PreferenceTuning", "attributes": attributes}
+    (folder / "defs.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return folder
+
+
+@dataclass
+class Looker:
+    """A home with its store and its Dagster instance. Recipes edited in `folder` keep the name of the one that was run."""
+
+    home: Path
+    folder: Path
+    instance: dg.DagsterInstance
+
+    @property
+    def services(self) -> Services:
+        return build_services(self.home)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return load_recipe(self.folder).pipeline
+
+
+def looker(home: Home, recipe: Path, workplace: Path, copy_home: bool = False) -> Looker:
+    """`home` as it is, or a copy of it, with a copy of the recipe that may be edited."""
+    folder = workplace / recipe.name
+    shutil.copytree(recipe, folder)
+    place = Path(shutil.copytree(home.path, workplace / "home")) if copy_home else home.path
+    return Looker(place, folder, dg.DagsterInstance.from_config(str(place / "dagster")))
+
+
+def edit(looker: Looker, attributes: dict[str, object]) -> None:
+    write_recipe(looker.folder, attributes)
