@@ -162,7 +162,8 @@ class PreferenceObjective(Objective[CollatedPairs]):
             common_I2 = reference.tokens_B2.amin(dim=1, keepdim=True).expand(-1, len(SIDES))
             tails_I2 = found.tails_S(common_I2.flatten()).view(-1, 2)
         if weighted:
-            weights_I = found.typicality_S.view(-1, 2).prod(dim=1)
+            chosen_I, rejected_I = found.typicality_S.view(-1, len(SIDES)).unbind(1)
+            weights_I = chosen_I * rejected_I  # `prod` on a GPU is compiled in the middle of the first step
         return replace(reference, policy_B2=found.sums_S.view(-1, 2), policy_tails_B2=tails_I2, weights_B=weights_I)
 
     def _at_reference(self, items: Positions) -> PairLogProbs:

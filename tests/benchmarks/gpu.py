@@ -12,17 +12,21 @@ deterministic algorithms, and refuses to train if the policy's log-probs are not
                   what ours runs; "as usual" with each prompt twice, which is what a trainer without shared prefixes does
     peak          most memory that torch held on the device, in GB
 
-Steps before the fourth are not counted: they warm up. Then the numbers: how far compiled is from eager and TRL from ours,
-step by step, and how far both ways of attention are from float64 on the same bfloat16 operands.
+Steps before the fourth are not counted: they warm up. Before the costs stands how far both ways of attention are from
+float64 on the same bfloat16 operands; after them, how far compiled is from eager and TRL from ours, step by step.
+
+What a side told is written to `--record`, a line of JSON each, as soon as it has; one that fails, or takes more than
+`--side-seconds`, is left out with its error.
 
 `--size tiny --device cpu` runs all of it, but the kernels, on a processor in float32.
 """
 
 import argparse
+import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tests.benchmarks.gpu_attention import errors
 from tests.benchmarks.gpu_setting import END, SIZES, WARM_UP, Size, made_up, peak_of, word, write_texts
 from tests.benchmarks.operations import least
-from tests.benchmarks.setting import machine, run, table
+from tests.benchmarks.setting import Failed, machine, run, table
 from tests.benchmarks.workload import (
     ON_CPU,
     Workload,
@@ -106,21 +110,34 @@ def batches_of(size: Size, pairs: Artifact) -> Any:
 
 
 def sides(size: Size, workload: Workload, pairs: Artifact, arguments: argparse.Namespace) -> Iterator[Side]:
-    """Each in turn; what cannot run here is left out, with a word."""
-    compute, precision = workload.compute, arguments.precision
-    scoring = reference_job(workload, pairs, precision)
-    run("measured", str(scoring.path), threads=arguments.threads)
+    """Each in turn; what cannot run here is left out, with a word. The first failure of ours ends them: raises Failed."""
+    limits = {"threads": arguments.threads, "seconds": arguments.side_seconds}
+    scoring = reference_job(workload, pairs, arguments.precision)
+    run("measured", str(scoring.path), **limits)
     scored = Store(scoring.store).find(scoring.artifact, scoring.derivation.key)
     assert scored is not None
-    for name in ("eager", "compiled"):
-        workload = replace(workload, compute=compute.model_copy(update={"compile": name == "compiled"}))
-        yield ours(f"ours, {name}", size, workload, pairs, scored, arguments)
-    peer = [str(workload.folder), "--size", arguments.size, "--device", arguments.device, "--precision", precision]
-    yield Side("TRL", **run("gpu_peer", *peer, threads=arguments.threads))
-    if arguments.device == "cuda" and find_spec("liger_kernel"):
-        yield Side("TRL with Liger", **run("gpu_peer", *peer, "--liger", threads=arguments.threads))
-    else:
+    peer = [str(workload.folder), "--size", arguments.size, "--device", arguments.device]
+    peer += ["--precision", arguments.precision]
+    ways: dict[str, Callable[[], Side]] = {
+        "ours, eager": lambda: ours("ours, eager", size, workload, pairs, scored, arguments),
+        "ours, compiled": lambda: ours("ours, compiled", size, _compiled(workload), pairs, scored, arguments),
+        "TRL": lambda: Side("TRL", **run("gpu_peer", *peer, **limits)),
+        "TRL with Liger": lambda: Side("TRL with Liger", **run("gpu_peer", *peer, "--liger", **limits)),
+    }
+    if arguments.device != "cuda" or not find_spec("liger_kernel"):
+        del ways["TRL with Liger"]
         sys.stdout.write("TRL with Liger is left out: it needs a GPU and the extra `bench-gpu`\n")
+    for name, way in ways.items():
+        try:
+            yield way()
+        except Failed as failed:
+            if name == "ours, eager":
+                raise
+            sys.stdout.write(f"{name} is left out: {failed}\n")
+
+
+def _compiled(workload: Workload) -> Workload:
+    return replace(workload, compute=workload.compute.model_copy(update={"compile": True}))
 
 
 def ours(
@@ -130,7 +147,7 @@ def ours(
     changes = {"batch_size": size.batch, "precision": arguments.precision, "seed": 0}
     job = policy_job(workload, pairs, scored, size.micro_tokens, **changes)
     job = job.model_copy(update={"folder": workload.folder / name, "store": workload.folder / name / "store"})
-    run("measured", str(job.write()), threads=arguments.threads)
+    run("measured", str(job.write()), threads=arguments.threads, seconds=arguments.side_seconds)
     steps = [event for event in read_events(job.events) if event["event"] == "step"]
     return Side(name, steps, steps[-1]["peak_memory_mb"])
 
@@ -170,6 +187,8 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bfloat16", "float32"), help="bfloat16 on a GPU, float32 else")
     parser.add_argument("--peak-tflops", type=float, help="dense, in bfloat16; known of some chips by their name")
     parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--side-seconds", type=float, help="how long one process may take; no limit without it")
+    parser.add_argument("--record", type=Path, help="a file that each side's steps are added to")
     arguments = parser.parse_args()
     arguments.precision = arguments.precision or ("bfloat16" if arguments.device == "cuda" else "float32")
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -177,17 +196,28 @@ def arguments_of() -> argparse.Namespace:
     return arguments
 
 
+def _record(side: Side, file: Path | None) -> None:
+    if file is not None:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(side)) + "\n")
+
+
 def main() -> int:
     arguments = arguments_of()
     size, chip = SIZES[arguments.size], torch.cuda.get_device_name() if arguments.device == "cuda" else ""
     peak = arguments.peak_tflops * 1e12 if arguments.peak_tflops else peak_of(chip)
-    sys.stdout.write(f"{chip or 'no GPU'}; {machine(arguments.threads)}\n")
+    sys.stdout.write(f"{chip or 'no GPU'}; {machine(arguments.threads)}\n\n")
+    sys.stdout.write(table([["attention against float64", "values", "gradients"], *errors(arguments.device)]) + "\n")
+    found: list[Side] = []
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(Path(folder), ON_CPU.model_copy(update={"device": arguments.device}))
         pairs = prepare(size, workload)
-        found = list(sides(size, workload, pairs, arguments))
-        sys.stdout.write(f"\n{shown(found, size, pairs, peak)}\n{differences(found)}\n")
-    sys.stdout.write(table([["attention against float64", "values", "gradients"], *errors(arguments.device)]))
+        for side in sides(size, workload, pairs, arguments):
+            found.append(side)
+            _record(side, arguments.record)
+            sys.stdout.write(f"{shown(found, size, pairs, peak)}\n")
+            sys.stdout.flush()
+    sys.stdout.write(differences(found))
     return 0
 
 

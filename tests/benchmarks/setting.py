@@ -29,14 +29,24 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run(module: str, *arguments: str, threads: int) -> Any:
-    """The JSON on the last line of a module of this folder, run in a process of its own."""
+class Failed(SystemExit):
+    """A process did not end as it should, and why: whoever does not expect that ends with it."""
+
+
+def run(module: str, *arguments: str, threads: int, seconds: float | None = None) -> Any:
+    """The JSON on the last line of a module of this folder, run in a process of its own, of at most so many seconds.
+
+    Raises Failed.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "mlflow"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired as late:
+        raise Failed(f"{' '.join(command)} took more than {seconds} seconds") from late
     if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+        raise Failed(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

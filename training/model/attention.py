@@ -8,25 +8,27 @@ then attends causally, its last query to the last key (bottom-right).
 
     CPU, or float32 on a GPU    one call of torch's scaled_dot_product_attention a segment
     GPU in half precision       one call of torch's varlen_attn, which is FlashAttention (Dao 2023), for the whole row, if
-                                a head's size is a multiple of 8 up to 256
+                                the GPU and a head's size suit it
 
 `VERIFIED` are the architectures that the tests compare with plain transformers; `why_not_shared` refuses every other one.
 
-Legend: T tokens, Q and K query and key heads, D head size.
+Legend: T tokens, Q and K query and key heads, D head size; a first K gathered keys, C copies of a key.
 """
 
 import contextlib
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from training.contract.errors import ModelError
-from training.model.prefix import Plan
+from training.model.prefix import Copies, Plan
 
 SHARED_PREFIX = "pedigree_shared_prefix"
 VERIFIED = frozenset(
@@ -87,7 +89,12 @@ _SILENT = {"phimoe", "qwen2_moe"}  # their layers have windows that only transfo
 _LAYERS = {"full_attention", "sliding_attention"}
 _FORBIDDEN = ("softcap", "s_aux", "position_bias")
 _HALF = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256
+# What FlashAttention demands (flash_api.cpp of torch): Ampere or later, and heads of these sizes. Backward, those over 192 and
+# up to 224 want more shared memory than GPUs for desktops have (sdp_utils.cpp), so they are left out.
+_CAPABILITY = (8, 0)
+_HEADS = frozenset({*range(8, 193, 8), *range(232, 257, 8)})
+# Fewer heads of keys than of queries; torch 2.11 takes them without being told, and has no word for it.
+_IN_GROUPS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
@@ -145,8 +152,9 @@ def attend(
 def _suits_kernel(query_1QTD: Tensor, value_1KTD: Tensor) -> bool:
     """Whether varlen_attn takes queries and values of this device, dtype and head size, which has to be the same for both."""
     size = query_1QTD.shape[-1]
-    fits = size == value_1KTD.shape[-1] and size % 8 == 0 and size <= _LARGEST_HEAD
-    return fits and query_1QTD.is_cuda and query_1QTD.dtype in _HALF
+    if not query_1QTD.is_cuda or query_1QTD.dtype not in _HALF or size != value_1KTD.shape[-1] or size not in _HEADS:
+        return False
+    return bool(torch.cuda.get_device_capability(query_1QTD.device) >= _CAPABILITY)
 
 
 def by_segment(
@@ -176,9 +184,11 @@ def in_one_call(
 ) -> Tensor:
     """One call for the row, whose queries stay where they are."""
     gathered = plan.gathered
-    keys, values = (t[0].transpose(0, 1).index_select(0, gathered.key_rows_K) for t in (key_1KTD, value_1KTD))
+    queries, keys, values = (tensor[0].transpose(0, 1).contiguous() for tensor in (query_1QTD, key_1KTD, value_1KTD))
+    if gathered.copies is not None:
+        keys, values = (_Gathering.apply(tensor, gathered.copies) for tensor in (keys, values))
     output_TQD = varlen_attn(
-        query_1QTD[0].transpose(0, 1).contiguous(),
+        queries,
         keys,
         values,
         gathered.query_bounds,
@@ -187,9 +197,28 @@ def in_one_call(
         gathered.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query_1QTD.shape[1] != key_1KTD.shape[1],
+        **(_IN_GROUPS if query_1QTD.shape[1] != key_1KTD.shape[1] else {}),
     )
     return output_TQD[None]
+
+
+class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
+    """Rows, some of them several times. The gradient of a row is the sum of those of its copies, gathered again.
+
+    That of torch's `index_select` is made by sorting, if it is to be the same twice: twenty kernels where here are three.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor_TKD: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return tensor_TKD.index_select(0, copies.rows_K)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, upstream_KKD: Tensor) -> tuple[Tensor, None]:
+        places_TC, nothing = ctx.copies.places_TC, upstream_KKD.new_zeros(1, *upstream_KKD.shape[1:])
+        of_copies = torch.cat([upstream_KKD, nothing]).index_select(0, places_TC.flatten())
+        return of_copies.unflatten(0, places_TC.shape).sum(dim=1), None
 
 
 def _attention_dropout(model: PreTrainedModel) -> float:

@@ -7,7 +7,8 @@ tokens, so it may reach into the responses. Each response attends to its prefix 
 end of the prefix: so its hidden states are those it would have alone. Tokens after the one that predicts the last response
 token are left out, since nothing attends to them.
 
-Legend: T tokens of the row, N response tokens of all sequences, S sequences, K keys that all segments see together.
+Legend: T tokens of the row, N response tokens of all sequences, S sequences, K keys that all segments see together,
+C copies of a token among them.
 """
 
 from collections.abc import Sequence
@@ -38,10 +39,22 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What one call of a kernel for sequences of unequal length (varlen) takes: queries and keys of each segment."""
+class Copies:
+    """Keys of the row, gathered for each segment. `rows_K`: the row's token of each; `places_TC`: where the copies of each
+    token came to be, and K where there is no further copy."""
 
-    key_rows_K: Tensor
+    rows_K: Tensor
+    places_TC: Tensor
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The plan for one call of a kernel for sequences of unequal length: for each segment its queries and its keys.
+
+    `copies` is None if no segment has a prefix: then each sees what stands in its own place.
+    """
+
+    copies: Copies | None
     query_bounds: Tensor
     key_bounds: Tensor
     longest_query: int
@@ -78,21 +91,28 @@ class Plan:
         return self._masks[number, window]
 
     def _gather(self) -> Gathered:
-        """Keys of the row, gathered for each segment."""
-        rows, keys = [], []
-        for number, segment in enumerate(self.segments):
-            if segment.prefix is not None:
-                prefix = self.segments[segment.prefix]
-                rows.append(torch.arange(prefix.start, prefix.start + prefix.length))
-            rows.append(torch.arange(segment.start, segment.start + segment.length))
-            keys.append(self.before(number) + segment.length)
+        keys = [self.before(number) + segment.length for number, segment in enumerate(self.segments)]
         return Gathered(
-            send(torch.cat(rows), self.device),
+            self._copies() if keys != self.lengths else None,
             send(_bounds(self.lengths), self.device),
             send(_bounds(keys), self.device),
             max(self.lengths),
             max(keys),
         )
+
+    def _copies(self) -> Copies:
+        """Each segment's keys: its prefix, if it has one, and itself."""
+        rows: list[Tensor] = []
+        for segment in self.segments:
+            seen = [segment] if segment.prefix is None else [self.segments[segment.prefix], segment]
+            rows += [torch.arange(part.start, part.start + part.length) for part in seen]
+        rows_K = torch.cat(rows)
+        counts_T = rows_K.bincount()
+        order_K, ends_T = rows_K.argsort(stable=True), counts_T.cumsum(0)
+        places_TC = torch.full((len(counts_T), int(counts_T.max())), len(rows_K))
+        owners_K = rows_K[order_K]
+        places_TC[owners_K, torch.arange(len(rows_K)) - (ends_T - counts_T)[owners_K]] = order_K
+        return Copies(send(rows_K, self.device), send(places_TC, self.device))
 
 
 @dataclass(frozen=True)

@@ -207,9 +207,13 @@ def _logits(operands: Sequence[Tensor], start: int, end: int, head: Head) -> Ten
 
 
 def _exponentials(tile_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`exp(logit - peak)`, in place of the logits, with the peak and the sum of each row."""
+    """`exp(logit - peak)` with the peak and the sum of each row; in place of the logits, unless it is compiled.
+
+    What is in place a compiler makes beside it, and copies it over in a third pass.
+    """
     peak_N = tile_NW.amax(dim=1)
-    exps_NW = tile_NW.sub_(peak_N[:, None]).exp_()
+    exps_NW = tile_NW - peak_N[:, None] if torch.compiler.is_compiling() else tile_NW.sub_(peak_N[:, None])
+    exps_NW.exp_()
     return exps_NW, peak_N, exps_NW.sum(dim=1)
 
 
@@ -262,7 +266,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, float8: bool = Fals
 
 
 def _write_product(target: Tensor, left: Tensor, right: Tensor) -> None:
-    if left.dtype == _wide(left):
+    """The product, rounded to the dtype of `target`; on a GPU as the gradients of all other weights are, without a copy."""
+    if left.is_cuda or left.dtype == _wide(left):
         torch.mm(left, right, out=target)
     else:
         target.copy_(_product(left, right))

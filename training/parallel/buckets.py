@@ -41,7 +41,7 @@ class Buckets:
         self._missing = list(self._counts)
         self._expecting, self._sent = False, 0
         self._waits: list[Callable[[], object]] = []
-        self._finite = torch.ones((), dtype=torch.bool, device=self._buckets[0].device)
+        self._totals: list[Tensor] = []
 
     def expect(self) -> None:
         """The last backward pass begins: buckets that it completes may be sent."""
@@ -61,11 +61,11 @@ class Buckets:
             self._send()
         for wait in self._waits:
             wait()
-        return self._finite
+        return torch.stack(self._totals).isfinite().all()
 
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
-        self._finite &= bucket.sum().isfinite()  # a sum with inf or NaN in it is not finite
+        self._totals.append(bucket.sum())  # a sum with inf or NaN in it is not finite
         self._waits.append(self._group.start_sum_(bucket))
         self._sent += 1
 

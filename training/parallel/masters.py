@@ -71,9 +71,10 @@ class Masters(ABC):
 
     def clip_(self, norm: float, limit: float) -> None:
         """Scale the gradient down to a norm of `limit`, where it is larger."""
-        factor = min(1.0, limit / (norm + _EPSILON))
-        for gradient in self._gradients():
-            gradient.mul_(factor)
+        factor = limit / (norm + _EPSILON)
+        if factor < 1:
+            for gradient in self._gradients():
+                gradient.mul_(factor)
 
     @abstractmethod
     def update_model(self) -> None:

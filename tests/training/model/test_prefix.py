@@ -38,10 +38,23 @@ def test_masks_by_hand():
 def test_gathered_keys_by_hand():
     row = build_row([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 7, 8], 3)]], CPU)
     gathered = row.plan.gathered
-    assert gathered.key_rows_K.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
+    assert gathered.copies.rows_K.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
+    assert gathered.copies.places_TC.tolist() == [
+        [0, 3, 8],
+        [1, 4, 9],
+        [2, 5, 10],
+        [6, 12, 12],
+        [7, 12, 12],
+        [11, 12, 12],
+    ]
     assert gathered.query_bounds.tolist() == [0, 3, 5, 6] and gathered.key_bounds.tolist() == [0, 3, 8, 12]
     assert (gathered.longest_query, gathered.longest_key) == (3, 5)
     assert gathered.query_bounds.dtype == torch.int32
+
+
+def test_where_nothing_is_shared_no_key_is_gathered():
+    gathered = build_row([[sequence([1, 2, 3], 1)], [sequence([4, 5, 6, 7], 1)]], CPU).plan.gathered
+    assert gathered.copies is None and gathered.key_bounds.tolist() == gathered.query_bounds.tolist() == [0, 2, 5]
 
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=7)

@@ -1,0 +1,103 @@
+"""All that a GPU can show of this project, in one command: `python -m tests.benchmarks.gpu_once OUT`.
+
+For a machine that is lent for minutes, and may be taken back at any time. Each part is a process of its own with a limit of
+seconds, and what it prints goes to a file in OUT while it runs; a part that fails or is late keeps no other from running.
+How each ended is added to OUT/parts.jsonl.
+
+    tests       those marked `gpu` that are quick: is it right
+    benchmark   tests/benchmarks/gpu.py: how fast; its sides also in OUT/sides.jsonl
+    compiler    tests marked `gpu` that compile
+
+It needs torch 2.11 or later, transformers, peft, pydantic, pyarrow, psutil, and pytest with pytest-timeout; TRL's sides need
+the extra `bench-gpu`. `--size tiny --device cpu` shows on any machine that it works.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.benchmarks.gpu_setting import SIZES
+from tests.benchmarks.setting import ROOT
+
+# A module that wants a library which is not there keeps no other from running.
+_PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150", "--continue-on-collection-errors"]
+_PYTEST += ["tests/training/test_on_gpu.py", "tests/training/model"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What Python is to run, and for how many seconds at most."""
+
+    name: str
+    arguments: list[str]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class End:
+    """How a part ended; `status` is None if it was late."""
+
+    name: str
+    status: int | None
+    seconds: float
+
+
+def parts(out: Path, size: str, device: str) -> list[Part]:
+    """In the order in which their answers are wanted; 570 seconds in all, if each takes what it may."""
+    benchmark = ["-m", "tests.benchmarks.gpu", "--size", size, "--device", device, "--side-seconds", "110"]
+    return [
+        Part("tests", [*_PYTEST, "-m", "gpu and not slow"], 120),
+        Part("benchmark", [*benchmark, "--record", str(out / "sides.jsonl")], 350),
+        Part("compiler", [*_PYTEST, "-m", "gpu and slow"], 100),
+    ]
+
+
+def do(part: Part, out: Path) -> End:
+    """Run a part, and end it with all that it has started if it is late; what it prints goes to a file as it is printed."""
+    started, status = time.monotonic(), None
+    paths = [str(ROOT), str(ROOT / "mlflow"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    with (out / f"{part.name}.log").open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            [sys.executable, *part.arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(part.seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return End(part.name, status, round(time.monotonic() - started, 1))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    ends = []
+    for part in parts(out, arguments.size, arguments.device):
+        ends.append(do(part, out))
+        with (out / "parts.jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(ends[-1])) + "\n")
+        log = (out / f"{part.name}.log").read_text(encoding="utf-8")
+        sys.stdout.write(f"== {ends[-1]}\n{log[-3000:]}\n")
+        sys.stdout.flush()
+    return int(any(end.status != 0 for end in ends))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
