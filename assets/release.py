@@ -6,7 +6,7 @@ person has rolled back stays so: materializing it again promotes nothing. An ada
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,8 +45,10 @@ def released_model(step: Step) -> dg.MaterializeResult:
         step.context.log.warning(text)
         step.services.listener({"event": "note", "asset": "released_model", "text": text})
 
-    released = through_restart(lambda: _release(candidate), tell)
-    return _result(candidate, released, changes, time.monotonic() - started)
+    def release() -> dg.MaterializeResult:
+        return _result(candidate, _release(candidate), changes, started)
+
+    return through_restart(release, tell)
 
 
 @dataclass(frozen=True)
@@ -196,17 +198,15 @@ def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
 
 
 def _result(
-    candidate: _Candidate, released: _Released, changes: list[str] | None, seconds: float
+    candidate: _Candidate, released: _Released, changes: list[str] | None, started: float
 ) -> dg.MaterializeResult:
-    version = released.version
-    champion, reasons = version.tags.get(_DECISION_TAG, "no"), version.tags.get(_REASONS_TAG, "")
-    if ROLLED_BACK_TAG in version.tags:
-        champion, reasons = "no", "; ".join(["it was champion and was rolled back", *([reasons] if reasons else [])])
+    version, champion = released.version, candidate.registry.champion(released.version.name)
+    is_champion = champion is not None and champion.number == version.number  # a person may have moved the alias since
     metadata: dict[str, Any] = {
         "outcome": released.outcome,
         "changes": shown_changes(changes),
-        "champion": champion,
-        "reasons": reasons,
+        "champion": "yes" if is_champion else "no",
+        "reasons": "; ".join(_reasons(version, is_champion)),
         **released.figures,
         "model_version": str(version.number),
         "model": f"models:/{version.name}/{version.number}",
@@ -214,7 +214,17 @@ def _result(
         "made_from": inputs_table(candidate.derivation),
         "fingerprint": candidate.key,
         "key": candidate.key,
-        "seconds": round(seconds, 3),
+        "seconds": round(time.monotonic() - started, 3),
         "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
     }
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)
+
+
+def _reasons(version: Version, is_champion: bool) -> Iterator[str]:
+    """Why it is champion, or is not: what the gate said, and what a person did against it."""
+    if ROLLED_BACK_TAG in version.tags:
+        yield "it was champion and was rolled back"
+    elif is_champion != (version.tags.get(_DECISION_TAG) == "yes"):
+        yield "a person has moved the alias since the gate decided"
+    if reasons := version.tags.get(_REASONS_TAG):
+        yield reasons

@@ -111,6 +111,7 @@ def _demand_coverage(sequences: Sequences, hits: Hits) -> None:
 
 
 def _identity(table: LogProbTable, weights: str) -> str:
+    """The rule names the weights as well; they stay here too, since every table that was ever made is known by this."""
     columns = (table.chosen_logprobs, table.chosen_tokens, table.rejected_logprobs, table.rejected_tokens)
     values = (column.tobytes() for column in columns)
     return fingerprint_of_stream("reference_logprobs", [weights.encode(), table.rule.encode(), *values])

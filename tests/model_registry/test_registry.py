@@ -4,15 +4,18 @@ import json
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
 
+from model_registry.connection import connect
 from model_registry.files import link_or_copy, local_path
 from model_registry.registry import PREVIOUS_TAG, ROLLED_BACK_TAG, Registry, Version
 from model_registry.tracking import Tracker
@@ -243,6 +246,7 @@ def test_what_a_killed_registration_left_goes_with_the_next(registered: Register
 PACKAGE_ON_A_FULL_DISK = """
 import subprocess, sys
 from pathlib import Path
+from model_registry.connection import connect
 from model_registry.files import packaged
 from training.contract.errors import StoreError
 
@@ -269,3 +273,16 @@ def test_a_full_disk_under_a_version_is_told_with_place_and_room(policy: Path, t
         rf"cannot package models:/small in {re.escape(str(tmp_path))} \([\d,]+ bytes free\): .*No space", done.stdout
     )
     assert "make room and run again" in done.stdout
+
+
+def test_every_version_is_listed_however_many_there_are(registry: Registry, uri: str):
+    """MLflow gives 10,000 a page. What nobody lists, `pedigree gc` removes."""
+    client, many = connect(uri), 10_001
+    client.create_registered_model("many")
+    with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database, database:
+        database.executemany(
+            "INSERT INTO model_versions (name, version, creation_time, last_updated_time, source, status, current_stage) "
+            "VALUES ('many', ?, 0, 0, '', 'READY', 'None')",
+            ((number,) for number in range(1, many + 1)),
+        )
+    assert sorted(version.number for version in registry.versions()) == list(range(1, many + 1))

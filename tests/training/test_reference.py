@@ -1,9 +1,11 @@
 """The reference job on real data, from JSONL to the table, against float64 values by plain transformers."""
 
 import dataclasses
+import hashlib
 import json
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -95,6 +97,20 @@ def worst_difference(oracle: Oracle, table: Artifact, field: str, which: Callabl
         for n in (n for n, row in enumerate(oracle.rows) if which(row))
         for side in ("chosen", "rejected")
     )
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_table_is_known_by_weights_rule_and_columns_and_stays_so(oracle, last_response):
+    """By hand: the kind, then each item after its length. Another formula would train every policy anew."""
+    _, table = last_response
+    found = LogProbTable.read(table.folder, len(oracle.rows))
+    weights = table.derivation.inputs["reference_model"].fingerprint
+    digest = hashlib.sha256(b'[1,"reference_logprobs"]')
+    columns = (found.chosen_logprobs, found.chosen_tokens, found.rejected_logprobs, found.rejected_tokens)
+    for item in (weights.encode(), found.rule.encode(), *(column.tobytes() for column in columns)):
+        digest.update(struct.pack(">Q", len(item)) + item)
+    assert table.fingerprint == digest.hexdigest()
 
 
 @pytest.mark.shared

@@ -106,6 +106,25 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     assert {a.state for a in status(pipeline, ground.services, ground.instance)} == {"fresh"}
 
 
+def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):
+    """Eight held-out pairs are too few for the gate, which says so; a person promotes the candidate, and takes it back."""
+    client, registry = MlflowClient(ground.services.registry.tracking_uri), ground.services.registry
+    first = registry.champion("plain").number
+    field("training.seed", 1)(world)
+    pipeline = run(ground, world).pipeline
+    second = int(client.get_registered_model("plain").aliases["candidate"])
+    refused = "only 8 held-out pairs are shared with the champion; 10 are needed"
+    moved = f"a person has moved the alias since the gate decided; {refused}"
+    assert second != first
+    for champion, words in ((first, ("no", refused)), (second, ("yes", moved)), (first, ("no", refused))):
+        client.set_registered_model_alias("plain", "champion", str(champion))
+        assert {asset.action for asset in plan(pipeline, ground.services, ground.instance)} == {"reuse"}
+        run(ground, world, "released_model")
+        shown = latest(ground.instance, pipeline.key("released_model")).metadata
+        assert (shown["champion"], shown["reasons"]) == words
+        assert registry.champion("plain").number == champion
+
+
 def test_before_there_is_a_champion_a_policy_starts_from_the_reference(ground: Ground, world: World):
     fields("training", {"start_from": "champion"})(world)
     fields("automation", {"on_change": False})(world)

@@ -59,7 +59,12 @@ def test_flipped_bits_and_lost_files(looking, materialized):
     flip(folder_of(looking, materialized, "policy") / "model.safetensors")
     (folder_of(looking, materialized, "evaluation") / "report.html").unlink()
     flip(next((looking.home / "store" / "memo").glob("*/*/*.safetensors")))
+    record = looking.home / "store" / "keys" / "raw_preferences"
+    flip(next(record.iterdir()))
+    next((record.parent / "tokenized_pairs").iterdir()).unlink()
     found = faults(looking)
+    assert found["raw_preferences"] == "the record of how it was made is corrupt"
+    assert found["tokenized_pairs"] == "the record of how it was made is no longer in the store"
     assert found["policy"] == "file model.safetensors of its artifact is corrupt"
     assert found["evaluation"] == "file report.html of its artifact is corrupt"
     assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file ")

@@ -298,7 +298,7 @@ for part in np.array_split(missing, range(10, len(missing), 10)):
 
 
 def test_a_scoring_pass_killed_at_random_keeps_what_it_committed(store):
-    """Killed and started again, eight times: what was said to be committed is there, each time, with its value."""
+    """Killed and started again, eight times, after none to five commits and somewhere in the next."""
     draw = random.Random(0)
     committed: set[int] = set()
     keys = as_array(*(key(n) for n in range(4000)))
@@ -307,13 +307,13 @@ def test_a_scoring_pass_killed_at_random_keeps_what_it_committed(store):
             [sys.executable, "-c", PASS, str(store.root), RULE], stdout=subprocess.PIPE, text=True
         ) as scorer:
             assert scorer.stdout is not None and scorer.stdout.readline() == "ready\n"
-            time.sleep(draw.uniform(0.0, 0.25))
+            committed |= {int(scorer.stdout.readline()) for _ in range(draw.randrange(6))}
+            time.sleep(draw.uniform(0.0, 0.02))
             scorer.send_signal(signal.SIGKILL)
             committed |= {int(line) for line in scorer.stdout.read().splitlines()}
         hits = Memo(store, RULE).lookup(keys)
         assert committed <= set(np.flatnonzero(hits.found_Q))
         assert np.array_equal(hits.sums_Q[hits.found_Q], -np.flatnonzero(hits.found_Q).astype(np.float64))
-    assert len(committed) > 8, "some passes got somewhere"
     assert not (store.root / "corrupt").exists()
 
 
