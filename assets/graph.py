@@ -10,8 +10,8 @@ from typing import Any
 
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation, Source
+from training.contract.memo import SCORING_VERSION
 from training.contract.recipe import Recipe
-from training.contract.scoring import SCORING_VERSION
 
 Settings = dict[str, Any]
 

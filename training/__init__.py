@@ -1,0 +1,21 @@
+"""The jobs that read data, train and score models, each in processes of its own. Nothing here imports Dagster or MLflow.
+
+    main                                     the entry point of every job
+    loop, sft                                jobs that train: the policy, and the reference model where a recipe asks for it
+    reference, evaluate, rescore, merge      jobs that score or write models; jobs on data are in data/
+    trainer, stepper, objective, agreement   the training loop, one step of it, what is minimized, what ranks exchange
+    optim, trained_model                     the optimizer; loading a model for training and writing what was trained
+    checkpoint, saver, pieces                checkpoints: their files, saving in a thread, their format
+    scored_pairs, proof, tails, memoized     log-probs without gradients: of pairs, compared with the table, from the memo
+    generate, report, provenance             samples, the evaluation's page, what a job ran on
+    distributed                              the processes of a job
+
+    data/        from files to tokenized pairs, and from those to micro-batches
+    model/       from sequences to log-probs: rows, attention, head, adapters
+    losses/      from log-probs to losses
+    parallel/    weights and gradients on one process or many
+    launch/      starting, following and ending processes; without torch
+    contract/    settings, identities and file formats that all others share; without torch
+
+docs/architecture.md says where to begin reading.
+"""

@@ -1,14 +1,14 @@
-"""What the ranks tell each other in the middle of each step, in one small all-reduce.
+"""What the ranks exchange in the middle of each step, in one small all-reduce.
 
-    sums       of the quantities that the objective tells of its items
+    sums       of the values that the objective reports of its items
     memory     the most that any rank has used
     suspects   which ranks met a value that is not finite: then all stop together, before the step
     flags      whether any rank was asked to stop, still saves a checkpoint, or failed to save one
 
-So every rank knows what the others know, and decides the same. On a GPU the numbers are fetched once, together with
-the norm of the gradient: of what is done here and in the stepper, it is where the processor waits for the device.
+So all ranks know the same and decide the same. On a GPU the numbers are fetched once, together with the norm of the gradient:
+within a step this is the only place where the processor waits for the device.
 
-Legend: M quantities, F flags, R ranks.
+Legend: M values, F flags, R ranks.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from training.model.transfer import send
 
 @dataclass(frozen=True)
 class Flags:
-    """What one rank has to say beside its numbers, or, once agreed, what any rank has."""
+    """Of one rank; or, after the exchange, whether any rank raised them."""
 
     stopping: bool = False
     saving: bool = False
@@ -44,14 +44,17 @@ class Agreed:
 def agree(
     group: Group, sums_M: Tensor, memory_mb: float, suspect: Tensor, flags: Flags, norm: Callable[[], Tensor]
 ) -> Agreed:
-    """Tell the others this rank's part, all but `norm` being its own; `suspect` is a tensor of one truth value."""
-    world, flagged = group.world, torch.tensor([flags.stopping, flags.saving, flags.failed])
+    """Exchange what each rank gives; `suspect` is a boolean tensor, `norm` gives the norm of the whole gradient.
+
+    One vector is summed: M sums, F flags, and R + R places of which each rank fills its own with `suspect` and `memory_mb`.
+    """
+    world, flags_F = group.world, torch.tensor([flags.stopping, flags.saving, flags.failed])
     by_rank_2R = torch.zeros(2, world, dtype=torch.float64)
     by_rank_2R[1, group.rank] = memory_mb
-    own = send(torch.cat([flagged, by_rank_2R.view(-1)]), group.device)
-    own[len(flagged) + group.rank] = suspect
-    message = group.sum_(torch.cat([sums_M, own]))
-    told = torch.cat([message, norm().double().view(1)]).cpu()
-    all_M, said_F, suspect_R, memory_R, whole = told.split([len(sums_M), len(flagged), world, world, 1])
+    own = send(torch.cat([flags_F, by_rank_2R.view(-1)]), group.device)
+    own[len(flags_F) + group.rank] = suspect
+    summed = group.sum_(torch.cat([sums_M, own]))
+    fetched = torch.cat([summed, norm().double().view(1)]).cpu()
+    sums_M, raised_F, suspect_R, memory_R, norm_1 = fetched.split([len(sums_M), len(flags_F), world, world, 1])
     suspects = suspect_R.nonzero()[:, 0].tolist()
-    return Agreed(all_M.tolist(), float(memory_R.max()), suspects, Flags(*(said_F > 0).tolist()), float(whole))
+    return Agreed(sums_M.tolist(), float(memory_R.max()), suspects, Flags(*(raised_F > 0).tolist()), float(norm_1))

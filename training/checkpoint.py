@@ -5,17 +5,17 @@
                                                              `<state>/<parameter>`: exp_avg, exp_avg_sq, step
                                     rank-00001.safetensors   ...
                                     manifest.json            sizes and sha256 of all, the run's facts; written last
-    checkpoints/<key>/step-00000050.partial/                 one in the making (training.saver)
-    checkpoints/<key>/step-00000050.corrupt/                 one whose bytes are not those of its manifest
+    checkpoints/<key>/step-00000050.partial/                 one that is being written (training.saver)
+    checkpoints/<key>/step-00000050.corrupt/                 one whose bytes differ from its manifest
 
 Nothing else is needed, since data order, learning rate and dropout are functions of the step. Nothing is pickled. Another
-number of ranks, or another way of sharing the work among them, reads the same files.
+number of ranks, or another layout of the weights on them, reads the same files.
 
-A checkpoint of which a byte differs from its manifest is never used: it is set aside, the one before it is taken, and a
-note says so. `<key>` is the derivation's, so a folder used by another recipe or other data before does no harm.
+A checkpoint with a byte that differs from its manifest is never used: it is set aside with a note, and the one before it is
+taken. `<key>` is the derivation's, so checkpoints that another recipe or other data left in the folder are not found.
 
-What of a tensor each rank holds, `Held`, is for whoever trains to say. An optimizer's state that has the shape of its
-parameter is held like it; all other state, such as a count of steps, is the same on every rank, and rank 0 writes it.
+`LocalRows`, the rows of a tensor that a rank holds, come from training.parallel. Optimizer state of the shape of its
+parameter has the same rows; all other state, such as a count of steps, is the same on every rank, and rank 0 writes it.
 """
 
 import os
@@ -43,7 +43,7 @@ from training.contract.manifest import (
     verify_files,
 )
 from training.distributed import Group
-from training.pieces import Held, Piece, PieceReader, piece_of
+from training.pieces import LocalRows, Piece, PieceReader, piece_of
 
 _KIND = "checkpoint of pieces"
 _PARTIAL, _CORRUPT = ".partial", ".corrupt"
@@ -57,17 +57,17 @@ class State:
 
     parameters: Mapping[str, Parameter]
     optimizer: torch.optim.Optimizer
-    held: Callable[[str], Held]
+    local_rows: Callable[[str], LocalRows]
 
     def pieces(self, main: bool) -> list[Piece]:
-        """What this rank writes; views of the tensors, which must not change until they are written."""
+        """What this rank writes: views of the tensors, which must not change until they are written."""
         tensors = {f"{_WEIGHTS}/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         tensors |= optimizer_tensors(self.optimizer)
         found = [self._piece(path, tensor, main) for path, tensor in tensors.items()]
         return [piece for piece in found if piece is not None]
 
     def restore(self, reader: PieceReader) -> None:
-        """Take what `reader` has of it. Raises CorruptArtifact where a tensor is missing."""
+        """Read this rank's rows of all of it. Raises CorruptArtifact where a tensor is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._read(reader, f"{_WEIGHTS}/{name}"))
@@ -77,14 +77,14 @@ class State:
     def _piece(self, path: str, tensor: Tensor, main: bool) -> Piece | None:
         name = path.split("/", 1)[1]
         if tensor.shape == self.parameters[name].shape and tensor.ndim:
-            return piece_of(path, tensor, self.held(name))
+            return piece_of(path, tensor, self.local_rows(name))
         return Piece(path, 0, tuple(tensor.shape), tensor) if main else None
 
     def _read(self, reader: PieceReader, path: str) -> Tensor:
         name = path.split("/", 1)[1]
-        held, shape = self.held(name), reader.shapes.get(path, ())
-        if shape and shape == (held.of, *self.parameters[name].shape[1:]):
-            return reader.read(path, held.first, held.rows)
+        local, shape = self.local_rows(name), reader.shapes.get(path, ())
+        if shape and shape == (local.of, *self.parameters[name].shape[1:]):
+            return reader.read(path, local.first, local.rows)
         return reader.read(path)
 
 
@@ -110,7 +110,7 @@ class Checkpoints:
         return folder
 
     def commit(self, step: int, files: dict[str, FileEntry], facts: dict[str, Any]) -> None:
-        """Make the partial checkpoint, which holds `files`, a checkpoint; those that are not kept go. Raises OSError."""
+        """Write the manifest of a partial checkpoint and rename it; remove old ones. Raises OSError."""
         partial, place = self._place(step, _PARTIAL), self._place(step)
         manifest = Manifest(
             kind=_KIND,
@@ -130,7 +130,7 @@ class Checkpoints:
     def resume(self, group: Group, note: Callable[[str], None]) -> Checkpoint | None:
         """The last checkpoint that is whole, the same on every rank; None if there is none.
 
-        What an interrupted save left goes first: nobody may take an old rank's file for a new one. Hashing is shared.
+        Partial ones are removed first, so that no file of an old rank is taken for a new one. The ranks share the hashing.
         """
         if group.is_main:
             for partial in self.folder.glob(f"step-*{_PARTIAL}"):
@@ -147,7 +147,7 @@ class Checkpoints:
         return None
 
     def _last(self, group: Group) -> int | None:
-        """What rank 0 finds, since it alone moves what it refuses."""
+        """The last step as rank 0 sees it, which alone moves corrupt checkpoints."""
         step = int(group.broadcast_(torch.tensor([(self._steps() or [_NONE])[-1]], device=group.device)))
         return None if step == _NONE else step
 

@@ -1,8 +1,8 @@
-"""The processes that do one job together, seen from each of them.
+"""The processes that do one job together, as each of them sees the group.
 
-Under torchrun there are `world` processes, connected by gloo on CPUs and by NCCL on GPUs, one device a local rank.
-Without torchrun there is one process and no connection, and the very same calls: whoever uses a `Group` never asks
-which of the two it is. What is exchanged are tensors; nothing is pickled.
+Under torchrun there are `world` processes, connected by gloo on CPUs and by NCCL on GPUs, one device a local rank. Without
+torchrun there is one process, no connection, and the same calls: code that uses a `Group` need not distinguish the two.
+Only tensors are exchanged; nothing is pickled.
 
 Results are reproducible bit for bit on the same machine type with the same world size: deterministic algorithms only,
 and the number of threads fixed by OMP_NUM_THREADS, since it decides the order of sums.
@@ -24,15 +24,15 @@ from training.contract.recipe import DeviceName
 
 # How long one rank waits for the others: longer than any gap between two ranks' work, far less than gloo's 30 minutes.
 TIMEOUT = timedelta(minutes=5)
-# And at a barrier, before which one rank may have to write and hash all weights alone. One that dies is noticed at once.
-PATIENCE = timedelta(hours=2)
+# At a barrier longer, since one rank may have to write and hash all weights before it. One that dies is noticed at once.
+BARRIER_TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Group:
-    """This process (`rank`) among `world`, on `nodes` machines that have equally many of them, one after the other.
+    """This process (`rank`) among `world`, on `nodes` machines with equally many consecutive ranks each.
 
-    Every method that exchanges is to be called on every rank, in one order.
+    Every method is collective: all ranks call it, in the same order. `patient` is a group for barriers.
     """
 
     rank: int
@@ -46,7 +46,7 @@ class Group:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here, also for one that has long work to do alone."""
+        """Wait until every rank is here; also for one that has long work to do alone."""
         if self.world > 1:
             dist.barrier(self.patient)
 
@@ -57,9 +57,9 @@ class Group:
         return tensor
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
-        """Start to replace `tensor` by its sum over the ranks; it has it once the function that is returned was called."""
+        """Start to replace `tensor` by its sum over the ranks; the function that is returned waits until that is done."""
         if self.world == 1:
-            return _nothing
+            return lambda: None
         work = dist.all_reduce(tensor, async_op=True)
         wait: Callable[[], object] = work.wait
         return wait
@@ -97,10 +97,6 @@ class Group:
         return parts
 
 
-def _nothing() -> None:
-    """There is nothing to wait for."""
-
-
 @contextlib.contextmanager
 def group(device: DeviceName) -> Iterator[Group]:
     """Join the processes that torchrun started, or be the only one; `auto` takes a GPU if there is one.
@@ -121,15 +117,15 @@ def group(device: DeviceName) -> Iterator[Group]:
             timeout=TIMEOUT,
             device_id=own if on_gpu else None,
         )
-        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        patient = dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)
     yield Group(rank, world, own, nodes, patient)
-    # Not after an exception: closing the connection fails the other ranks before this one has said what went wrong.
+    # Not after an exception: closing the connection makes the other ranks fail, maybe before this one has written why.
     if world > 1:
         dist.destroy_process_group()
 
 
 def _store(world: int) -> dist.Store | None:
-    """Where the ranks find each other: the launcher's file; without one, torchrun's TCP store (any address may connect)."""
+    """Where the ranks find each other: the launcher's file, else torchrun's TCP store (to which any address may connect)."""
     file = os.environ.get(RENDEZVOUS)
     return dist.FileStore(file, world) if file else None
 
@@ -151,8 +147,6 @@ def _device(wanted: DeviceName) -> torch.device:
 def _compute_deterministically() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # a search for bugs, at 4% of a step; ours is all written
-    )
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs 4% of a step
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))

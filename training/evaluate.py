@@ -2,8 +2,8 @@
 
 1. The policy scores every held-out pair in the dtype in which the reference did; the reference's values come from the
    table. Loss, rewards and margins come from the function that training uses.
-2. The accuracy has a 95% interval: a few hundred pairs say less than its second digit promises. It is told apart by
-   which response is longer, since length is what preference data teaches first.
+2. The accuracy has a 95% interval, since a few hundred pairs do not support two digits. It is also given by which
+   response is longer, since length is what preference data teaches first.
 3. A few prompts are answered by the policy (after) and by the reference model (before).
 4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people.
 
@@ -25,20 +25,19 @@ from training.contract.errors import DataError
 from training.contract.events import EventWriter
 from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
-from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.store import Made
-from training.data.batches import Pairs
 from training.data.template import TOKENIZER_FOLDER
+from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, decode, spread_prompts, stop_tokens
-from training.held_out import HeldOut, evaluate_pairs
 from training.model.selfcheck import demand_exact
-from training.parallel.choice import lay_out_weights
-from training.parallel.source import Frozen
+from training.parallel.choice import choose_layout
+from training.parallel.models import FrozenModel
 from training.report import Report, Sample, WorstPair, render
-from training.tails import with_tails
+from training.scored_pairs import ScoredPairs, score_pairs
+from training.tails import read_table
 
 _SHOWN_CHARACTERS = 500
 _WORST_PAIRS = 10
@@ -47,22 +46,19 @@ _WORST_PAIRS = 10
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     positions_V = held_out_positions(pairs)
-    reference = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
+    loss = Loss.model_validate(job.settings["loss"])
+    reference = read_table(job, pairs, positions_V, loss, group, events)
     tokenizer = load_tokenizer(str(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER))
     shown = spread_prompts(pairs, positions_V, job.settings["samples"])
     prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
 
-    loss = Loss.model_validate(job.settings["loss"])
-    if loss.needs_token_logprobs:
-        reference = with_tails(reference, pairs, positions_V, job, group, events)
-
-    after_training = Frozen(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
-    before_training = Frozen(job.inputs["reference_model"], reference.dtype)
-    layout = lay_out_weights(after_training, job.compute.parallel, group, events)
+    after_training = FrozenModel(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
+    before_training = FrozenModel(job.inputs["reference_model"], reference.dtype)
+    layout = choose_layout(after_training, job.compute.parallel, group, events)
     policy = layout.place(after_training.load)
     demand_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
-    held_out = evaluate_pairs(policy, pairs, positions_V, reference, loss, group, events)
+    held_out = score_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
     stops = stop_tokens(policy.config, tokenizer, pairs, shown)
     after = answers(policy, prompts, stops, tokenizer, length, group)
@@ -72,14 +68,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if not group.is_main:
         return Made("")
     samples = [
-        Sample(
-            int(pairs.rows[i]),
-            decode(tokenizer, prompts[n]),
-            before[n],
-            after[n],
-            decode(tokenizer, pairs.response_ids(i)),
-        )
-        for n, i in enumerate(shown)
+        Sample(int(pairs.rows[i]), decode(tokenizer, prompt), was, now, decode(tokenizer, pairs.response_ids(i)))
+        for i, prompt, was, now in zip(shown, prompts, before, after, strict=True)
     ]
     return _write(job, held_out, samples, tokenizer)
 
@@ -95,8 +85,8 @@ def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
     return positions_V
 
 
-def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
-    """Put the four files into the staging folder. Whatever depends on the report's looks is not in the fingerprint."""
+def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
+    """Write the four files into the staging folder. The report is not in the fingerprint: its layout may change."""
     metrics, columns = held_out.metrics(), held_out.columns()
     _write_json(job.staging / "metrics.json", metrics)
     _write_json(job.staging / "samples.json", [sample.texts() for sample in samples])
@@ -122,7 +112,7 @@ def _write(job: Job, held_out: HeldOut, samples: list[Sample], tokenizer: PreTra
     return Made(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
 
 
-def _worst_pairs(held_out: HeldOut, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
+def _worst_pairs(held_out: ScoredPairs, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
     """The pairs of greatest loss, worst first: where wrong labels and blind spots show."""
     order = np.argsort(-held_out.outcome.losses_B.numpy(), kind="stable")[:_WORST_PAIRS]
     pairs, worst = held_out.pairs, []

@@ -1,9 +1,9 @@
-"""Samples: what a model answers to a few held-out prompts, greedily, so that people can see what training changed.
+"""Samples: greedy answers of a model to a few held-out prompts, so that people can see what training changed.
 
-The prompts are spread evenly over the distinct held-out ones, and dealt out to the ranks; where these hold parts of the
-weights, every token is an exchange, and all of them answer all prompts together. An answer ends at a token
-that the tokenizer or the model's config call the end, or that the answers in the data end with. Nothing is taken from
-the model's generation settings: temperature and penalties would blur what the weights say, and no fingerprint has them.
+The prompts are spread evenly over the distinct held-out ones, and divided among the ranks; of a sharded model every token is
+a collective pass, so all ranks answer all prompts together. An answer ends at an end token of the tokenizer or of the
+model's config, or at the one that the chosen responses end with. The model's own generation settings are not used:
+temperature and penalties would hide what the weights do, and no fingerprint covers them.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.data.tokenizer import control_ids
 from training.distributed import Group
 from training.model.logprobs import runs_in_lockstep
@@ -48,7 +48,7 @@ def stop_tokens(
 
 
 def _last_control_token(response: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The control token that `response` ends with; templates put blank text behind it. None where it ends with a word."""
+    """The control token that `response` ends with, but for blank text behind it; None where it ends with other text."""
     controls = control_ids(tokenizer)
     for token in reversed(response):
         if token in controls:

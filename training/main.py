@@ -1,8 +1,8 @@
 """The one entry point of every job: `python -m training.main job.json`, alone or on every rank of torchrun.
 
-Each rank joins the group, does the work of the job's kind and leaves; rank 0 empties the staging folder before and
-publishes it after. What goes wrong is written to `error.json` by the first rank that fails, since the others then fail too,
-of a closed connection; the log has everybody's account.
+Each rank joins the group and does the work of the job's kind; rank 0 empties the staging folder before and publishes it
+after. The first rank that fails writes `error.json`, since the others then fail too, of a closed connection; the log has
+the errors of all.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from training.contract.durable import free_bytes, lacks_room, refusal
+from training.contract.durable import free_bytes, lacks_room, write_error
 from training.contract.errors import PedigreeError
 from training.contract.events import EventWriter
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
@@ -25,8 +25,8 @@ from training.distributed import Group, group
 from training.launch.processes import ancestors, die_with_parent
 from training.provenance import provenance
 
-# The module whose `run` does the work of a kind. By name, so that a process imports what its own work needs: a rank that
-# trains is spared 60 MB and half a second of libraries that read data.
+# The module whose `run` does the work of a kind. Imported by name, so that a rank that trains does not load the libraries
+# that read data (60 MB, half a second).
 WORK: dict[JobKind, str] = {
     "preferences": "training.data.preferences",
     "tokenizer": "training.data.template",
@@ -39,7 +39,7 @@ WORK: dict[JobKind, str] = {
     "proof": "training.rescore",
 }
 # Longer than torchrun takes to notice a rank that was killed and to end the others.
-_PRECEDENCE_SECONDS = 3.0
+_TORCHRUN_SECONDS = 3.0
 
 
 def main(path: Path) -> int:
@@ -50,13 +50,13 @@ def main(path: Path) -> int:
         with group(job.compute.device if job.distributed else "cpu") as members:
             make(job, members)
     except Exception as error:
-        _report(job, _in_our_words(job, error))
+        _report(job, _explained(job, error))
         return 1
     return 0
 
 
 def make(job: Job, members: Group) -> None:
-    """The work between an empty staging folder and the published artifact."""
+    """Do the work, from an empty staging folder to the published artifact."""
     events = EventWriter(job.events if members.is_main else None, keep=job.checkpoints.exists())
     if members.is_main:
         shutil.rmtree(job.staging, ignore_errors=True)
@@ -66,8 +66,8 @@ def make(job: Job, members: Group) -> None:
     made: Made = importlib.import_module(WORK[job.kind]).run(job, members, events)
     members.barrier()
     if members.is_main:
-        told = replace(made, details=made.details | {"provenance": about})
-        Store(job.store).publish(job.staging, job.derivation, told)
+        made = replace(made, details=made.details | {"provenance": about})
+        Store(job.store).publish(job.staging, job.derivation, made)
         shutil.rmtree(job.staging, ignore_errors=True)  # still there if the same contents were published before
         shutil.rmtree(job.checkpoints, ignore_errors=True)  # nothing is taken up from them any more
 
@@ -81,30 +81,30 @@ def _bind_to_launcher() -> None:
         sys.exit(f"the supervisor (process {supervisor}) of this job is gone; the job was cancelled")
 
 
-def _in_our_words(job: Job, error: Exception) -> Exception:
-    """A disk that is full, in whatever words a library tells it, as the error that a person can act on."""
-    account = "".join(traceback.format_exception(error))
-    telling = [line for line in account.splitlines() if lacks_room(line)]
+def _explained(job: Job, error: Exception) -> Exception:
+    """The error; where a library met a full disk, however it says so, a StoreError that a person can act on."""
+    text = "".join(traceback.format_exception(error))
+    telling = [line for line in text.splitlines() if lacks_room(line)]
     if isinstance(error, PedigreeError) or not telling:
         return error
     with contextlib.suppress(OSError):
-        sys.stderr.write(account)
-    # In its own words too: it may be a quota, or another place, such as that for temporary files.
-    return refusal(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
+        sys.stderr.write(text)
+    # With the library's own line: it may be a quota, or another place, such as that for temporary files.
+    return write_error(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
 
 
 def _report(job: Job, error: Exception) -> None:
-    """Tell the log, and error.json unless another rank was first."""
+    """Write the error to the log, and to error.json unless another rank was first."""
     expected = isinstance(error, PedigreeError)
-    account = "" if expected else "".join(traceback.format_exception(error))
+    text = "" if expected else "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):  # the log may lie on a disk that is full
-        sys.stderr.write(account or f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(text or f"{type(error).__name__}: {error}\n")
     if isinstance(error, RuntimeError) and "RANK" in os.environ:
-        # This is also what the end of another rank looks like from here. Killed, that one can say nothing: torchrun does,
-        # and ends this rank while it waits.
-        time.sleep(_PRECEDENCE_SECONDS)
+        # It may come from a connection that another rank's end has closed. If that rank was killed, it wrote no error.json,
+        # and neither should this one: torchrun names the killed rank, and ends this one while it waits.
+        time.sleep(_TORCHRUN_SECONDS)
     rank = int(os.environ.get("RANK", 0))
-    Failure(type=type(error).__name__, message=str(error), rank=rank, traceback=account).write_first(job.error)
+    Failure(type=type(error).__name__, message=str(error), rank=rank, traceback=text).write_first(job.error)
 
 
 def _leave(status: int) -> NoReturn:

@@ -1,8 +1,8 @@
-"""Distinct sequences, and scoring those that the memo does not know, each rank its part.
+"""Scoring the sequences that the memo lacks, each distinct one once, every rank a part of them.
 
 Pairs share responses and data sets share pairs, so the work is over distinct sequences, by their keys. The missing ones are
-cut into batches, all responses to a prompt together, and the batches dealt out to the ranks like cards: disjoint parts of
-nearly equal cost. Each rank commits shards of its own every half minute, so a killed pass keeps what it had.
+cut into batches, all responses to a prompt together, and the ranks take turns at the batches: disjoint parts of nearly
+equal cost. Each rank commits shards of its own every half minute, so a killed pass loses no more than that.
 
 Legend: P pairs, S distinct sequences, M missing ones.
 """
@@ -12,46 +12,48 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.memo import Memo
-from training.data.batches import SIDES, Pairs, Side
+from training.data.tokenized import SIDES, Pairs, Side
 from training.distributed import Group
+from training.model.logprobs import LogProbs
 from training.model.prefix import TokenSequence
-from training.model.scoring import Batch, Prompts, Scores, score_in_turns, shared_batches
+from training.model.scoring import Batch, Prompts, score_in_rounds, shared_batches
 
 COMMIT_SECONDS = 30.0
 _COMMIT_TOKENS = 1 << 24  # 64 MiB of log-probs
 
 
 @dataclass(frozen=True)
-class Sequences:
+class DistinctSequences:
     """The distinct sequences of all pairs, in the order of their keys.
 
-    `first_S` and `places_2P` speak of 2P places: the chosen responses of all pairs, then the rejected ones. A sequence
-    can be read from its first place, and a place has the sequence `places_2P` names.
+    The 2P responses have places: the chosen ones of all pairs, then the rejected ones. `first_S` is the first place of each
+    sequence, `sequence_2P` the sequence at each place.
     """
 
     pairs: Pairs
     keys_SK: npt.NDArray[np.uint8]
     lengths_S: npt.NDArray[np.int64]
     first_S: npt.NDArray[np.int64]
-    places_2P: npt.NDArray[np.int64]
+    sequence_2P: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, pairs: Pairs) -> "Sequences":
+    def of(cls, pairs: Pairs) -> "DistinctSequences":
         keys_2PK = np.concatenate([pairs.keys(side) for side in SIDES])
-        keys_SK, first_S, places_2P = np.unique(keys_2PK, axis=0, return_index=True, return_inverse=True)
+        keys_SK, first_S, sequence_2P = np.unique(keys_2PK, axis=0, return_index=True, return_inverse=True)
         lengths_2P = np.concatenate([pairs.lengths(side) for side in SIDES])
-        return cls(pairs, keys_SK, lengths_2P[first_S], first_S, places_2P.reshape(-1))
+        return cls(pairs, keys_SK, lengths_2P[first_S], first_S, sequence_2P.reshape(-1))
 
     def __len__(self) -> int:
         return len(self.keys_SK)
 
     def where(self, sequence: int) -> tuple[int, Side]:
-        """A pair and a side that have this sequence."""
+        """The first pair that has this sequence, and on which side."""
         side, pair = divmod(int(self.first_S[sequence]), len(self.pairs))
         return pair, SIDES[side]
 
@@ -59,7 +61,7 @@ class Sequences:
         return self.pairs.sequence(*self.where(sequence))
 
     def prompts(self) -> Prompts:
-        """What each sequence answers: the prompt of the first pair that has it."""
+        """The prompt of each sequence, from the first pair that has it."""
         pairs_S = self.first_S % len(self.pairs)
         return Prompts(self.pairs.prompt_numbers(pairs_S), self.pairs.prompt_lengths[pairs_S].astype(np.int64))
 
@@ -70,16 +72,16 @@ class Sequences:
 
 @dataclass
 class _Shards:
-    """Scores on their way into the memo: kept until there is enough of them, or enough time has gone by."""
+    """Collects scores, and adds them to the memo as a shard once there are many, or some time has passed."""
 
     memo: Memo
     commit_seconds: float
     _keys: list[npt.NDArray[np.uint8]] = field(default_factory=list)
-    _scores: list[Scores] = field(default_factory=list)
+    _scores: list[LogProbs] = field(default_factory=list)
     _tokens: int = 0
     _committed: float = field(default_factory=time.monotonic)
 
-    def add(self, keys: npt.NDArray[np.uint8], scores: Scores) -> None:
+    def add(self, keys: npt.NDArray[np.uint8], scores: LogProbs) -> None:
         self._keys.append(keys)
         self._scores.append(scores)
         self._tokens += len(scores.tokens_N)
@@ -88,14 +90,15 @@ class _Shards:
 
     def commit(self) -> None:
         if self._keys:
-            counts = np.concatenate([s.counts_S for s in self._scores])
-            self.memo.add(np.concatenate(self._keys), counts, np.concatenate([s.tokens_N for s in self._scores]))
+            counts_S = torch.cat([scores.counts_S for scores in self._scores]).numpy().astype(np.int32)
+            tokens_N = torch.cat([scores.tokens_N for scores in self._scores]).numpy()
+            self.memo.add(np.concatenate(self._keys), counts_S, tokens_N)
         self._keys, self._scores, self._tokens, self._committed = [], [], 0, time.monotonic()
 
 
 def score_missing(
     model: PreTrainedModel,
-    sequences: Sequences,
+    sequences: DistinctSequences,
     missing_M: npt.NDArray[np.int64],
     memo: Memo,
     group: Group,
@@ -107,20 +110,20 @@ def score_missing(
     batches = [Batch(missing_M[batch.positions], batch.sizes) for batch in found]
     progress = Progress(events, int(sequences.lengths_S[missing_M].sum()), "tokens")
     shards = _Shards(memo, commit_seconds)
-    for scored in score_in_turns(model, batches, sequences.read, group):
+    for scored in score_in_rounds(model, batches, sequences.read, group):
         if scored.own is not None:
             batch, scores = scored.own
             _refuse_nonfinite(scores, batch.positions, sequences)
             shards.add(sequences.keys_SK[batch.positions], scores)
-        progress.advance(int(sequences.lengths_S[scored.everyones].sum()))
+        progress.advance(int(sequences.lengths_S[scored.all_positions].sum()))
     shards.commit()
     group.barrier()
 
 
-def _refuse_nonfinite(scores: Scores, batch: npt.NDArray[np.int64], sequences: Sequences) -> None:
-    bad_N = ~np.isfinite(scores.tokens_N)
+def _refuse_nonfinite(scores: LogProbs, batch: npt.NDArray[np.int64], sequences: DistinctSequences) -> None:
+    bad_N = ~np.isfinite(scores.tokens_N.numpy())
     if bad_N.any():
-        sequence = int(np.repeat(batch, scores.counts_S)[bad_N][0])
+        sequence = int(np.repeat(batch, scores.counts_S.numpy())[bad_N][0])
         raise TrainingError(
             f"the reference model gives {int(bad_N.sum())} tokens of {len(bad_N)} a log-prob that is not finite, first "
             f"in {sequences.name(sequence)}; its weights are broken or `reference.dtype` is too narrow: try float32"

@@ -1,4 +1,4 @@
-"""The `merge` job: a policy that is an adapter becomes one plain model, for those who need not know of adapters."""
+"""The `merge` job: a policy that is an adapter becomes one plain model, which loads without peft and its base."""
 
 from training.contract.events import EventWriter
 from training.contract.job import Job

@@ -4,17 +4,17 @@ AdamW decays weight matrices and embeddings only: norms and biases, vectors of s
 kernel is torch's fused one, which exists for CPUs and for CUDA.
 
 Muon (Jordan 2024) is for the matrices between embeddings and head: it replaces the momentum of a matrix by the nearest
-orthogonal one, found by Newton-Schulz iterations in bfloat16, so that every direction moves as much. Vectors have no
-such form, and the rows of an embedding or of a head are one a token, each a vector: these are left to AdamW, as the
-author advises. Which is which is a matter of the model's modules, not of names (`hidden_matrices`).
+orthogonal one, found by Newton-Schulz iterations in bfloat16, so that all directions move equally far. Vectors, and
+embeddings and heads, which are a vector for each token, are left to AdamW, as the author advises. The model's modules say
+which is which, not the names (`hidden_matrices`).
 
 The learning rate of step n (1, 2, ... N) is a pure function of n, so that resuming needs no scheduler state:
 
     n <= W       n / (W + 1)                              warm-up, W = ceil(warmup_ratio * N) steps
     n > W        1, or falling with p = (n-1-W) / (N-W)   constant; linear 1-p; cosine (1 + cos(pi p)) / 2
 
-so no step is wasted: the first has a learning rate above zero, W+1 is the first with the full one, and the last is
-above zero too. After the warm-up it is what transformers' `get_scheduler` gives.
+so no step is wasted: the learning rate of the first and of the last step is above zero; step W+1 is the first with the full
+one. After the warm-up it is what transformers' `get_scheduler` gives.
 """
 
 import math
@@ -30,14 +30,14 @@ from transformers import PreTrainedModel
 from training.contract.errors import TrainingError
 from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
 
-# ratio * steps is a product of floats: 0.07 * 100 is 7.000000000000001 and means 7.
+# In floats 0.07 * 100 is 7.000000000000001, and 7 is meant.
 _ROUNDING = 1e-9
 
 
 class Optimizers:
     """Optimizers over disjoint named parameters, stepped as one.
 
-    Its state is laid out as that of one torch optimizer over all the groups, so whoever saves one can save this.
+    `state_dict` has the form that one torch optimizer over all the groups would give, so it is saved in the same way.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -91,11 +91,11 @@ def build_optimizer(
 
 
 def hidden_matrices(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """The shapes, by name, of the matrices between embeddings and head: what has two dimensions and belongs to neither.
+    """The shapes, by name, of the matrices between embeddings and head.
 
     Embeddings are those of the model's input, tied to the head or not, and every other `torch.nn.Embedding` (of
-    positions, for example). A mixture of experts keeps an expert a matrix in tensors of three dimensions, which are no
-    matrices, and biases of experts in tensors of two, which are vectors.
+    positions, for example). A mixture of experts stacks its matrices in tensors of three dimensions, which Muon does not take,
+    and its biases in tensors of two, which are vectors.
     """
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]

@@ -1,10 +1,10 @@
-"""Pieces: a set of large tensors in files of several ranks, each with some rows of some of them.
+"""Pieces: large tensors that several ranks write together, each some rows of them into a file of its own.
 
-A rank that holds all rows writes an equal part of them, as does every other rank that holds the same; a rank that holds a
-shard writes that. Reading does not ask who wrote what: whoever needs some rows takes them from whatever pieces overlap
-them. So what one number of ranks wrote in one way of sharing, another reads in another.
+Ranks that hold copies of the same rows write an equal part each; a rank that holds a shard writes the shard. A reader asks
+for rows and gets them from whichever pieces overlap them. So files can be read by another number of ranks, and with
+another layout of the weights, than they were written.
 
-A file is plain safetensors. A piece's name there is `<tensor>@<first row>`; the header's metadata says, as JSON under
+A file is plain safetensors. A piece's name there is `<tensor>@<first row>`; the header's metadata has, as JSON under
 `pieces`, the shape of each whole tensor. A tensor without dimensions is one piece, `<tensor>@0`.
 """
 
@@ -26,8 +26,8 @@ _METADATA = "pieces"
 
 
 @dataclass(frozen=True)
-class Held:
-    """Rows `first` to `first + rows` of a tensor that has `of`; `copies` ranks hold the same, this one is number `copy`."""
+class LocalRows:
+    """Rows `first` to `first + rows` of a tensor of `of` rows; `copies` ranks hold the same, this one is number `copy`."""
 
     first: int
     rows: int
@@ -36,13 +36,13 @@ class Held:
     copies: int
 
     def own(self) -> tuple[int, int]:
-        """Where this rank's share of the rows begins and ends, counted from `first`: what it writes."""
+        """The part of these rows that this rank writes: from and to, counted from `first`."""
         return self.rows * self.copy // self.copies, self.rows * (self.copy + 1) // self.copies
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of the tensor `name` of `shape`, the first of them number `first`."""
+    """Rows of the tensor `name`, from number `first` on; `shape` is that of the whole tensor."""
 
     name: str
     first: int
@@ -50,24 +50,24 @@ class Piece:
     rows: Tensor
 
 
-def piece_of(name: str, tensor: Tensor, held: Held) -> Piece:
+def piece_of(name: str, tensor: Tensor, local: LocalRows) -> Piece:
     """What this rank writes of a tensor of which it holds the rows `tensor`."""
-    assert len(tensor) == held.rows, f"{name}: {len(tensor)} rows, {held.rows} expected"
-    begin, end = held.own()
-    return Piece(name, held.first + begin, (held.of, *tensor.shape[1:]), tensor.detach()[begin:end])
+    assert len(tensor) == local.rows, f"{name}: {len(tensor)} rows, {local.rows} expected"
+    begin, end = local.own()
+    return Piece(name, local.first + begin, (local.of, *tensor.shape[1:]), tensor.detach()[begin:end])
 
 
 def write_pieces(pieces: Iterable[Piece], file: Path) -> None:
     """Raises OSError or SafetensorError where the disk does not take it."""
-    there = [piece for piece in pieces if piece.rows.numel()]
-    shapes = {piece.name: piece.shape for piece in there}
-    tensors = {f"{piece.name}@{piece.first}": piece.rows.contiguous() for piece in there}
+    filled = [piece for piece in pieces if piece.rows.numel()]
+    shapes = {piece.name: piece.shape for piece in filled}
+    tensors = {f"{piece.name}@{piece.first}": piece.rows.contiguous() for piece in filled}
     save_file(tensors, file, metadata={_METADATA: json.dumps(shapes)})
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A piece in a file that is open, and which rows it has."""
+class _OpenPiece:
+    """A piece in an open file: which rows of its tensor it has."""
 
     file: Any
     key: str
@@ -75,18 +75,18 @@ class _Part:
     rows: int
 
     def cut(self, first: int, end: int) -> Tensor:
-        """Those of the rows `first` to `end` that are here."""
+        """Those of the tensor's rows `first` to `end` that this piece has."""
         begin, stop = max(first - self.first, 0), min(end - self.first, self.rows)
         rows: Tensor = self.file.get_slice(self.key)[begin : max(begin, stop)]
         return rows
 
 
 class PieceReader:
-    """Reads rows of the tensors that `files` hold together; `shapes` are those of the whole tensors."""
+    """Reads rows of the tensors whose pieces are in `files`; `shapes` are those of the whole tensors."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         """Raises CorruptArtifact for a file that holds no pieces."""
-        self._parts: dict[str, list[_Part]] = defaultdict(list)
+        self._pieces: dict[str, list[_OpenPiece]] = defaultdict(list)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
@@ -98,12 +98,12 @@ class PieceReader:
         """Rows `first` to `first + rows` of a tensor, by default all. Raises CorruptArtifact where one is missing."""
         if name not in self.shapes:
             raise CorruptArtifact(f"no file holds a piece of {name}, but of {', '.join(sorted(self.shapes)[:5])} ...")
-        shape, parts = self.shapes[name], self._parts[name]
+        shape, pieces = self.shapes[name], self._pieces[name]
         if not shape:
-            scalar: Tensor = parts[0].file.get_tensor(parts[0].key)
+            scalar: Tensor = pieces[0].file.get_tensor(pieces[0].key)
             return scalar
         end = shape[0] if rows is None else first + rows
-        found = [part.cut(first, end) for part in sorted(parts, key=lambda part: part.first)]
+        found = [piece.cut(first, end) for piece in sorted(pieces, key=lambda piece: piece.first)]
         whole = torch.cat([rows for rows in found if len(rows)] or found[:1])
         if len(whole) != end - first:
             raise CorruptArtifact(f"of the rows {first} to {end} of {name} the files hold {len(whole)}")
@@ -116,4 +116,4 @@ class PieceReader:
         for key in opened.keys():  # noqa: SIM118  # not a dict
             name, _, first = key.rpartition("@")
             rows = opened.get_slice(key).get_shape()[0] if shapes[name] else 1
-            self._parts[name].append(_Part(opened, key, int(first), rows))
+            self._pieces[name].append(_OpenPiece(opened, key, int(first), rows))

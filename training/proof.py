@@ -1,19 +1,18 @@
 """The proof of step 0: before training the policy is the reference, so every margin is zero and the loss is known.
 
-Expected is the loss of a policy that has the table's log-probs. For a loss of log-ratios that is a constant of the loss, ln 2
-for the sigmoid; for one that knows no reference (SimPO, the SFT term) it is what the table says, so the proof is as strong.
-Whatever breaks this (a stale table, another mask or template, other weights, a wrong precision) would otherwise train
-quietly towards nonsense. The mean alone is no proof, since errors of opposite sign cancel in it to first order; so each
-response is held against its reference too.
+Expected is the loss of a policy that has the table's log-probs. For a loss of log-ratios that is a constant, ln 2 for the
+sigmoid loss; for one without a reference (SimPO, the SFT term) it follows from the table. Whatever breaks this (a stale
+table, another mask or template, other weights, a wrong precision) would otherwise train towards nonsense without an
+error. The mean alone does not suffice, since errors of opposite sign cancel in it; so each response is compared too.
 
 Both log-probs are sums over n response tokens of values with independent rounding errors, so they may differ by
-`tolerance * sqrt(n)` nats: 0.001 in float32, 0.05 where policy or reference run in bfloat16. What that allows the loss to be
-off is computed with the loss itself: all log-probs are moved to the corners of what they may be (chosen and rejected up
-or down), and each pair may change by twice its largest change. Losses are monotone or convex in each log-prob, or smooth
-over so small a box, so the corners bound what lies between them; the factor covers the last case.
+`tolerance * sqrt(n)` nats: 0.001 in float32, 0.05 where policy or reference run in bfloat16. The loss itself tells how far
+off it may be: all log-probs are moved to the corners of what is allowed (chosen and rejected up or down), and each pair
+may change by twice its largest change there. Losses are monotone or convex in each log-prob, or smooth over so small a
+box: so the corners bound what lies between them, and the factor of two covers the last case.
 
-Three sets of pairs are held against their reference: the first batch, pairs spread over the rest of the train split, and
-the held-out ones. So every part of the table that is used is looked at, whatever the order of the data.
+Three sets of pairs are compared: the first batch, pairs spread over the rest of the train split, and held-out ones. So
+errors in any part of the table are likely to be met, whatever the order of the data.
 """
 
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from training.contract.errors import TrainingError
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.recipe import Training
-from training.held_out import HeldOut
 from training.losses.preference import preference_loss
+from training.scored_pairs import ScoredPairs
 
 TOLERANCE_NATS = {"float32": 0.001, "bfloat16": 0.05}
 _SHOWN = 5
@@ -47,7 +46,7 @@ class Deviations:
 
     @property
     def excess_I(self) -> Floats:
-        """The worse side of each pair, in units of what is allowed; NaN counts as infinitely bad."""
+        """Of the worse side of each pair, in units of what is allowed; NaN counts as infinite."""
         excess_I2 = np.abs(self.policy_I2 - self.reference_I2) / self.allowed_I2
         worse_I: Floats = np.nan_to_num(excess_I2, nan=np.inf).max(axis=1)
         return worse_I
@@ -55,15 +54,15 @@ class Deviations:
 
 @dataclass(frozen=True)
 class Proof:
-    """The mean loss before training, what it is if policy and reference agree, and by how much it may be off."""
+    """The mean loss before training, what it should be, and by how much it may be off."""
 
     loss: float
     expected: float
     allowed: float
 
 
-def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Training, where: str) -> Proof:
-    """Of pairs scored before training. Raises TrainingError that shows the worst rows if the loss or one of them is off."""
+def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, settings: Training, where: str) -> Proof:
+    """Check pairs scored before training. Raises TrainingError, with the worst rows, if the loss or a response is off."""
     found = deviations(scored, reference, TOLERANCE_NATS[_coarser(settings.precision, reference.dtype)])
     proof = _loss_at_reference(scored, settings.loss, torch.from_numpy(found.allowed_I2))
     wrong = int((found.excess_I > 1).sum())
@@ -78,8 +77,8 @@ def prove_zero_margin(scored: HeldOut, reference: LogProbTable, settings: Traini
     )
 
 
-def _loss_at_reference(scored: HeldOut, settings: Loss, allowed_I2: Tensor) -> Proof:
-    """What was found, what the table says, and what its log-probs say when moved as far as rounding may have moved them."""
+def _loss_at_reference(scored: ScoredPairs, settings: Loss, allowed_I2: Tensor) -> Proof:
+    """The loss found, the loss at the table's log-probs, and how far that moves when those move as rounding may move them."""
     logprobs = scored.logprobs
 
     def losses_I(policy_I2: Tensor) -> Tensor:
@@ -92,14 +91,14 @@ def _loss_at_reference(scored: HeldOut, settings: Loss, allowed_I2: Tensor) -> P
     return Proof(float(scored.outcome.losses_B.mean()), float(expected_I.mean()), _SLACK * float(changes_I.mean()))
 
 
-def spread(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
     """At most `count` of the positions, evenly spaced, the first and the last among them."""
     at = np.linspace(0, len(positions) - 1, min(count, len(positions))).round().astype(np.int64)
     return positions[at]
 
 
-def deviations(scored: HeldOut, reference: LogProbTable, nats: float) -> Deviations:
-    """Scores made now beside the reference's in the table, each with `nats` times the root of its token count as leeway."""
+def deviations(scored: ScoredPairs, reference: LogProbTable, nats: float) -> Deviations:
+    """Scores made now beside those in the table; each may differ by `nats` times the root of its token count."""
     at, logprobs = scored.positions_V, scored.logprobs
     leeway_I2 = nats * np.sqrt(np.maximum(reference.tokens_P2[at], 1))
     return Deviations(logprobs.policy_B2.numpy(), logprobs.reference_B2.numpy(), leeway_I2)

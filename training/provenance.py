@@ -1,9 +1,9 @@
-"""What a job ran on, told in the details of what it made: so that a number can be questioned long after.
+"""What a job ran on, recorded in the details of its artifact, so that a number can be checked long after.
 
-A manifest says what an artifact was made from, `recipe.json` with which settings. What they do not tell is here: the source
-of this package, which a version number does not pin while it is worked on; the libraries; and what decides the order of
-sums, and with it the last bits: machine, threads, number of processes. An artifact is what it is wherever it was made,
-so nothing of this is in a fingerprint. Seconds and memory are told by the run itself (trainer.py).
+A manifest says what an artifact was made from, `recipe.json` with which settings. Here is the rest: the digest of this
+package's source, the libraries, and what decides the order of sums and with it the last bits: machine, threads, number of
+processes. An artifact's identity does not depend on where it was made, so none of this is in a fingerprint. Seconds and
+memory are recorded by the run itself (trainer.py).
 """
 
 import platform
@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 
-from training.contract.source import source_digest
-from training.contract.store import library_versions
+from training.contract.software import library_versions, source_digest
 from training.distributed import Group
 
 _CPUINFO = Path("/proc/cpuinfo")
 
 
 def provenance(group: Group) -> dict[str, Any]:
-    """The account, of the rank that asks; to be asked for before the work, while the source is what was imported."""
+    """The record for this rank; taken before the work, while the source on the disk is still what was imported."""
     return {
         "source": source_digest(),
         "libraries": library_versions(),

@@ -1,12 +1,10 @@
-"""The `reference` job: what the frozen model says of every response, each distinct sequence scored once, ever.
+"""The `reference` job: log-probs of every response under the frozen model, each distinct sequence scored once, ever.
 
 1. The work is over the distinct sequences of all pairs, by their keys.
 2. Rank 0 looks them up in the memo and tells the other ranks which ones are missing.
 3. The ranks score the missing ones into the memo (training/memoized.py).
-4. When all are done, rank 0 reads everything back from the memo, checks that each response of each pair has exactly one
-   finite value over exactly its trained tokens, and writes the table.
-
-Values always come back through the store, also those made a moment ago: there is one path from a score to a table.
+4. Rank 0 reads all of them from the memo, checks that each response of each pair has one finite value over exactly its
+   trained tokens, and writes the table. New scores take the same path as old ones.
 
 Legend: P pairs, S distinct sequences, M missing ones.
 """
@@ -24,29 +22,27 @@ from training.contract.fingerprint import fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Hits, Memo, scoring_rule
-from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Made, Store
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.distributed import Group
-from training.memoized import Sequences, score_missing
+from training.memoized import DistinctSequences, score_missing
 from training.model.selfcheck import demand_exact
-from training.parallel.choice import lay_out_weights
-from training.parallel.source import Frozen
+from training.parallel.choice import load_frozen
+from training.parallel.models import FrozenModel
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     started = time.monotonic()
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
-    sequences = Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
-    memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype, SCORING_VERSION), events.note)
+    sequences = DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note)
     events.phase("look up reference log-probs")
     missing_M = _missing(memo, sequences, group)
     known = len(sequences) - len(missing_M)
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
     if len(missing_M):
         events.phase("score sequences with the reference model")
-        frozen = Frozen(reference, dtype)
-        model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
+        model = load_frozen(FrozenModel(reference, dtype), job.compute.parallel, group, events)
         demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:
@@ -57,20 +53,20 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     return Made(_identity(table, reference.fingerprint), details)
 
 
-def _details(sequences: Sequences, scored: int, table: LogProbTable) -> dict[str, Any]:
+def _details(sequences: DistinctSequences, scored: int, table: LogProbTable) -> dict[str, Any]:
     return {
         "sequences": len(sequences),
         "hits": len(sequences) - scored,
         "scored": scored,
         "pairs": len(table),
-        "finite": int((np.isfinite(table.chosen_logprobs) & np.isfinite(table.rejected_logprobs)).sum()),
-        "tokens": int(table.chosen_tokens.sum() + table.rejected_tokens.sum()),
+        "finite": int(np.isfinite(table.logprobs_P2).all(axis=1).sum()),
+        "tokens": int(table.tokens_P2.sum()),
         "rule": table.rule,
     }
 
 
-def _missing(memo: Memo, sequences: Sequences, group: Group) -> npt.NDArray[np.int64]:
-    """The sequences to score, the same on every rank: rank 0 alone reads (and, where broken, moves) the shards."""
+def _missing(memo: Memo, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:
+    """The sequences to score, the same on every rank: rank 0 alone reads the shards (and sets broken ones aside)."""
     known_S = torch.zeros(len(sequences), dtype=torch.uint8)
     if group.is_main:
         known_S = torch.from_numpy(memo.lookup(sequences.keys_SK).found_Q.astype(np.uint8))
@@ -78,23 +74,16 @@ def _missing(memo: Memo, sequences: Sequences, group: Group) -> npt.NDArray[np.i
     return np.flatnonzero(group.broadcast_(known_S.to(group.device)).cpu().numpy() == 0)
 
 
-def build_table(sequences: Sequences, memo: Memo, dtype: str) -> LogProbTable:
+def build_table(sequences: DistinctSequences, memo: Memo, dtype: str) -> LogProbTable:
     """The table, from the memo. Raises TrainingError unless every response of every pair is covered exactly."""
     hits = memo.lookup(sequences.keys_SK)
     _demand_coverage(sequences, hits)
-    chosen_P, rejected_P = np.split(sequences.places_2P, 2)
-    return LogProbTable(
-        chosen_logprobs=hits.sums_Q[chosen_P],
-        chosen_tokens=hits.counts_Q[chosen_P],
-        rejected_logprobs=hits.sums_Q[rejected_P],
-        rejected_tokens=hits.counts_Q[rejected_P],
-        rule=memo.rule,
-        dtype=dtype,
-    )
+    sequence_P2 = np.stack(np.split(sequences.sequence_2P, 2), axis=1)
+    return LogProbTable(hits.sums_Q[sequence_P2], hits.counts_Q[sequence_P2], memo.rule, dtype)
 
 
-def _demand_coverage(sequences: Sequences, hits: Hits) -> None:
-    """Every sequence has one value, which is finite as all that the memo keeps, over as many tokens as its mask trains."""
+def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
+    """Raise TrainingError unless every sequence has a value over as many tokens as its mask trains."""
     if len(missing := np.flatnonzero(~hits.found_Q)):
         raise TrainingError(
             f"{len(missing)} of {len(sequences)} sequences have no reference log-prob after scoring, first "
@@ -112,6 +101,5 @@ def _demand_coverage(sequences: Sequences, hits: Hits) -> None:
 
 def _identity(table: LogProbTable, weights: str) -> str:
     """The rule names the weights as well; they stay here too, since every table that was ever made is known by this."""
-    columns = (table.chosen_logprobs, table.chosen_tokens, table.rejected_logprobs, table.rejected_tokens)
-    values = (column.tobytes() for column in columns)
+    values = (column.tobytes() for column in table.columns().values())
     return fingerprint_of_stream("reference_logprobs", [weights.encode(), table.rule.encode(), *values])

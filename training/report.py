@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from training.held_out import Accuracy
+from training.scored_pairs import Accuracy
 
 _BINS = 40
 _PLOT_WIDTH, _PLOT_HEIGHT = 720, 180

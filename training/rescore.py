@@ -1,8 +1,8 @@
-"""The `proof` job: a few pairs scored again, live, beside what the table of reference log-probs says of them.
+"""The `proof` job: a few pairs scored again, beside their log-probs in the table.
 
-`pedigree verify` asks for it with the reference model, and then both must agree but for rounding (training.proof says by
-how much). With a policy among the inputs its log-probs are given instead: that is how `pedigree inspect` shows a pair that
-was trained on. It is the same function that made the table which scores here; only who shares a batch with whom differs.
+`pedigree verify` runs it with the reference model; both must then agree but for rounding (training.proof says by how much).
+With a policy among the inputs it gives that policy's log-probs instead, for `pedigree inspect`. Pairs are scored by the code
+that made the table; only the batches are others.
 
 `rescored.json` holds a row a pair:  {"row", "chosen": {"stored", "live", "allowed"}, "rejected": {...}}, in nats.
 """
@@ -20,13 +20,13 @@ from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.store import Made
-from training.data.batches import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
-from training.held_out import evaluate_pairs
 from training.model.selfcheck import demand_exact
-from training.parallel.choice import lay_out_weights
-from training.parallel.source import Frozen
-from training.proof import TOLERANCE_NATS, deviations, spread
+from training.parallel.choice import load_frozen
+from training.parallel.models import FrozenModel
+from training.proof import TOLERANCE_NATS, deviations, evenly_spaced
+from training.scored_pairs import score_pairs
 
 RESULT_FILE = "rescored.json"
 
@@ -37,11 +37,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
     positions = _positions(pairs, job.settings["rows"])
     scorer = job.inputs.get("policy") or job.inputs["reference_model"]
-    frozen = Frozen(scorer, table.dtype, job.inputs.get("reference_model"))
-    model = lay_out_weights(frozen, job.compute.parallel, group, events).place(frozen.load)
+    frozen = FrozenModel(scorer, table.dtype, job.inputs.get("reference_model"))
+    model = load_frozen(frozen, job.compute.parallel, group, events)
     demand_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
-    scored = evaluate_pairs(model, pairs, positions, table, Loss(), group, events)
+    scored = score_pairs(model, pairs, positions, table, Loss(), group, events)
     found = deviations(scored, table, TOLERANCE_NATS[table.dtype])
     rows = [
         {
@@ -64,7 +64,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 def _positions(pairs: Pairs, wanted: Any) -> npt.NDArray[np.int64]:
     if isinstance(wanted, int):
-        return spread(np.arange(len(pairs)), wanted)
+        return evenly_spaced(np.arange(len(pairs)), wanted)
     positions = np.flatnonzero(np.isin(pairs.rows, wanted))
     if len(positions) != len(wanted):
         raise UsageError(f"of the rows {wanted} only {pairs.rows[positions].tolist()} are among the tokenized pairs")

@@ -1,12 +1,12 @@
 """Saving a checkpoint while the training goes on, one at a time.
 
-    every rank, at the end of a step     its pieces into a file of the page cache: the snapshot. From a GPU: to the host.
-    every rank, in a thread              the file on the disk and hashed; then `rank-00000.json`, its size and sha256
-    rank 0, in its thread                waits for that of every rank, writes the manifest and renames the folder
+    every rank, at the end of a step     snapshot: write its pieces to a file (in the page cache); from a GPU, copy to the host
+    every rank, in a thread              fsync and hash the file; then write its seal `rank-00000.json`: size and sha256
+    rank 0, in its thread                wait for the seals of all ranks, write the manifest, rename the folder
 
-There is no exchange among ranks in a thread. That a rank still saves, or failed to, it tells the others in the agreement of
-each step (training.agreement), and all act on it together: a save that is due waits for the one before, without anybody
-waiting; and after a failure of any rank every rank stops, with that rank's account.
+Threads do not communicate with other ranks. Whether a rank is still saving, or has failed to, is among the flags that the ranks
+exchange in each step (training.agreement), so all act together: while one is still saving, a save that is due is put off,
+and nobody waits; after a failure of any rank all stop, with that rank's message.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ class Saver:
         return bool(self._failure)
 
     def start(self, step: int, state: State, facts: dict[str, Any]) -> None:
-        """Begin to save; once this returns, `state` and `facts` may change. A failure shows in `failed`."""
+        """Begin to save; once this returns, `state` and `facts` may change. A failure is kept for `demand_saved`."""
         assert not self.busy, f"step {step}: the save before is still under way"
         pieces = state.pieces(self._group.is_main)
         if self._group.device.type == "cpu":
@@ -59,7 +59,7 @@ class Saver:
         else:
             pieces = [Piece(piece.name, piece.first, piece.shape, piece.rows.cpu()) for piece in pieces]
         self._sealed.clear()
-        # Not waited for at the end of a process that fails: rank 0 may be waiting for a rank that is gone.
+        # A daemon, so that a process that fails does not wait for it: rank 0's may be waiting for a rank that is gone.
         self._thread = threading.Thread(target=self._run, args=(step, pieces, copy.deepcopy(facts)), daemon=True)
         self._thread.start()
 
@@ -75,8 +75,8 @@ class Saver:
 
     def demand_saved(self) -> None:
         """Raise StoreError on every rank if the last save failed on one; every rank calls it."""
-        if accounts := list(filter(None, self._group.gather_texts(self._failure))):
-            raise StoreError("; ".join(accounts))
+        if failures := list(filter(None, self._group.gather_texts(self._failure))):
+            raise StoreError("; ".join(failures))
 
     def _run(self, step: int, pieces: list[Piece], facts: dict[str, Any]) -> None:
         with self._noted(step):
@@ -106,7 +106,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _noted(self, step: int) -> Iterator[None]:
-        """Keep the account of a failure, whatever it is, until the ranks agree on what to do: a thread tells nobody else."""
+        """Keep the message of a failure, whatever it is, until `demand_saved` raises it on all ranks."""
         try:
             yield
         except Exception as error:
@@ -119,14 +119,14 @@ class Saver:
 
 
 def _seal(file: Path) -> None:
-    """Have `file` on the disk, and say beside it what it is."""
+    """Bring `file` to the disk and write its size and sha256 beside it."""
     with open(file, "rb") as opened:
         os.fsync(opened.fileno())
     sync_folder(file.parent)
     entry = FileEntry(bytes=file.stat().st_size, sha256=hash_files([file])[0])
     unsealed = file.with_suffix(".unsealed")
     unsealed.write_text(entry.model_dump_json(), encoding="utf-8")
-    # The last touch: as soon as rank 0 sees the seal it may rename the folder. The manifest it writes is what must last.
+    # Last, since rank 0 may rename the folder once it sees the seal; not fsynced, since the manifest replaces it.
     os.replace(unsealed, file.with_suffix(".json"))
 
 

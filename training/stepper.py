@@ -1,19 +1,17 @@
-"""One optimizer step, the same for every objective: accumulate, agree, reduce, clip, step.
+"""One optimizer step, the same for every objective. `Stepper.step` is the algorithm, top to bottom.
 
-Legend: I items of a batch, M quantities that the objective tells of each item; the first of them is the loss.
+Legend: I items of a batch, M values that the objective reports of each item; the first of them is the loss.
 
-0. The objective is told the batch, and of a loss that couples pairs it asks the policy first, without gradients.
-1. Each rank runs its micro-batches forward and backward on (sum of its items' losses) / (count of the global batch), so
-   gradients add up to the gradient of the global mean however the batch is cut and spread.
+1. Each rank runs its micro-batches forward and backward. What is differentiated is the sum of the items' losses, divided by
+   the count of the *global* batch: so gradients add up to that of the global mean however a batch is cut and spread.
 2. The gradient is summed over the ranks, most of it while the last backward pass still runs (training.parallel).
-3. One small all-reduce: the sums of the M quantities, and of each rank whether it met a value that is not finite before
-   gradients were summed. So every rank knows what the others know, and all stop together, before the step.
+3. One small all-reduce gives every rank the sums of the M values, and tells which ranks met a value that is not finite, seen
+   before gradients were summed. All ranks then stop together, before the step (training.agreement).
 4. Clip, set the learning rate, step.
 
-On a GPU the processor waits in 3 and nowhere else: what goes there is laid out ahead, and nothing asks it for a number or
-for a size.
-
-A rank without an item skips 1, unless the weights are spread over the ranks, and takes part in the rest.
+On a GPU the processor waits for the device in 3 and nowhere else: micro-batches are collated ahead, and nothing before asks
+for a number or for a size. A rank that has no items runs none of 1 (one of the others' for company, where every pass is an
+exchange because weights are sharded) and takes part in the rest.
 """
 
 import math
@@ -21,56 +19,28 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from training.agreement import Agreed, Flags, agree
 from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
-from training.data.ahead import ahead
 from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
-from training.distributed import Group
+from training.model.logprobs import runs_in_lockstep
+from training.model.transfer import ahead
+from training.objective import Objective
 from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
 from training.parallel.masters import Masters
 
 _SHOWN = 8
-Ready = TypeVar("Ready")
-
-
-class Objective(Protocol[Ready]):
-    """What a run minimizes: the sum of the first quantity over a batch's items, divided by the batch's `count`."""
-
-    names: tuple[str, ...]
-
-    def count(self, items: Positions) -> int:
-        """What the sums over these items are divided by."""
-
-    def rows(self, items: Positions) -> Positions:
-        """The data rows of the items, for people."""
-
-    def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
-        """Before the micro-batches `parts` of this rank are run, on every rank; the model may be run, and is seeded again."""
-
-    def lay_out(self, model: PreTrainedModel, items: Positions) -> Ready:
-        """Make items of the batch ready for a pass of `model`; called in a thread, ahead of the pass."""
-
-    def values_IM(self, model: PreTrainedModel, ready: Ready) -> Tensor:
-        """The quantities of each item, float64; the first column is differentiable."""
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint has to hold of it, as plain JSON; empty if nothing."""
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` told."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was taken: its metrics, and what the ranks told each other, the same on every rank."""
+    """A step that was taken: its metrics, and the flags of all ranks, the same on every rank."""
 
     metrics: dict[str, float]
     flags: Flags
@@ -86,11 +56,10 @@ class Stepper:
         batches: Batches,
         settings: Training | SupervisedTuning,
         steps: int,
-        group: Group,
     ) -> None:
         self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
         self.optimizer = build_optimizer(settings.optimizer, masters.parameters, hidden_matrices(masters.model))
-        self._settings, self._group = settings, group
+        self.group, self._settings = masters.group, settings
 
     def step(self, step: int, flags: Flags) -> Step:
         """Take `step`, counted from 1; `flags` are what this rank has to tell the others.
@@ -98,57 +67,47 @@ class Stepper:
         Raises TrainingError on every rank if a loss or the gradient is not finite; the weights are then untouched.
         """
         started = time.perf_counter()
-        count = self.objective.count(self.batches.batch(step))
-        agreed = self._accumulate(step, count, flags)
-        factor = schedule_factor(self._settings.schedule, step, self.steps)
+        masters, objective, group, settings = self.masters, self.objective, self.group, self._settings
+        batch = self.batches.batch(step)
+        parts = self.batches.micro_batches(step, group.rank, group.world, runs_in_lockstep(masters.model))
+        count = objective.count(batch)
+
+        masters.zero()
+        masters.model.train(masters.has_dropout)
+        self._seed_dropout(step)
+        objective.prepare(masters.model, batch, parts)
+        self._seed_dropout(step)  # again, so that a pass in `prepare` and the one below meet the same dropout
+        items, values_IM = self._forward_backward(parts, count)
+
+        finite_I = values_IM.isfinite().all(dim=1)
+        finite = masters.reduce()
+        memory_mb, suspect = peak_memory_mb(group.device), ~(finite & finite_I.all())
+        agreed = agree(group, values_IM.sum(0), memory_mb, suspect, flags, masters.norm)
+        self._demand_finite(step, agreed, items, finite_I)
+
+        factor = schedule_factor(settings.schedule, step, self.steps)
         self._apply(agreed.norm, factor)
-        seconds = time.perf_counter() - started
-        means = {name: value / count for name, value in zip(self.objective.names, agreed.sums, strict=True)}
-        metrics = {
+        metrics = {name: value / count for name, value in zip(objective.names, agreed.sums, strict=True)} | {
             "grad_norm": agreed.norm,
-            "learning_rate": self._settings.optimizer.learning_rate * factor,
-            "tokens_per_second": self.batches.tokens(step) / seconds,
+            "learning_rate": settings.optimizer.learning_rate * factor,
+            "tokens_per_second": self.batches.tokens(step) / (time.perf_counter() - started),
             "peak_memory_mb": agreed.memory_mb,
         }
-        return Step(means | metrics, agreed.flags)
+        return Step(metrics, agreed.flags)
 
-    def _accumulate(self, step: int, count: int, flags: Flags) -> Agreed:
-        """Forward and backward over this rank's part, and the sums over all ranks' parts."""
-        self._start(step)
-        parts = self.batches.micro_batches(step, self._group.rank, self._group.world, self.masters.in_lockstep)
-        self.objective.prepare(self.masters.model, self.batches.batch(step), parts)
-        self._seed(step)  # so that both passes meet the same dropout
-        items, values_IM = self._run(parts, count)
-        finite_I = values_IM.isfinite().all(dim=1)
-        finite = self.masters.reduce()
-        memory, suspect = peak_memory_mb(self._group.device), ~(finite & finite_I.all())
-        agreed = agree(self._group, values_IM.sum(0), memory, suspect, flags, self.masters.norm)
-        if agreed.suspects:
-            self._refuse(step, items, finite_I, agreed.suspects)
-        if not math.isfinite(agreed.norm):
-            raise TrainingError(
-                f"step {step}: the norm of the gradient is {agreed.norm} on all {self._group.world} ranks together, "
-                f"while each rank's own is finite; lower `optimizer.learning_rate` or `max_grad_norm`"
-            )
-        return agreed
+    def _seed_dropout(self, step: int) -> None:
+        """Dropout is a function of the recipe's seed, the step and the rank."""
+        seeds = seed_sequence(self._settings.seed, step, self.group.rank)
+        torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
-    def _start(self, step: int) -> None:
-        self.masters.zero()
-        self.masters.model.train(self.masters.has_dropout)
-        self._seed(step)
-
-    def _seed(self, step: int) -> None:
-        dropout = seed_sequence(self._settings.seed, step, self._group.rank)
-        torch.manual_seed(int(dropout.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-
-    def _run(self, parts: Sequence[MicroBatch], count: int) -> tuple[Positions, Tensor]:
-        """The items of this rank's micro-batches and their quantities, after their gradients were added up."""
-        masters = self.masters
+    def _forward_backward(self, parts: Sequence[MicroBatch], count: int) -> tuple[Positions, Tensor]:
+        """Add up the gradients of this rank's micro-batches; gives its items and their values."""
+        masters, objective = self.masters, self.objective
         items = [np.zeros(0, np.int64)]
-        tables = [torch.zeros(0, len(self.objective.names), dtype=torch.float64, device=self._group.device)]
-        rows = ahead(lambda part: self.objective.lay_out(masters.model, part.items), parts)
-        for number, (part, ready) in enumerate(rows, 1):
-            values_IM = self.objective.values_IM(masters.model, ready)
+        tables = [torch.zeros(0, len(objective.names), dtype=torch.float64, device=self.group.device)]
+        collated_parts = ahead(lambda part: objective.collate(masters.model, part.items), parts)
+        for number, (part, collated) in enumerate(collated_parts, 1):
+            values_IM = objective.values_IM(masters.model, collated)
             loss = values_IM[:, 0].sum() / count
             masters.backward(loss if part.counts else loss * 0, last=number == len(parts))
             if part.counts:
@@ -157,25 +116,35 @@ class Stepper:
             del values_IM, loss  # with their graph, whose kept logits would stand beside those of the next micro-batch
         return np.concatenate(items), torch.cat(tables)
 
-    def _refuse(self, step: int, items: Positions, finite_I: Tensor, suspects: list[int]) -> None:
-        """Name the items with a value that is not finite; all of a rank's items where only its gradient is not."""
-        bad_I = ~finite_I.cpu().numpy()
-        own = items[bad_I] if bad_I.any() else items
-        rows = self.objective.rows(own if self._group.rank in suspects else items[:0])
-        ranks = np.full_like(rows, self._group.rank)
-        told = self._group.gather_rows(torch.from_numpy(np.stack([ranks, rows], axis=1)).to(self._group.device)).cpu()
-        of_rank = {rank: told[told[:, 0] == rank, 1].tolist() for rank in suspects}
-        places = "; ".join(f"rank {rank}, {_shown(rows)}" for rank, rows in of_rank.items() if rows)
-        raise TrainingError(
-            f"step {step}: the loss or its gradient is not finite ({places}); no weight was changed by this step. "
-            f"Look at these rows, or lower `optimizer.learning_rate` or `max_grad_norm`"
-        )
-
     def _apply(self, norm: float, factor: float) -> None:
         self.masters.clip_(norm, self._settings.max_grad_norm)
         set_learning_rate(self.optimizer, factor)
         self.optimizer.step()
-        self.masters.publish()
+        self.masters.update_model()
+
+    def _demand_finite(self, step: int, agreed: Agreed, items: Positions, finite_I: Tensor) -> None:
+        """Raise TrainingError on every rank unless all values and the gradient are finite."""
+        if agreed.suspects:
+            raise TrainingError(
+                f"step {step}: the loss or its gradient is not finite ({self._suspects(agreed, items, finite_I)}); no "
+                f"weight was changed by this step. Look at these rows, or lower `optimizer.learning_rate` or `max_grad_norm`"
+            )
+        if not math.isfinite(agreed.norm):
+            raise TrainingError(
+                f"step {step}: the norm of the gradient is {agreed.norm} on all {self.group.world} ranks together, "
+                f"while each rank's own is finite; lower `optimizer.learning_rate` or `max_grad_norm`"
+            )
+
+    def _suspects(self, agreed: Agreed, items: Positions, finite_I: Tensor) -> str:
+        """The rows with a value that is not finite, rank by rank; all of a rank's rows where only its gradient is not."""
+        bad_I = ~finite_I.cpu().numpy()
+        own = items[bad_I] if bad_I.any() else items
+        rows = self.objective.rows(own if self.group.rank in agreed.suspects else items[:0])
+        ranks = np.full_like(rows, self.group.rank)
+        table = torch.from_numpy(np.stack([ranks, rows], axis=1)).to(self.group.device)
+        all_ranks = self.group.gather_rows(table).cpu()
+        of_rank = {rank: all_ranks[all_ranks[:, 0] == rank, 1].tolist() for rank in agreed.suspects}
+        return "; ".join(f"rank {rank}, {_shown(rows)}" for rank, rows in of_rank.items() if rows)
 
 
 def peak_memory_mb(device: torch.device) -> float:

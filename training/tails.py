@@ -1,8 +1,8 @@
-"""The reference's log-probs beyond the common length of each pair: what a loss with `ld_alpha` wants beside the sums.
+"""The reference's log-probs beyond the common length of each pair: a loss with `ld_alpha` needs them beside the sums.
 
-They are sums over single tokens, which only the memo holds; the table has none of them, so it need not be another for the
-one option that asks. A memo is a cache: should a part be gone (collected, broken, or made by another version of the
-scoring), the sequences it lacks are scored again, as the `reference` job would, and nothing else depends on it.
+They are sums over some of a response's tokens. The table has sums over all tokens only, since no other option needs more;
+single tokens are in the memo. The memo is a cache: sequences that it lacks (collected, broken, or scored by another
+version) are scored again, as the `reference` job would.
 
 Legend: P pairs, V those asked for. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
@@ -18,17 +18,25 @@ from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
+from training.contract.loss import Loss
 from training.contract.memo import Memo, scoring_rule
 from training.contract.recipe import Parallel
-from training.contract.scoring import SCORING_VERSION
 from training.contract.store import Store
-from training.data.batches import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
-from training.memoized import Sequences, score_missing
-from training.parallel.choice import lay_out_weights
-from training.parallel.source import Frozen
+from training.memoized import DistinctSequences, score_missing
+from training.parallel.choice import load_frozen
+from training.parallel.models import FrozenModel
 
 Floats = npt.NDArray[np.float64]
+
+
+def read_table(
+    job: Job, pairs: Pairs, positions_V: npt.NDArray[np.int64], loss: Loss, group: Group, events: EventWriter
+) -> LogProbTable:
+    """The table that `job` was given; if `loss` needs them, with the tails of the pairs at `positions_V`."""
+    table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
+    return with_tails(table, pairs, positions_V, job, group, events) if loss.needs_token_logprobs else table
 
 
 def with_tails(
@@ -36,12 +44,12 @@ def with_tails(
 ) -> LogProbTable:
     """The table with `tails_P2` filled in for the pairs at `positions_V`, NaN elsewhere. Raises TrainingError."""
     weights = job.inputs["reference_model"]
-    memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype, SCORING_VERSION), events.note)
-    search = _Search(memo, table, pairs, positions_V, group)
-    tails_2V = search.read()
+    memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
+    tails = _Tails(memo, table, pairs, positions_V, group)
+    tails_2V = tails.read()
     if len(missing := np.flatnonzero(np.isnan(tails_2V))):
-        search.score(missing, Frozen(weights, table.dtype), job.compute.parallel, events)
-        tails_2V = search.read()
+        tails.score(missing, FrozenModel(weights, table.dtype), job.compute.parallel, events)
+        tails_2V = tails.read()
     if not np.isfinite(tails_2V).all():
         raise TrainingError(
             f"{int(np.isnan(tails_2V).sum())} of {len(tails_2V)} responses have no log-probs of single tokens after "
@@ -53,7 +61,9 @@ def with_tails(
 
 
 @dataclass(frozen=True)
-class _Search:
+class _Tails:
+    """The tails of the 2V responses at `positions_V`, in the memo."""
+
     memo: Memo
     table: LogProbTable
     pairs: Pairs
@@ -61,7 +71,7 @@ class _Search:
     group: Group
 
     def read(self) -> Floats:
-        """What the memo knows, the same on every rank: rank 0 alone reads (and, where broken, moves) the shards."""
+        """What the memo has, the same on every rank: rank 0 alone reads the shards (and sets broken ones aside)."""
         tails_2V = torch.zeros(2 * len(self.positions_V), dtype=torch.float64)
         if self.group.is_main:
             keys_2VK = np.concatenate([self.pairs.keys(side)[self.positions_V] for side in SIDES])
@@ -71,13 +81,15 @@ class _Search:
         found: Floats = self.group.broadcast_(tails_2V.to(self.group.device)).cpu().numpy()
         return found
 
-    def score(self, missing: npt.NDArray[np.int64], frozen: Frozen, parallel: Parallel, events: EventWriter) -> None:
-        """Score the sequences in these of the 2V places with the reference model, which is not kept."""
+    def score(
+        self, missing: npt.NDArray[np.int64], frozen: FrozenModel, parallel: Parallel, events: EventWriter
+    ) -> None:
+        """Score the sequences at these of the 2V places into the memo; the reference model is freed afterwards."""
         side, at = np.divmod(missing, len(self.positions_V))
-        sequences = Sequences.of(self.pairs)
-        wanted = np.unique(sequences.places_2P[side * len(self.pairs) + self.positions_V[at]])
+        sequences = DistinctSequences.of(self.pairs)
+        wanted = np.unique(sequences.sequence_2P[side * len(self.pairs) + self.positions_V[at]])
         events.note(f"the memo no longer knows the tokens of {len(wanted):,} sequences: scoring them again")
-        model = lay_out_weights(frozen, parallel, self.group, events).place(frozen.load)
+        model = load_frozen(frozen, parallel, self.group, events)
         score_missing(model, sequences, wanted, self.memo, self.group, events)
         del model
         gc.collect()  # its parts refer to each other, and the next model wants the memory

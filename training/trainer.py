@@ -1,61 +1,51 @@
-"""A run of many steps: resume, step, observe, report, save. It knows nothing of what is minimized.
+"""The training loop: resume, then step, report, observe and save, until the last step. It knows nothing of the loss.
 
-What a run has to remember beside weights and optimizer is `facts`, plain JSON that goes into every checkpoint: so a run
-that was killed and taken up again ends with the same facts, but for the seconds, as one that was never disturbed.
+What a run has to remember beside weights and optimizer is `facts`, plain JSON that goes into every checkpoint. So a run
+that was killed and resumed ends with the same facts, but for the seconds, as one that was never interrupted.
 
-The order within a step is: step event, observation (which may add eval events), checkpoint. So a checkpoint's events
-are all written before it is committed, and on resuming those after it are forgotten and made again.
+The order within a step is: step event, observation (which may add eval events), checkpoint. So all events up to a checkpoint
+are written before it is committed; resuming drops the later ones, and they are written again.
 
 A checkpoint that is due while the one before is still being saved waits for the next step. Asked to stop (SIGTERM), a run
-takes the step to its end, saves, and stops with an error that says so; an observation that is due then is made on resuming.
+finishes the step, saves, and ends with an error that says so; an observation that was due is made after resuming.
 """
 
 import contextlib
-import shutil
-import tempfile
+import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 from training.agreement import Flags
 from training.checkpoint import Checkpoints, State
 from training.contract.errors import StoreError, TrainingError
 from training.contract.events import EventWriter, Progress
-from training.contract.job import Input, Job
-from training.contract.recipe import Adapter
-from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
-from training.distributed import Group
-from training.interruption import Interruption
-from training.model.adapter import save_adapter, write_merged
-from training.model.load import save_model
-from training.parallel.masters import Masters
+from training.contract.job import Job
 from training.saver import Saver
 from training.stepper import Stepper, peak_memory_mb
 
-_OBSERVED = "observed"
-_POINTS = 200
+_OBSERVED = "observed"  # among a checkpoint's facts: the last step after which `observe` was called
+_CURVE_POINTS = 200
 
 
-def _look_away(step: int) -> None:
-    """Observe nothing."""
+def _observe_nothing(step: int) -> None:
+    pass
 
 
 class Trainer:
-    """Runs the steps of `stepper` for `job`; `series` names the metrics of which a thinned course is kept."""
+    """Runs the steps of `stepper` for `job`; `curves` names the metrics of which some 200 values are kept among the facts."""
 
-    def __init__(self, job: Job, group: Group, events: EventWriter, stepper: Stepper, series: tuple[str, ...]) -> None:
-        self._group, self._events, self._stepper = group, events, stepper
+    def __init__(self, job: Job, events: EventWriter, stepper: Stepper, curves: tuple[str, ...]) -> None:
+        self._events, self._stepper, self._group = events, stepper, stepper.group
         self._every = job.compute.checkpoint_every
         self._checkpoints = Checkpoints(job.checkpoints, job.derivation, job.compute.keep_checkpoints)
-        self._saver, self._interruption, self._due = Saver(self._checkpoints, group), Interruption(), False
-        self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.held)
-        self._stride = -(-stepper.steps // _POINTS)
-        curves: dict[str, list[float]] = {name: [] for name in series}
+        self._saver, self._checkpoint_is_due = Saver(self._checkpoints, stepper.group), False
+        self._signals: list[str] = []
+        self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
+        self._stride = -(-stepper.steps // _CURVE_POINTS)
+        empty: dict[str, list[float]] = {name: [] for name in curves}
         self.facts: dict[str, Any] = {
             "steps": 0,
             "tokens": 0,
@@ -63,54 +53,53 @@ class Trainer:
             "seconds": {},
             "peaks_mb": {},
             "train": {},
-            "series": {"steps": []} | curves,
+            "series": {"steps": []} | empty,
         }
 
-    def run(self, observe: Callable[[int], None] = _look_away) -> None:
+    def run(self, observe: Callable[[int], None] = _observe_nothing) -> None:
         """Take the steps that are left; `observe` is called on every rank, with 0 before the first and after each."""
         done, observed = self._resume()
         if observed < done or done == 0:
             observe(done)
         self._events.phase("training")
         progress = Progress(self._events, self._stepper.steps, "steps", done)
-        with self._interruption:
+        with _noted_signals() as self._signals:
             for step in range(done + 1, self._stepper.steps + 1):
-                agreed = self._step(step)
-                if agreed.stopping:
+                flags = self._step(step)
+                if flags.stopping:
                     self._stop(step, observed=step - 1)
                 observe(step)
-                self._keep(step, agreed)
+                self._save_if_due(step, flags)
                 progress.advance()
             with self.timed("checkpoints"):
                 self._saver.finish()
-            self._notice_late()
+            self._stop_if_asked_since()
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Have `facts` tell what a block of `phase` took."""
+        """Add the seconds of the block to those of `phase` in `facts`."""
         started = time.perf_counter()
         yield
-        self.took(phase, time.perf_counter() - started)
+        self.add_seconds(phase, time.perf_counter() - started)
 
-    def took(self, phase: str, seconds: float) -> None:
+    def add_seconds(self, phase: str, seconds: float) -> None:
         """Add to the seconds of `phase`, and note the most memory that this process has held until now."""
         total = self.facts["seconds"]
         total[phase] = total.get(phase, 0.0) + seconds
         self.facts["peaks_mb"][phase] = peak_memory_mb(self._group.device)
 
     def _step(self, step: int) -> Flags:
-        """Take a step and tell of it; what the ranks agreed on in its middle. Raises TrainingError."""
-        flags = Flags(self._interruption.noticed is not None, self._saver.busy, self._saver.failed)
+        """Take a step, emit its event and update the facts; gives the flags of all ranks. Raises TrainingError."""
+        flags = Flags(bool(self._signals), self._saver.busy, self._saver.failed)
         try:
             with self.timed("training"):
                 done = self._stepper.step(step, flags)
         except TrainingError:
             with contextlib.suppress(StoreError):
-                self._saver.finish()  # every rank is here, and the last good checkpoint shall be there
+                self._saver.finish()  # every rank is here; let the last good checkpoint be complete
             raise
-        metrics = done.metrics
+        metrics, facts, series = done.metrics, self.facts, self.facts["series"]
         self._events.emit("step", step=step, **metrics)
-        facts, series = self.facts, self.facts["series"]
         facts["steps"] = step
         facts["tokens"] += self._stepper.batches.tokens(step)
         facts["peak_memory_mb"] = max(facts["peak_memory_mb"], metrics["peak_memory_mb"])
@@ -124,36 +113,36 @@ class Trainer:
         return done.flags
 
     def _resume(self) -> tuple[int, int]:
-        """Up to which step the run was taken, and observed, when its last checkpoint was saved."""
+        """Restore the last checkpoint; gives its step, and the last step that was observed before it was saved."""
         with self.timed("resuming"):
             found = self._checkpoints.resume(self._group, self._events.note)
             if found is None:
                 self._events.rewind(-1)
                 return 0, 0
             self._state.restore(found.tensors)
-            self._stepper.masters.publish()
+            self._stepper.masters.update_model()
             observed = found.facts.pop(_OBSERVED)
             before = self.facts["seconds"]
             self.facts.update(found.facts)
             for phase, seconds in before.items():
-                self.took(phase, seconds)
+                self.add_seconds(phase, seconds)
             self._stepper.objective.restore(self.facts.get("objective", {}))
         self._events.rewind(found.step)
         self._events.note(f"resumed from the checkpoint of step {found.step}")
         return found.step, observed
 
-    def _keep(self, step: int, agreed: Flags) -> None:
-        """Save if it is time to, unless a rank still does; all ranks decide alike. Raises StoreError."""
-        if agreed.failed:
+    def _save_if_due(self, step: int, flags: Flags) -> None:
+        """Save when it is time, unless a rank is still saving; all ranks decide alike. Raises StoreError."""
+        if flags.failed:
             self._saver.demand_saved()
-        self._due |= step % self._every == 0
-        if self._due and not agreed.saving:
+        self._checkpoint_is_due |= step % self._every == 0
+        if self._checkpoint_is_due and not flags.saving:
             self._save(step, observed=step)
-            self._due = False
+            self._checkpoint_is_due = False
 
-    def _notice_late(self) -> None:
-        """Stop if a rank was asked to after it told the others in the last step: what is still to be written takes long."""
-        asked = torch.tensor([float(self._interruption.noticed is not None)], device=self._group.device)
+    def _stop_if_asked_since(self) -> None:
+        """Stop if a signal came after the flags of the last step were exchanged: writing the model still takes long."""
+        asked = torch.tensor([float(bool(self._signals))], device=self._group.device)
         if bool(self._group.sum_(asked)):
             self._stop(self._stepper.steps, observed=self._stepper.steps)
 
@@ -163,7 +152,7 @@ class Trainer:
         self._save(step, observed)
         self._saver.finish()
         raise TrainingError(
-            f"stopped by {self._interruption.noticed or 'a signal to another rank'} after step {step} of "
+            f"stopped by {self._signals[-1] if self._signals else 'a signal to another rank'} after step {step} of "
             f"{self._stepper.steps}; checkpoint saved; run again to go on"
         )
 
@@ -172,25 +161,16 @@ class Trainer:
             self._saver.start(step, self._state, {**self.facts, _OBSERVED: observed})
 
 
-def write_model(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
-    """Write the model that ran, or its adapter alone, with the tokenizer into `job.staging`; gives its fingerprint.
-
-    The folder is one of Hugging Face, or of peft. `start` is the model that an adapter is one of. Every rank calls it,
-    since each may hold a part of the weights; rank 0 writes, and the others have an empty answer.
-    """
-    weights = masters.full_weights()
-    if not masters.group.is_main:
-        return ""
-    shutil.copytree(job.inputs["tokenized_pairs"].folder / "tokenizer", job.staging, dirs_exist_ok=True)
-    if adapter is None:
-        save_model(masters.model, job.staging, weights, masters.dtype)
-        return weights_fingerprint(weights_identity(job.staging))
-    if not adapter.is_merged:
-        return _write_adapter(masters.model, weights, start, job.staging).fingerprint
-    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
-        return write_merged(_write_adapter(masters.model, weights, start, Path(folder)), start, job.staging)
-
-
-def _write_adapter(model: PreTrainedModel, weights: dict[str, Tensor], start: Input, folder: Path) -> Input:
-    save_adapter(model, weights, folder)
-    return Input(kind="policy", fingerprint=adapter_fingerprint(folder, start.fingerprint), folder=folder)
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[str]]:
+    """Within the block SIGTERM, and SIGINT from Ctrl-C, do not end the process; their names are added to the list."""
+    noted: list[str] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {
+        number: signal.signal(number, lambda got, _: noted.append(signal.Signals(got).name)) for number in numbers
+    }
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -40,7 +40,6 @@ from training.contract.removal import (
     remove_artifact,
     remove_folder,
 )
-from training.contract.scoring import SCORING_VERSION
 from workflows.execution import close_dead_runs
 
 Reference = tuple[str, str]  # kind and fingerprint
@@ -177,7 +176,7 @@ class Sweep:
     def _kept_rules(self) -> set[str]:
         """The scoring rules of all kept models, and those of kept tables."""
         models = {fingerprint for kind, fingerprint in self.kept if kind in ("reference_model", "base_model")}
-        rules = {scoring_rule(model, dtype, SCORING_VERSION) for model in models for dtype in get_args(Dtype)}
+        rules = {scoring_rule(model, dtype) for model in models for dtype in get_args(Dtype)}
         tables = [self._manifest(*reference) for reference in self.kept if reference[0] == "reference_logprobs"]
         return rules | {str(table.details["rule"]) for table in tables if table is not None}
 

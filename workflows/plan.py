@@ -24,7 +24,6 @@ from assets.release import is_decided
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
 from training.contract.memo import Memo, scoring_rule
-from training.contract.scoring import SCORING_VERSION
 from training.contract.shard import KEY_BYTES
 from training.contract.store import Artifact
 from workflows.lineage import AssetStatus, Outlook, judge, outlook
@@ -133,7 +132,7 @@ class _Planner:
         weights = self.outcomes["reference_model"].fingerprint
         if weights is None:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
-        rule = scoring_rule(weights, self.pipeline.recipe.reference.dtype, SCORING_VERSION)
+        rule = scoring_rule(weights, self.pipeline.recipe.reference.dtype)
         found_S = Memo(self.services.store, rule).lookup(keys_SK).found_Q
         return {"sequences": len(keys_SK), "missing": int((~found_S).sum())}
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from training.contract.durable import lacks_room, refusal
+from training.contract.durable import lacks_room, write_error
 from training.contract.errors import RegistryError
 from training.contract.staging import claim_folder, remove_abandoned
 
@@ -39,7 +39,7 @@ def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator
             _add_tokenizer(tokenizer, folder)
         except (OSError, RegistryError) as error:
             if lacks_room(str(error)):
-                raise refusal(f"package {name}", parent, error) from error
+                raise write_error(f"package {name}", parent, error) from error
             raise
         yield folder
 

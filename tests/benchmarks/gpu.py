@@ -48,7 +48,7 @@ from tests.benchmarks.workload import (
 )
 from training.contract.events import read_events
 from training.contract.store import Artifact, Store
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 
 Told = dict[str, Any]
 

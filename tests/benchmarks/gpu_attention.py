@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from training.model.attention import by_segment, in_one_call
-from training.model.prefix import Plan, TokenSequence, lay_out
+from training.model.prefix import Plan, TokenSequence, build_row
 
 HEADS, KV_HEADS, HEAD = 16, 4, 64
 LENGTHS = [(700, 300, 120), (90, 40, 500), (256, 128, 128, 7)]  # a prompt and its responses, some tokens each
@@ -19,7 +19,7 @@ def errors(device: str) -> Iterator[list[str]]:
     """A row for each way that runs on `device`, with and without a window."""
     on, random = torch.device(device), torch.Generator().manual_seed(0)
     groups = [list(_group(*lengths)) for lengths in LENGTHS]
-    plan, exactly = lay_out(groups, on).plan, lay_out(groups, torch.device("cpu")).plan
+    plan, exactly = build_row(groups, on).plan, build_row(groups, torch.device("cpu")).plan
     tokens = sum(plan.lengths)
     given = [torch.randn(1, n, tokens, HEAD, generator=random).bfloat16() for n in (HEADS, KV_HEADS, KV_HEADS)]
     upstream = torch.randn(1, tokens, HEADS, HEAD, generator=random).bfloat16()

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from tests.benchmarks.workload import batches, training_settings
-from training.data.batches import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs
 from training.model.head import head_of
 from training.model.logprobs import response_logprobs
-from training.model.prefix import Row, TokenSequence, lay_out
+from training.model.prefix import Row, TokenSequence, build_row
 from training.model.tiles import Budget, token_logprobs
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def count(model: PreTrainedModel, pairs: Pairs, micro_tokens: int) -> Operations
     """Over every micro-batch of one epoch."""
     kept = recomputed = 0.0
     for groups in _micro_batches(pairs, micro_tokens):
-        row = lay_out(groups, CPU)
+        row = build_row(groups, CPU)
         both = _attention(model, row)
         kept += both + _products(model, groups)
         recomputed += both + _products(model, groups) + _again(model, row)
@@ -75,7 +75,7 @@ def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> floa
 
 def _again(model: PreTrainedModel, row: Row) -> float:
     """What the head's backward adds where no tile is kept: more of its forward, as counted on hidden states of zero."""
-    head, hidden_NH = head_of(model), torch.zeros(len(row.rows_N), model.config.hidden_size)
+    head, hidden_NH = head_of(model), torch.zeros(len(row.predictors_N), model.config.hidden_size)
     totals = []
     budget = Budget.of(CPU)
     for kept in (0, budget.kept):

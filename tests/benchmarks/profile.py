@@ -99,7 +99,7 @@ def profile_steps(job: Job) -> Counter[str]:
         return taken
 
     Stepper.step = watched  # type: ignore[method-assign, assignment]
-    logprobs.lay_out = ranged("lay out", logprobs.lay_out)  # type: ignore[attr-defined]
+    logprobs.build_row = ranged("lay out", logprobs.build_row)  # type: ignore[attr-defined]
     AttentionInterface.register(attention.SHARED_PREFIX, ranged("attention", attention.attend))
     with group("cpu") as alone:
         entry.make(job, alone)

@@ -24,7 +24,7 @@ from tests.benchmarks.workload import Rows, Workload, multi_turn_rows, policy_jo
 from training.contract.events import read_events
 from training.contract.recipe import Training
 from training.contract.store import Artifact, Store
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.model.load import load_model
 
 # By pairs of one forward of the peer: the largest share of its cost that is good enough.

@@ -26,8 +26,8 @@ from training.contract.job import Job
 from training.contract.manifest import Derivation
 from training.contract.recipe import Compute, Dtype, Reference, Tokenization, Training
 from training.contract.store import Artifact, Made, Store
-from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.packing import Batches, train_items
+from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.objective import pair_tokens
 
 PAIRS = 64

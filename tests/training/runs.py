@@ -91,5 +91,5 @@ def published(job: Job, statuses: list[int]) -> Artifact:
 def shift_reference(world: Any, row: int, nats: float) -> None:
     """Have the table of reference log-probs be wrong in one pair."""
     table = LogProbTable.read(world.reference, len(world.examples))
-    table.chosen_logprobs[row] += nats
+    table.logprobs_P2[row, 0] += nats
     table.write(world.reference)

@@ -18,8 +18,8 @@ from training.contract.recipe import Adapter
 from training.contract.store import Made
 from training.contract.weights import adapter_fingerprint
 from training.parallel.layout import Layout
+from training.parallel.models import TrainableModel
 from training.parallel.replicated import Replicated
-from training.parallel.source import Untrained
 
 CPU = torch.device("cpu")
 SEED = 0
@@ -74,14 +74,14 @@ def test_only_the_adapter_has_gradients_state_and_a_place_in_checkpoints(tiny_wo
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_masters_of_an_adapter_are_float32(tiny_world, precision: Any):
-    masters = Replicated(Untrained(tiny_world.model, precision, Adapter(rank=RANK), SEED), Layout(ALONE, copies=1))
+    masters = Replicated(TrainableModel(tiny_world.model, precision, Adapter(rank=RANK), SEED), Layout(ALONE, copies=1))
     assert {p.dtype for p in masters.parameters.values()} == {torch.float32}
     assert len(masters.gradient_N) == sum(p.numel() for p in masters.parameters.values())
     assert {str(p.dtype) for p in masters.model.parameters()} == {f"torch.{precision}"}
     with torch.no_grad():
         for master in masters.parameters.values():
             master.add_(2**-12)
-    masters.publish()
+    masters.update_model()
     assert all(
         torch.equal(masters.model.get_parameter(n), p.to(masters.model.dtype)) for n, p in masters.parameters.items()
     )

@@ -22,7 +22,7 @@ from training.contract.manifest import Derivation
 from training.contract.optimizer import AdamW
 from training.distributed import Group
 from training.optim import Optimizers, build_optimizer
-from training.pieces import Held, PieceReader, piece_of, write_pieces
+from training.pieces import LocalRows, PieceReader, piece_of, write_pieces
 from training.saver import Saver
 
 ALONE = Group(0, 1, torch.device("cpu"))
@@ -52,12 +52,12 @@ class Toy:
             parameter.grad = parameter.detach() + 1
         self.optimizer.step()
 
-    def held(self, name: str) -> Held:
+    def held(self, name: str) -> LocalRows:
         of = SHAPES[name][0]
         if not self.sharded:
-            return Held(0, of, of, self.copy, self.copies)
+            return LocalRows(0, of, of, self.copy, self.copies)
         first = min(of, -(-of // self.copies) * self.copy)
-        return Held(first, min(of, first + -(-of // self.copies)) - first, of, 0, 1)
+        return LocalRows(first, min(of, first + -(-of // self.copies)) - first, of, 0, 1)
 
     @property
     def state(self) -> State:
@@ -152,7 +152,7 @@ def test_ranks_write_each_number_once(tmp_path: Path, way: str):
 
 
 def test_a_missing_row_is_noticed(tmp_path: Path):
-    write_pieces([piece_of("weights/b", torch.ones(2), Held(2, 2, 4, 0, 1))], tmp_path / "half")
+    write_pieces([piece_of("weights/b", torch.ones(2), LocalRows(2, 2, 4, 0, 1))], tmp_path / "half")
     reader = PieceReader([tmp_path / "half"])
     assert reader.read("weights/b", 2, 2).tolist() == [1, 1]
     with pytest.raises(CorruptArtifact, match=r"of the rows 1 to 4 of weights/b the files hold 2"):

@@ -29,13 +29,13 @@ from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.recipe import Compute
 from training.contract.store import Artifact
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, greedy, spread_prompts, stop_tokens
-from training.held_out import Accuracy, evaluate_pairs, wilson_interval
 from training.model.load import load_model
 from training.report import Report, Sample, WorstPair, render
+from training.scored_pairs import Accuracy, score_pairs, wilson_interval
 
 ALONE = Group(0, 1, torch.device("cpu"))
 BETA = 0.2
@@ -329,7 +329,7 @@ def test_several_ranks_give_the_same_bits(world, evaluation, tmp_path, forker, r
 
 def tiny_held_out(world: Any, table: LogProbTable, policy: PreTrainedModel) -> Any:
     data = Pairs.open(world.pairs)
-    return evaluate_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
+    return score_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
 
 
 def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
@@ -343,7 +343,7 @@ def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
 def test_a_table_over_other_tokens_is_refused_with_a_row(tiny_world):
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
     wrong = copy.deepcopy(table)
-    wrong.rejected_tokens[40] += 1
+    wrong.tokens_P2[40, 1] += 1
     with pytest.raises(CorruptArtifact, match=r"row 140 is over \d+ tokens"):
         tiny_held_out(tiny_world, wrong, load_model(tiny_world.model, "float32", ALONE.device))
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 from training.model.load import load_model
 from training.model.logprobs import LogProbs, response_logprobs
 from training.model.prefix import TokenSequence
-from training.model.scoring import Scores, score
+from training.model.scoring import score
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def plain(model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
     return logprobs_TV[torch.arange(len(targets_T)), targets_T][sequence.mask_T[1:]]
 
 
-def per_sequence(logprobs: LogProbs | Scores) -> list[np.ndarray]:
+def per_sequence(logprobs: LogProbs) -> list[np.ndarray]:
     return np.split(np.asarray(logprobs.tokens_N), np.cumsum(np.asarray(logprobs.counts_S))[:-1])
 
 
@@ -123,19 +123,14 @@ def test_in_bfloat16_it_stays_near_what_those_weights_say(shared_data):
     sequences = random_sequences(model.config.vocab_size, 8, 120)
     with torch.no_grad():
         expected = np.concatenate([plain(exact, s).numpy() for s in sequences])
-    found = score(model, sequences).tokens_N
+    found = score(model, sequences).tokens_N.numpy()
     assert found.dtype == np.float32 and np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
 
 
-def test_logprobs_sum_in_float64_too():
+def test_logprobs_sum_in_float64():
     """2**24 + 1 is no float32. In float32 the policy's sums were off by 1e-4 nats, and the rewards with them."""
     tokens_N = torch.tensor([-(2.0**24), -1.0, -0.5], requires_grad=True)
     sums_S = LogProbs(tokens_N, torch.tensor([2, 0, 1])).sums_S
     assert sums_S.tolist() == [-(2.0**24) - 1, 0.0, -0.5]
     sums_S[0].backward()
     assert tokens_N.grad is not None and tokens_N.grad.tolist() == [1, 1, 0]
-
-
-def test_scores_sum_in_float64():
-    scores = Scores(np.array([1000, 0, 1], np.int32), np.array([-(2.0**24)] + [-1.0] * 1000, np.float32))
-    assert scores.sums_S.tolist() == [-(2.0**24) - 999, 0.0, -1.0]

@@ -20,8 +20,8 @@ from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import LossType
-from training.data.batches import Pairs
 from training.data.packing import epoch_order
+from training.data.tokenized import Pairs
 from training.tails import with_tails
 
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps
@@ -242,7 +242,7 @@ def test_tails_of_some_pairs_are_those_of_plain_transformers(tiny_world):
 def test_a_table_of_another_model_is_refused_whatever_the_loss(tiny_world):
     """SimPO has no reference; the table still says what the policy's log-probs are before it has learned anything."""
     table = LogProbTable.read(tiny_world.reference, 45)
-    table.rejected_logprobs[:] += 0.5
+    table.logprobs_P2[:, 1] += 0.5
     table.write(tiny_world.reference)
     with pytest.raises(TrainingError, match="8 of 8 pairs differ by more than rounding"):
         tune(tiny_world.job("policy", settings({"type": "simpo"})))

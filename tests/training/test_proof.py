@@ -11,11 +11,11 @@ from training.contract.errors import TrainingError
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss, LossType
 from training.contract.recipe import Training
-from training.data.batches import Pairs
-from training.held_out import HeldOut
-from training.losses.evidence import PairLogProbs
+from training.data.tokenized import Pairs
+from training.losses.inputs import PairLogProbs
 from training.losses.preference import preference_loss
 from training.proof import Proof, prove_zero_margin
+from training.scored_pairs import ScoredPairs
 
 FILLED: dict[str, dict[str, Any]] = {
     "exo_pair": {"label_smoothing": 0.01},
@@ -42,7 +42,9 @@ def prove(world: Any, moved_I2: np.ndarray, training: Training, moved_tails: flo
         None if tails_I2 is None else tails_I2 + moved_tails * torch.tensor([1, -1]),
         tails_I2,
     )
-    scored = HeldOut(Pairs.open(world.pairs), np.arange(len(table)), logprobs, preference_loss(training.loss, logprobs))
+    scored = ScoredPairs(
+        Pairs.open(world.pairs), np.arange(len(table)), logprobs, preference_loss(training.loss, logprobs)
+    )
     return prove_zero_margin(scored, table, training, "all pairs")
 
 

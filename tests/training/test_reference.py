@@ -29,7 +29,7 @@ from training.contract.logprob_table import TABLE_FILE, LogProbTable
 from training.contract.memo import Memo
 from training.contract.recipe import Parallel
 from training.contract.store import Artifact, Store
-from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, Pairs
+from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, Pairs
 from training.model.scoring import Prompts, shared_batches
 
 TOLERANCE = 1e-3  # nats a sequence
@@ -107,7 +107,7 @@ def test_a_table_is_known_by_weights_rule_and_columns_and_stays_so(oracle, last_
     found = LogProbTable.read(table.folder, len(oracle.rows))
     weights = table.derivation.inputs["reference_model"].fingerprint
     digest = hashlib.sha256(b'[1,"reference_logprobs"]')
-    columns = (found.chosen_logprobs, found.chosen_tokens, found.rejected_logprobs, found.rejected_tokens)
+    columns = [values_P2[:, side] for side in range(2) for values_P2 in (found.logprobs_P2, found.tokens_P2)]
     for item in (weights.encode(), found.rule.encode(), *(column.tobytes() for column in columns)):
         digest.update(struct.pack(">Q", len(item)) + item)
     assert table.fingerprint == digest.hexdigest()
@@ -120,8 +120,8 @@ def test_it_agrees_with_float64_one_sequence_at_a_time(oracle, last_response):
     worst = worst_difference(oracle, table, "suffix_logp", lambda row: True)
     assert worst < TOLERANCE
     found = LogProbTable.read(table.folder, len(oracle.rows))
-    assert found.chosen_tokens.tolist() == [r["chosen"]["n_total"] - r["chosen"]["n_prompt"] for r in oracle.rows]
-    assert found.rejected_tokens.tolist() == [r["rejected"]["n_total"] - r["rejected"]["n_prompt"] for r in oracle.rows]
+    assert found.tokens_P2[:, 0].tolist() == [r["chosen"]["n_total"] - r["chosen"]["n_prompt"] for r in oracle.rows]
+    assert found.tokens_P2[:, 1].tolist() == [r["rejected"]["n_total"] - r["rejected"]["n_prompt"] for r in oracle.rows]
 
 
 @pytest.mark.shared
@@ -168,13 +168,13 @@ from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.memo import Memo
 from training.contract.store import Store
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from training.distributed import group
 from training.model.load import load_model
 
 job, rule = Job.read(Path(sys.argv[1])), sys.argv[2]
 with group("cpu") as alone:
-    sequences = memoized.Sequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    sequences = memoized.DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
     model = load_model(job.inputs["reference_model"].folder, "float32", alone.device)
     every, memo = np.arange(len(sequences)), Memo(Store(job.store), rule)
     memoized.score_missing(model, sequences, every, memo, alone, EventWriter(None), commit_seconds=0)
@@ -290,7 +290,7 @@ def test_a_response_in_many_pairs_is_scored_once(tiny_world, workshop):
     made = workshop.do(tiny_job(tiny_world, workshop))
     assert made.details["sequences"] == made.details["scored"] == 2 * len(tiny_world.examples) - 10
     table = LogProbTable.read(made.folder, len(tiny_world.examples))
-    assert len({*table.chosen_logprobs[:10], table.rejected_logprobs[11]}) == 1
+    assert len({*table.logprobs_P2[:10, 0], table.logprobs_P2[11, 1]}) == 1
 
 
 def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_world, workshop):
@@ -302,7 +302,7 @@ def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_worl
     second = workshop.do(tiny_job(tiny_world, workshop))
     after = LogProbTable.read(second.folder, len(everything))
     assert (second.details["hits"], second.details["scored"]) == (80, 2 * len(everything) - 80)
-    assert after.chosen_logprobs[::-1][:40].tolist() == before.chosen_logprobs.tolist()
+    assert after.logprobs_P2[::-1][:40].tolist() == before.logprobs_P2.tolist()
 
 
 @pytest.mark.parametrize("change", ["dtype", "weights"])
@@ -346,7 +346,7 @@ def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_worl
 
 
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
-    sequences = memoized.Sequences.of(Pairs.open(tiny_world.pairs))
+    sequences = memoized.DistinctSequences.of(Pairs.open(tiny_world.pairs))
     with pytest.raises(TrainingError, match=r"90 of 90 sequences have no reference log-prob"):
         reference.build_table(sequences, Memo(Store(workshop.folder / "store"), "a" * 64), "float32")
 

@@ -13,7 +13,7 @@ from training import rescore
 from training.contract.errors import UsageError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
-from training.proof import spread
+from training.proof import evenly_spaced
 
 
 def rescored(world: Any, rows: int | list[int]) -> list[dict[str, Any]]:
@@ -41,7 +41,7 @@ def test_a_number_of_rows_is_spread_from_the_first_to_the_last(tiny_world: Any) 
 
 def test_a_value_that_is_not_the_models_shows(tiny_world: Any) -> None:
     table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
-    table.rejected_logprobs[22] += 0.02
+    table.logprobs_P2[22, 1] += 0.02
     table.write(tiny_world.reference)
     wrong = [
         (row["row"], side)
@@ -58,6 +58,6 @@ def test_an_unknown_row_is_wrong_use(tiny_world: Any) -> None:
 
 
 def test_spread(tmp_path: Path) -> None:
-    assert spread(np.arange(0), 16).tolist() == []
-    assert spread(np.array([4, 7, 9]), 16).tolist() == [4, 7, 9]
-    assert spread(np.arange(101), 3).tolist() == [0, 50, 100]
+    assert evenly_spaced(np.arange(0), 16).tolist() == []
+    assert evenly_spaced(np.array([4, 7, 9]), 16).tolist() == [4, 7, 9]
+    assert evenly_spaced(np.arange(101), 3).tolist() == [0, 50, 100]

@@ -25,14 +25,14 @@ from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import LossType
 from training.contract.recipe import Compute, SupervisedTuning, Training
-from training.data.batches import Pairs
 from training.data.packing import Batches, Tokens, train_items
+from training.data.tokenized import Pairs
 from training.distributed import Group
 from training.model import transfer
 from training.model.prepare import prepare_for_training
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
-from training.parallel.source import Untrained
+from training.parallel.models import TrainableModel
 from training.sft import ResponseObjective
 from training.stepper import Stepper
 
@@ -131,15 +131,15 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> Stepper:
     changes = {"batch_size": 8, "micro_tokens": 60} | changes
     compute, settings = Compute(**changes.pop("compute", {})), Training.model_validate(changes)
     group, pairs = Group(0, 1, device), Pairs.open(world.pairs)
-    untrained = Untrained(world.model, settings.precision, settings.adapter)
-    masters = build_masters(untrained, "ddp", group, SILENT)
+    trainable = TrainableModel(world.model, settings.precision, settings.adapter)
+    masters = build_masters(trainable, "ddp", group, SILENT)
     prepare_for_training(masters.model, compute, SILENT, masters.has_dropout)
     table = LogProbTable.read(world.reference, len(pairs))
     if settings.loss.needs_token_logprobs:
         table = replace(table, tails_P2=np.full((len(pairs), 2), -0.5))
     objective = PreferenceObjective(pairs, table, settings.loss, group)
     batches = Batches(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, 0)
-    return Stepper(masters, objective, batches, settings, 10, group)
+    return Stepper(masters, objective, batches, settings, 10)
 
 
 @pytest.fixture(autouse=True)
@@ -193,10 +193,10 @@ def test_a_row_each_it_waits_where_transformers_makes_its_masks_too(dropping: An
 
 def test_supervised_tuning_waits_in_its_middle_alone(world: Any):
     group, pairs = Group(0, 1, CPU), Pairs.open(world.pairs)
-    masters = build_masters(Untrained(world.model, "float32"), "ddp", group, SILENT)
+    masters = build_masters(TrainableModel(world.model, "float32"), "ddp", group, SILENT)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(train_items(pairs), Tokens(lengths_I, lengths_I), 8, 60, 0)
-    stepper = Stepper(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10, group)
+    stepper = Stepper(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
     take_steps(stepper, ResponseObjective.count)  # which counts on the host
 
 

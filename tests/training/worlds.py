@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from training.contract.job import Input, Job, JobKind
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import Compute
-from training.data.batches import KEY_BYTES, PAIRS_FILE, PAIRS_SCHEMA
+from training.data.tokenized import KEY_BYTES, PAIRS_FILE, PAIRS_SCHEMA, SIDES
 
 VOCABULARY = 64
 Examples = list[dict[str, Any]]
@@ -137,10 +137,7 @@ def _write_pairs(world: TinyWorld) -> None:
 
 def _write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
     world.reference.mkdir()
-    columns: dict[str, Any] = {}
     with torch.no_grad():
-        for side in ("chosen", "rejected"):
-            logprobs = [float(world.plain_logprob(model, example, side)) for example in world.examples]
-            columns[f"{side}_logprobs"] = np.array(logprobs)
-            columns[f"{side}_tokens"] = np.array([sum(e[f"{side}_mask"]) for e in world.examples], dtype=np.int32)
-    LogProbTable(**columns, rule="plain", dtype="float32").write(world.reference)
+        logprobs = [[float(world.plain_logprob(model, each, side)) for side in SIDES] for each in world.examples]
+    tokens = [[sum(each[f"{side}_mask"]) for side in SIDES] for each in world.examples]
+    LogProbTable(np.array(logprobs), np.array(tokens, dtype=np.int32), "plain", "float32").write(world.reference)

@@ -18,9 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import assets.graph
-import workflows.plan
 from assets.graph import GRAPH
-from training import reference
+from training.contract import memo
 
 
 @dataclass
@@ -88,7 +87,7 @@ def code_version(asset: str, version: str = "another") -> Edit:
 
 def another_scoring(world: World) -> None:
     """What a release does whose forward pass gives other figures: the constant, and what is read from it on import."""
-    for module in (reference, workflows.plan, assets.graph):
+    for module in (memo, assets.graph):
         world.patch.setattr(module, "SCORING_VERSION", "another")
 
 

@@ -17,7 +17,7 @@ from tests.workflows.in_process import Ground, run_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 from workflows.execution import materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row

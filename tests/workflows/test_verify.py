@@ -74,7 +74,7 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
     """A table with one wrong value and a manifest that fits it: as a wrong mask or precision would have made it."""
     folder = folder_of(looking, materialized, "reference_logprobs")
     table = LogProbTable.read(folder, 160)
-    table.chosen_logprobs[0] += np.float64(0.5)
+    table.logprobs_P2[0, 0] += np.float64(0.5)
     table.write(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]

@@ -1,7 +1,7 @@
-"""Writing so that what was there stays whole until what replaces it is, also across a power cut.
+"""Durable and atomic writing: a file or folder has its old or its new content, whole, even after a power cut.
 
 Everything made here has the permissions that the umask gives a new file or folder. Python's `tempfile` gives 0600 and
-0700 instead, which a rename would carry into a store that a group shares.
+0700 instead, and a rename would keep these in a store that a group shares.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _ATTEMPTS = 100
 
 
 def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> None:
-    """Replace `path` by `content` in one step: whole before or whole after.
+    """Replace the content of `path` in one step.
 
     The bytes are first written in `scratch`, a folder on the same filesystem, by default that of `path`. Raises OSError,
     and then leaves nothing behind.
@@ -42,7 +42,7 @@ def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> No
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[BinaryIO]:
-    """Hold the lock in the file `path`, waiting for whoever has it: another process, or a thread that opened it as well."""
+    """Hold the lock in the file `path`, after waiting for its holder: another process, or another thread of this one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -95,8 +95,8 @@ def new_folder(parent: Path, prefix: str = "") -> Path:
 def open_as_umask_says(folder: Path) -> None:
     """Give everything in `folder` at least the permissions the umask gives new files and folders.
 
-    Some libraries write files of 0600 (safetensors does). What the umask gives is seen on a new folder, since to ask for
-    the umask itself is to change it for all threads for a moment.
+    Some libraries write files of 0600 (safetensors does). The umask is seen from a new folder, since reading it would change
+    it for a moment, for all threads.
     """
     probe = new_folder(folder)
     folder_mode = probe.stat().st_mode & 0o777
@@ -106,23 +106,23 @@ def open_as_umask_says(folder: Path) -> None:
         path.chmod(path.stat().st_mode & 0o7777 | wanted)
 
 
-def refusal(doing: str, place: Path, error: object) -> StoreError:
-    """What a person reads where the operating system does not take what is written to `place`."""
-    account = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
+def write_error(doing: str, place: Path, error: object) -> StoreError:
+    """The error to raise where the operating system refuses a write to `place`."""
+    message = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
     return StoreError(
-        f"{account}; make room and run again: what was finished is kept" if lacks_room(account) else account
+        f"{message}; make room and run again: what was finished is kept" if lacks_room(message) else message
     )
 
 
-def lacks_room(account: str) -> bool:
-    """Whether an account of an error tells of a disk or a quota that is full: libraries have errors of their own for it."""
-    return any(os.strerror(number) in account for number in _NO_ROOM)
+def lacks_room(message: str) -> bool:
+    """Whether the message of an error tells of a full disk or quota: libraries raise other types than OSError for it."""
+    return any(os.strerror(number) in message for number in _NO_ROOM)
 
 
 def share_databases(files: Iterable[Path], like: Path) -> None:
-    """Give those of SQLite's `files` that are this user's at least the permissions of the file `like`.
+    """Give those of SQLite's `files` that this user owns at least the permissions of the file `like`.
 
-    SQLite makes files of 0644 at most, whatever the umask says; what it makes beside a file takes after that.
+    SQLite makes files of 0644 at most, whatever the umask; its journals get the permissions of their database.
     """
     wanted = like.stat().st_mode & 0o666
     for path in files:

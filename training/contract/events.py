@@ -1,6 +1,6 @@
-"""Events: what a running job tells the world, one JSON object a line in `events.jsonl`.
+"""Events: how a running job reports, one JSON object a line in `events.jsonl`.
 
-Four kinds, named by `event`:
+Five kinds, named by `event`:
     phase     {"event": "phase", "phase": text}                             a new part of the work begins
     progress  {"event": "progress", "done": n, "total": n, "unit": text, "seconds_left": s | null}
     step      {"event": "step", "step": n, "loss": x, ...metrics}           one line a training step, first step 1
@@ -43,7 +43,7 @@ class EventWriter:
         self.emit("note", text=text)
 
     def rewind(self, step: int) -> None:
-        """Forget what a lost attempt told of the steps after `step`, from which the work is taken up again."""
+        """Drop the events of steps after `step`, from which an interrupted run resumes."""
         if self._path is None or self._file is None:
             return
         told = list(read_events(self._path))
@@ -58,9 +58,9 @@ class EventWriter:
 
 
 class Progress:
-    """Reports how far a part of the work is, at most twice a second, with an estimate of the seconds left.
+    """Reports the progress of a part of the work, at most twice a second, with an estimate of the seconds left.
 
-    `done` is what an earlier attempt did: it counts as done, and says nothing of how fast this one is.
+    `done` was done by an earlier attempt: it counts as done, and not in the estimate.
     """
 
     def __init__(self, writer: EventWriter, total: int, unit: str, done: int = 0) -> None:
@@ -87,7 +87,7 @@ def read_events(path: Path) -> Iterator[Event]:
 class Follower:
     """Reads a growing events file: each call of `new` gives the complete lines that were added since the last one.
 
-    After a rewind it starts over, so whoever takes the events must take a step it has seen before in its stride.
+    After a rewind it starts over, so a step may come more than once.
     """
 
     def __init__(self, path: Path) -> None:
@@ -116,7 +116,7 @@ class Follower:
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    """What a killed writer left half said must not run into the next event."""
+    """Remove the line that a killed writer left unfinished, before another is appended to it."""
     if path.exists():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 

@@ -1,4 +1,4 @@
-"""What every part of a recipe is made of: a frozen section that refuses unknown fields, and the numbers it holds."""
+"""What recipes are built from: `Section`, a frozen model that refuses unknown fields, and types of numbers for its fields."""
 
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from pydantic import (
     field_validator,
 )
 
-# YAML 1.1 reads `5e-7` as text; people write it, so both the validation and the JSON schema take numeric text as well.
+# YAML 1.1 reads `5e-7` as text, so validation and JSON schema accept numeric text as well.
 NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
 # Dagster's sample of a recipe needs `items`, which pydantic does not write for a tuple.
 TWO_NUMBERS = {"type": "array", "items": NUMERIC, "minItems": 2, "maxItems": 2}
@@ -20,7 +20,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(NUM
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Share = Annotated[float, Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
-# More is a slip of the hand, and would not fit where counts are kept.
+# A larger count can only be a typing error, and might not fit where counts are stored.
 MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
@@ -32,8 +32,8 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, given: Any, info: ValidationInfo) -> Any:
-        """pydantic takes true for 1, and YAML takes yes, on and y for true."""
+    def _refuse_booleans_for_numbers(cls, given: Any, info: ValidationInfo) -> Any:
+        """pydantic accepts true as 1, and YAML reads yes and on as true."""
         assert info.field_name is not None
         if isinstance(given, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError(f"expected no yes or no, found {str(given).lower()}")

@@ -1,7 +1,7 @@
-"""The local files a recipe stands for, in name order: the one listing by which they are hashed and read.
+"""The local files of a recipe, in name order: one listing for hashing them and for reading them.
 
-What is listed and hashed is handed on as it is, and whoever reads it compares the bytes again afterwards. So a file that
-changes, comes or goes between the two never becomes part of something that carries another identity.
+The list with its hashes is passed to the job, which compares each file again after reading it. So a file that changes,
+appears or disappears in between never becomes part of an artifact whose key says otherwise.
 """
 
 import glob
@@ -15,7 +15,7 @@ from training.contract.errors import DataError
 from training.contract.fingerprint import hash_file, short
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-PACKED = ".gz"
+COMPRESSED = ".gz"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,14 +58,14 @@ def data_files(path: str) -> list[DataFile]:
 
 
 def data_suffix(path: PurePath) -> str:
-    """The extension that says how a data file is read, of what is packed in a .gz the one before."""
+    """The extension that says how a data file is read; of a .gz the one before it."""
     suffix = path.suffix.lower()
-    return PurePath(path.stem).suffix.lower() if suffix == PACKED else suffix
+    return PurePath(path.stem).suffix.lower() if suffix == COMPRESSED else suffix
 
 
 def open_data(path: Path) -> BufferedReader:
-    """The bytes of a data file; of a .gz those that are packed in it."""
-    return BufferedReader(gzip.open(path)) if path.suffix.lower() == PACKED else open(path, "rb")
+    """The bytes of a data file, decompressed if it is a .gz."""
+    return BufferedReader(gzip.open(path)) if path.suffix.lower() == COMPRESSED else open(path, "rb")
 
 
 def is_readable(path: PurePath) -> bool:
@@ -78,7 +78,7 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
 
 def check_unchanged(path: Path, sha256: str) -> None:
-    """Raises DataError unless the bytes of `path`, which was just read, are those that gave `sha256` before."""
+    """Raises DataError unless `path`, which was just read, still has this `sha256`."""
     try:
         now = hash_file(path)
     except OSError as error:

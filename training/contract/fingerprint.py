@@ -69,7 +69,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
 
 
 def hashers() -> int:
-    """How many threads hash at once: one a core this process may use, up to where a disk is the bottleneck."""
+    """How many threads hash at once: one a core, up to 16, beyond which a disk is the bottleneck."""
     return min(_MOST_HASHERS, cores())
 
 
@@ -79,5 +79,5 @@ def short(full: str | None) -> str:
 
 
 def shortened(text: str) -> str:
-    """`text` as people see it, of which nobody knows whether it is a fingerprint."""
+    """`text` as people see it: short if it is a fingerprint."""
     return short(text) if _FINGERPRINT.fullmatch(text) else text

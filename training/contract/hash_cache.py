@@ -1,22 +1,21 @@
-"""Hashes of files that have not changed since they were hashed, so that looking at the world again costs no reading.
+"""A cache of file hashes: a file that has not changed since it was hashed is not read again.
 
-An entry holds what the filesystem said of the file when it was hashed: device, inode, size, modification time and change
-time, the times in nanoseconds. It is believed only while all five are the same.
+An entry has a stamp of the file from when it was hashed: device, inode, size, modification time and change time, the times
+in nanoseconds. It is valid only while all five are the same.
 
 * An edit that keeps the size changes both times. Setting the modification time back, as `touch -r`, `cp -p` and `rsync -t`
-  do, sets the change time to now, and no program can choose that one. A file renamed over another has another inode.
-* Times tick: two edits within one tick, a second on some filesystems, look the same. So a file is remembered only if
-  its last change was at least `settle_seconds` before it was hashed. Every later edit then falls into a later tick. This is
-  Git's answer to its "racy" index entries. A file that is younger, or that claims to be from the future, is hashed each
-  time until it is old enough.
-* What changes while it is being hashed is remembered under what was said of it before, which is never said again.
+  do, sets the change time to now, which no program can choose. A file renamed over another has another inode.
+* Two edits within one tick of the filesystem's clock, up to a second, may leave the same times. So a hash is kept only if the
+  file's last change was at least `settle_seconds` earlier: every later edit then falls into a later tick. This is how Git
+  treats its "racy" index entries. A younger file, or one with a time in the future, is hashed each time.
+* A hash of a file that changes while it is being hashed is kept under the stamp from before, which never occurs again.
 
 Three things go unseen: a bit that the disk lost (nobody wrote, so no time changed), a program that writes through a
-shared memory mapping or is still in the midst of one huge write in place, and a file server whose clock is behind ours by
-more than `settle_seconds`. So this serves to look (`status`, `plan`), and whoever reads an artifact to compute with it hashes.
+shared memory mapping or is in the middle of one huge write in place, and a file server whose clock is behind ours by more
+than `settle_seconds`. So the cache is for looking (`status`, `plan`); to compute with an artifact, its files are hashed.
 
-The file is JSON with a checksum of its own. It is read once and replaced in one step under a lock, each writer adding to what
-the others wrote; an unreadable one counts as empty, and one that cannot be written only costs time.
+The cache is a JSON file with a checksum of its own. It is read once, and replaced in one step under a lock, together with
+the entries of other writers; an unreadable one counts as empty, and failing to write it only costs time.
 """
 
 import hashlib
@@ -36,7 +35,7 @@ _SCHEMA = 1
 _LOG = logging.getLogger(__name__)
 
 Stamp = list[int]
-# By kind of digest, then by absolute path: what the filesystem said, and the digest.
+# By kind of digest, then by absolute path: the stamp and the digest.
 Entries = dict[str, dict[str, tuple[Stamp, Any]]]
 
 
@@ -50,7 +49,7 @@ class HashCache:
     def digests(
         self, kind: str, files: Sequence[Path], compute: Callable[[Sequence[Path]], Sequence[Any]]
     ) -> list[Any]:
-        """A digest for each file, by `compute` (called once, with those not known) where none is remembered.
+        """A digest for each file; `compute` is called once, with the files that have no valid entry.
 
         `kind` names what `compute` computes; a digest is anything JSON holds. Raises FileNotFoundError, and what
         `compute` raises.
@@ -111,7 +110,7 @@ def _serialized(entries: Entries) -> bytes:
 
 
 def _read(path: Path) -> Entries:
-    """What the file holds; nothing where it is missing, of another schema, or not what was written."""
+    """The entries of the file; none where it is missing, of another schema, or damaged."""
     try:
         content = json.loads(path.read_bytes())
         promised = content.pop("sha256")

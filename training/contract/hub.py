@@ -1,22 +1,23 @@
 """Repositories of the Hugging Face hub: at which commit a revision is, what files a commit has, and those files here.
 
-A commit's content never changes, so what is known of one is taken from the hub's cache (HF_HOME) and the network is asked for
-nothing. It is asked where a branch or a tag is now, and for what the cache lacks. Where it cannot be asked (HF_HUB_OFFLINE,
-no answer, an answer of trouble), a branch counts as where it was when it last could, with a warning.
+The content of a commit never changes, so it is taken from the hub's cache (HF_HOME) without a request. Requests are made for
+the commit that a branch or a tag points at now, and for what the cache lacks. If the hub cannot be reached (HF_HUB_OFFLINE, no
+answer, a server error), the last known commit of a branch is taken, with a warning.
 
-Nobody waits long to be told: before the hub's client begins, which tries again for minutes, one request with a time limit
-shows that the hub answers and has what is wanted. A file in the cache is called by its hash, SHA-256 where it is large,
-Git's name where it is small; `check_file` compares. Authentication is the client's: HF_TOKEN, or what `hf auth login` left.
+Errors come soon: the hub's client retries for minutes, so first one request with a time limit shows that the hub answers and
+has what is wanted. The cache names a file by its hash, SHA-256 for a large one, Git's for a small one; `check_file`
+compares. Authentication is the client's: HF_TOKEN, or `hf auth login`.
 """
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from huggingface_hub import HfApi, ResolvedRevision, constants, get_cached_repo_tree, snapshot_download
 from huggingface_hub.errors import (
@@ -32,26 +33,28 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils.tqdm import tqdm
 
-from training.contract.durable import lacks_room, refusal
+from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
 from training.contract.fingerprint import BLOCK_BYTES, hashers, short
 
-Emit = Callable[..., None]  # `EventWriter.emit`, or what is heard in its place
+Emit = Callable[..., None]  # `EventWriter.emit`, or a function in its place
 
 _ANSWER_SECONDS = 5.0
-_SECONDS_BETWEEN_WORDS = 0.5
+_REPORT_SECONDS = 0.5
 _MEGABYTE = 10**6
 _TOO_MANY_REQUESTS = 429
 _SHA256_DIGITS, _SHA1_DIGITS = 64, 40
 CARD = "README.md"
-CARD_FILES = (CARD, ".huggingface.yaml")  # what says how a data set is divided; a card may be split in two
+CARD_FILES = (
+    CARD,
+    ".huggingface.yaml",
+)  # configs and splits of a data set; the second file is an alternative place for them
 _ABOUT_ALL = (*CARD_FILES, ".gitattributes")
 _LOG = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 
 class _PromptApi(HfApi):
-    """The hub's client, which by itself waits for an answer as long as the connection lives."""
+    """The hub's client with a time limit, which `repo_info` has not by default."""
 
     def repo_info(self, *args: Any, **kwargs: Any) -> Any:
         return super().repo_info(*args, **{**kwargs, "timeout": _ANSWER_SECONDS})
@@ -66,14 +69,15 @@ class Repository:
     revision: str | None = None
 
     def commit(self) -> str:
-        """Where the revision is now; a revision that is a commit is there without asking."""
-        return self._asked(self._resolved).resolved
+        """The commit of the revision; no request is made where the revision is a commit."""
+        with self._explaining():
+            return self._resolved().resolved
 
     def files(self, commit: str) -> dict[str, str]:
-        """The files of `commit` by path, with the hash by which Git knows each."""
+        """The files of `commit` by path, with Git's hash of each."""
         tree = self._cached_tree(commit)
         if tree is None:
-            self._pinned(commit, lambda pinned: pinned._download(_ABOUT_ALL, (), _say_nothing))
+            replace(self, revision=commit)._download(_ABOUT_ALL, (), _say_nothing)
             tree = self._cached_tree(commit)
         assert tree is not None, "a download leaves the list of files in the cache"
         return tree
@@ -81,7 +85,7 @@ class Repository:
     def cached(self, commit: str, patterns: Sequence[str], ignored: Sequence[str] = ()) -> Path | None:
         """The folder with those files of `commit` that match `patterns`; None unless all of them are in the cache.
 
-        Other programs may leave some files of a commit there and no list of all. Then the hub is asked for the list.
+        Other programs may have cached some files of a commit without a list of all. Then the list is requested.
         """
         folder = self._cached_folder(commit, patterns, ignored)
         if folder is None or self._cached_tree(commit) is not None:
@@ -94,7 +98,7 @@ class Repository:
         return self._cached_folder(commit, patterns, ignored)
 
     def _cached_folder(self, commit: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path | None:
-        """The same, but for a commit of which no list is in the cache: then whatever is there of it."""
+        """The same; but without a cached list of the commit's files, the folder with whatever is cached of it."""
         try:
             return Path(
                 snapshot_download(
@@ -112,13 +116,9 @@ class Repository:
     def fetch(
         self, commit: str, patterns: Sequence[str], ignored: Sequence[str] = (), emit: Emit | None = None
     ) -> Path:
-        """The folder with those files, what is missing downloaded; `emit` is told the phase and the progress."""
+        """The folder with those files, after downloading the missing ones; phase and progress go to `emit`."""
         found = self.cached(commit, patterns, ignored)
-        return found or self._pinned(commit, lambda pinned: pinned._download(patterns, ignored, emit or _say_nothing))
-
-    def _pinned(self, commit: str, work: Callable[["Repository"], _T]) -> _T:
-        pinned = Repository(self.id, self.kind, commit)
-        return pinned._asked(lambda: work(pinned))
+        return found or replace(self, revision=commit)._download(patterns, ignored, emit or _say_nothing)
 
     def _cached_tree(self, commit: str) -> dict[str, str] | None:
         try:
@@ -128,18 +128,19 @@ class Repository:
         return {file.path: file.blob_id for file in tree}
 
     def _download(self, patterns: Sequence[str], ignored: Sequence[str], emit: Emit) -> Path:
-        _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
-        emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
-        return Path(
-            snapshot_download(
-                self.id,
-                repo_type=self.kind,
-                revision=self.revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=list(ignored),
-                tqdm_class=_reporting(emit),
+        with self._explaining():
+            _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
+            emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
+            return Path(
+                snapshot_download(
+                    self.id,
+                    repo_type=self.kind,
+                    revision=self.revision,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=list(ignored),
+                    tqdm_class=_reporting(emit),
+                )
             )
-        )
 
     def _resolved(self) -> ResolvedRevision:
         about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
@@ -155,9 +156,11 @@ class Repository:
             _LOG.warning("%s is asked too often (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
             return found
 
-    def _asked(self, question: Callable[[], _T]) -> _T:
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn the client's errors into a HubError."""
         try:
-            return question()
+            yield
         except Exception as error:  # the client raises of many kinds, and some of them as the cause of another
             raise HubError(self._explained(error)) from error
 
@@ -188,7 +191,7 @@ class Repository:
                         "private one set HF_TOKEN or run `hf auth login`"
                     )
                 case OSError() if cause.filename is not None or lacks_room(str(cause)):
-                    return str(refusal(f"download {what}", Path(constants.HF_HUB_CACHE), cause))
+                    return str(write_error(f"download {what}", Path(constants.HF_HUB_CACHE), cause))
                 case HfHubHTTPError():
                     said = cause.server_message or cause.response.reason_phrase
                     return (
@@ -206,15 +209,15 @@ class Repository:
 
 
 def check_files(paths: Sequence[Path]) -> None:
-    """`check_file` of each, as many at once as there are cores."""
+    """`check_file` for each, in threads."""
     with ThreadPoolExecutor(hashers()) as pool:
         list(pool.map(check_file, paths))
 
 
 def check_file(path: Path) -> None:
-    """Raises HubError where the bytes of `path`, a file of a snapshot, are not those whose hash the cache calls it by.
+    """Raises HubError unless the bytes of `path`, a file of a snapshot, have the hash by which the cache names it.
 
-    A cache without symbolic links has no such names, and nothing to compare.
+    In a cache without symbolic links there are no such names, and nothing is compared.
     """
     name = path.readlink().name if path.is_symlink() else ""
     if len(name) == _SHA256_DIGITS:
@@ -234,25 +237,25 @@ def check_file(path: Path) -> None:
 
 
 def _say_nothing(event: str, **fields: Any) -> None:
-    """The one who is told, where nobody listens."""
+    """An `Emit` that drops what it gets."""
 
 
 def _reporting(emit: Emit) -> type[tqdm]:
-    """A progress bar that draws nothing; one that counts bytes, those of all files together, tells `emit` now and then."""
+    """A class for a progress bar that draws nothing, and reports to `emit` where it counts the bytes of all files."""
 
     class Reporting(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]
             self.total, self._done = kwargs.get("total") or 0, 0.0
             self._counts_bytes = kwargs.get("unit") == "B"
-            self._began = self._told = time.monotonic()
+            self._began = self._reported = time.monotonic()
 
         def update(self, n: float | None = 1) -> None:
             self._done += n or 0
             now = time.monotonic()
-            if not self._counts_bytes or now - self._told < _SECONDS_BETWEEN_WORDS:
+            if not self._counts_bytes or now - self._reported < _REPORT_SECONDS:
                 return
-            self._told = now
+            self._reported = now
             left = (now - self._began) / self._done * (self.total - self._done) if self._done else None
             done, total = round(self._done / _MEGABYTE), round(self.total / _MEGABYTE)
             emit("progress", done=done, total=total, unit="MB", seconds_left=left)

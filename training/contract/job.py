@@ -1,8 +1,8 @@
 """A job: one piece of work in processes of its own, described by one file, `job.json`.
 
-The side that launches writes it, `training.main` reads it, and nothing else passes between them on the way in. It names
-the artifact to make, the artifacts it is made from with the folders that hold them, and the frozen settings. On the way
-out there are `events.jsonl` and checkpoints in the job's folder, and the artifact, published in the store.
+The launching side writes it and `training.main` reads it; nothing else passes in. It names the artifact to make, the
+artifacts it is made from with their folders, and the frozen settings. What comes out are `events.jsonl` and checkpoints in
+the job's folder, and the artifact, published in the store.
 """
 
 import contextlib
@@ -16,14 +16,16 @@ from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Compute
 
 # Environment variables by which a launcher reaches every process of a job.
-RENDEZVOUS = "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; torchrun's own way if unset
-SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the process without which a rank must not go on; none if unset
+RENDEZVOUS = (
+    "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; if unset, they use torchrun's store
+)
+SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the id of the supervisor's process, with which the job's processes must end
 
 JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof"]
 
 
 class Input(BaseModel):
-    """An artifact the work stands on: what it is (`kind`, `fingerprint`) and the folder that holds it."""
+    """An input artifact: what it is (`kind`, `fingerprint`) and the folder that holds it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: str
@@ -32,9 +34,9 @@ class Input(BaseModel):
 
 
 class Failure(BaseModel):
-    """Why a job ended badly, as the first rank that failed wrote it; no traceback where the message says it all.
+    """Why a job failed, as written by the first rank that failed; no traceback where the message suffices.
 
-    No rank where a machine could not be used: then there were none, or their connection is gone.
+    Without a rank it comes from the launching side: a machine could not be used, or was lost.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -44,7 +46,7 @@ class Failure(BaseModel):
     traceback: str
 
     def write_first(self, path: Path) -> None:
-        """Write it to `path`, unless another account is there, or the disk is full: the launcher then says so."""
+        """Write it to `path`, unless a failure is there already, or the disk is full, which the launcher sees itself."""
         with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
             file.write(self.model_dump_json(indent=2))
 
@@ -100,7 +102,7 @@ class Job(BaseModel):
 
     @property
     def distributed(self) -> bool:
-        """Whether its work is shared by the processes that `compute` asks for; data work is one plain process."""
+        """Whether the processes that `compute` asks for share the work; work on data is one plain process."""
         return self.kind in ("sft", "reference", "policy", "evaluation", "proof")
 
     @property
@@ -114,7 +116,7 @@ class Job(BaseModel):
 
     @property
     def grace_seconds(self) -> int:
-        """What its processes get between being asked to stop and being killed: training has something to save."""
+        """The time between SIGTERM and SIGKILL when the job is stopped: training saves a checkpoint, other jobs nothing."""
         return self.compute.grace_seconds if self.kind in ("sft", "policy") else 1
 
     def write(self) -> Path:

@@ -2,11 +2,10 @@
 
     chosen_logprobs float64[P]    chosen_tokens int32[P]    rejected_logprobs float64[P]    rejected_tokens int32[P]
 
-A loss that looks at single tokens wants more: `tails_P2`, the part of each sum beyond the common length of the pair's
-responses. It is not in the file, since few need it and the memo has it; training/tails.py fills it in.
+A loss with `ld_alpha` needs more: `tails_P2`, the part of each sum beyond the common length of the pair's responses. It is
+not in the file, since few need it; training/tails.py takes it from the memo.
 
-The header says under which rule and in which dtype the values were made, so that whoever scores a policy against them
-can do it in the same way.
+The header has the rule and the dtype of the values, so that a policy can be scored in the same way.
 """
 
 from dataclasses import dataclass
@@ -30,30 +29,24 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class LogProbTable:
-    """P pairs: the summed log-prob of each response under the reference, in nats, and how many tokens it has."""
+    """Of P pairs and both sides (chosen, rejected): the summed log-prob under the reference in nats, and number of tokens."""
 
-    chosen_logprobs: npt.NDArray[np.float64]
-    chosen_tokens: npt.NDArray[np.int32]
-    rejected_logprobs: npt.NDArray[np.float64]
-    rejected_tokens: npt.NDArray[np.int32]
+    logprobs_P2: npt.NDArray[np.float64]
+    tokens_P2: npt.NDArray[np.int32]
     rule: str
     dtype: str
     tails_P2: npt.NDArray[np.float64] | None = None
 
-    @property
-    def logprobs_P2(self) -> npt.NDArray[np.float64]:
-        return np.stack([self.chosen_logprobs, self.rejected_logprobs], axis=1)
-
-    @property
-    def tokens_P2(self) -> npt.NDArray[np.int32]:
-        return np.stack([self.chosen_tokens, self.rejected_tokens], axis=1)
-
     def __len__(self) -> int:
-        return len(self.chosen_logprobs)
+        return len(self.logprobs_P2)
+
+    def columns(self) -> dict[str, npt.NDArray[np.generic]]:
+        """As the file has them."""
+        columns = (self.logprobs_P2[:, 0], self.tokens_P2[:, 0], self.logprobs_P2[:, 1], self.tokens_P2[:, 1])
+        return {name: np.ascontiguousarray(column) for name, column in zip(_DTYPES, columns, strict=True)}
 
     def write(self, folder: Path) -> None:
-        arrays = {name: np.ascontiguousarray(getattr(self, name), dtype=dtype) for name, dtype in _DTYPES.items()}
-        save_file(arrays, folder / TABLE_FILE, metadata={"rule": self.rule, "dtype": self.dtype})
+        save_file(self.columns(), folder / TABLE_FILE, metadata={"rule": self.rule, "dtype": self.dtype})
 
     @classmethod
     def read(cls, folder: Path, pairs: int) -> "LogProbTable":
@@ -61,15 +54,18 @@ class LogProbTable:
         path = folder / TABLE_FILE
         try:
             with safe_open(path, framework="numpy") as file:
-                arrays = {name: file.get_tensor(name) for name in _DTYPES}
+                columns = {name: file.get_tensor(name) for name in _DTYPES}
                 metadata = file.metadata() or {}
-                table = cls(**arrays, rule=metadata["rule"], dtype=metadata["dtype"])
+                rule, dtype = metadata["rule"], metadata["dtype"]
         except (OSError, SafetensorError, KeyError) as error:
             raise CorruptArtifact(f"{path} is not a table of reference log-probs: {error}") from error
-        for name, dtype in _DTYPES.items():
-            if arrays[name].shape != (pairs,) or arrays[name].dtype != dtype:
+        for name, expected in _DTYPES.items():
+            if columns[name].shape != (pairs,) or columns[name].dtype != expected:
                 raise CorruptArtifact(
-                    f"{path}: {name} is {arrays[name].dtype}{list(arrays[name].shape)}, "
-                    f"expected {np.dtype(dtype)}[{pairs}]; materialize reference_logprobs again"
+                    f"{path}: {name} is {columns[name].dtype}{list(columns[name].shape)}, "
+                    f"expected {np.dtype(expected)}[{pairs}]; materialize reference_logprobs again"
                 )
-        return table
+        chosen, chosen_tokens, rejected, rejected_tokens = columns.values()
+        return cls(
+            np.stack([chosen, rejected], axis=1), np.stack([chosen_tokens, rejected_tokens], axis=1), rule, dtype
+        )

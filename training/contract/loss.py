@@ -1,8 +1,8 @@
 """Which preference loss is minimized: the settings of `training.loss`, and what each type of loss needs.
 
-A type has settings of its own beside `beta`; one that it does not use is refused, and neither shown nor part of any
-fingerprint. What a type needs is said here once, by the type itself: whoever trains, proves, evaluates or compares asks it,
-and nobody asks for its name. The formulas are in training/losses.
+A type has settings of its own beside `beta`; one that it does not use is refused, and is neither shown nor part of any
+fingerprint. What a type needs is stated here once, in its `Traits`: other code asks for a trait and never compares the
+name of a type. The formulas are in training/losses.
 """
 
 from collections.abc import Callable
@@ -19,17 +19,17 @@ from training.contract.fields import NUMERIC, NonNegative, Positive, Section, Sh
 class Traits:
     """What a type of loss needs and allows.
 
-    settings            its own, beside `beta`
+    own_settings        names of settings that it uses, beside `beta`
     needs_reference     it is a function of log-ratios, policy over reference
-    averages_tokens     it divides what belongs to a response by its number of tokens
-    couples_pairs       a pair's loss depends on other pairs of the batch through the policy
-    matches_pairs       and that by comparing responses of different pairs
-    keeps_state         it depends on the batches before as well
-    compares_scores     it is a function of the difference of two scores; only then does an f-divergence have a meaning
-    compares_responses  it has a chosen and a rejected response; else it is no preference loss, only a term of a mixture
+    averages_tokens     it divides by the number of tokens of a response
+    couples_pairs       a pair's loss depends on the policy's log-probs of other pairs of the batch
+    matches_pairs       namely by comparing responses of different pairs
+    keeps_state         it depends on earlier batches too
+    compares_scores     it is a function of the difference of two scores; f-divergences are defined for these only
+    compares_responses  it needs a chosen and a rejected response; else it can only be a term of a mixture
     """
 
-    settings: tuple[str, ...] = ()
+    own_settings: tuple[str, ...] = ()
     needs_reference: bool = True
     averages_tokens: bool = False
     couples_pairs: bool = False
@@ -74,8 +74,8 @@ class LossType(StrEnum):
 _OWN = {"label_smoothing", "gamma", "tau", "of"}  # the fields below that only some types use
 
 
-class Shape(Section):
-    """A type with its own settings. One that the type does not use is refused when given and left out when written."""
+class TypedLoss(Section):
+    """A type with its own settings; settings of other types are refused when given and left out when written."""
 
     type: LossType
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5), WithJsonSchema(NUMERIC)] = 0.0
@@ -84,8 +84,8 @@ class Shape(Section):
 
     @model_validator(mode="after")
     def _uses_what_is_given(self) -> Self:
-        for name in sorted(self.model_fields_set & _OWN - set(self.type.traits.settings)):
-            users = ", ".join(kind for kind in LossType if name in kind.traits.settings)
+        for name in sorted(self.model_fields_set & _OWN - set(self.type.traits.own_settings)):
+            users = ", ".join(kind for kind in LossType if name in kind.traits.own_settings)
             raise ValueError(
                 f"`{name}` does nothing in a loss of type {self.type}; it belongs to {users}: leave it out"
             )
@@ -95,12 +95,12 @@ class Shape(Section):
 
     @model_serializer(mode="wrap")
     def _written(self, write: Callable[[Self], dict[str, Any]]) -> dict[str, Any]:
-        unused = _OWN - set(self.type.traits.settings)
+        unused = _OWN - set(self.type.traits.own_settings)
         return {name: value for name, value in write(self).items() if name not in unused}
 
 
-class Term(Shape):
-    """A part of a mixture: its loss counts `weight` times. Beta is the mixture's."""
+class Term(TypedLoss):
+    """A term of a mixture: its loss, times `weight`. Beta is the mixture's."""
 
     weight: Positive = 1.0
 
@@ -127,10 +127,10 @@ class Divergence(Section):
         return self
 
 
-class Loss(Shape):
+class Loss(TypedLoss):
     """One loss, or with `type: mixture` the weighted sum of those in `of`.
 
-    `ld_alpha`, `weighting` and `divergence` are off unless given, and change every preference loss in it alike.
+    `ld_alpha`, `weighting` and `divergence` are off by default, and hold for all preference losses of a mixture.
     """
 
     type: LossType = LossType.SIGMOID
@@ -142,10 +142,10 @@ class Loss(Shape):
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """What is summed; of a simple loss only itself."""
+        """The terms of the sum; a simple loss is its own only term."""
         if self.type is LossType.MIXTURE:
             return self.of
-        own = {name: getattr(self, name) for name in self.type.traits.settings}
+        own = {name: getattr(self, name) for name in self.type.traits.own_settings}
         return (Term.model_validate({"type": self.type, **own}),)
 
     @property
@@ -162,16 +162,16 @@ class Loss(Shape):
 
     @property
     def needs_token_logprobs(self) -> bool:
-        """Sums over responses do not suffice: values of single tokens are needed, the reference's too."""
+        """Whether sums over responses do not suffice, and log-probs of single tokens are needed, the reference's too."""
         return self.ld_alpha is not None
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether a pair's loss is another one among other pairs: through the policy, or through their numbers of tokens."""
+        """Whether a pair's loss depends on the other pairs of its batch: on their log-probs, or on their numbers of tokens."""
         return any(t.type.traits.couples_pairs or not t.type.traits.compares_responses for t in self.terms)
 
     def settings(self) -> dict[str, Any]:
-        """What counts for a fingerprint: what is off is left out, so a recipe older than an option keeps its own."""
+        """For a fingerprint: options that are off are left out, so a new option does not change those of older recipes."""
         return self.model_dump(mode="json", exclude_none=True)
 
     @model_validator(mode="after")

@@ -1,15 +1,15 @@
-"""What of this machine a process may use: its memory and its cores, where a container or a scheduler gives it only a part.
+"""The memory and the cores that this process may use, of which a container or a scheduler may allow only a part.
 
 Linux keeps such limits in control groups, folders of small files. /proc/self/cgroup says which groups a process is in,
-/proc/self/mountinfo where they can be read. A limit of a group holds for all groups below it, so each is asked up to
-the highest one that is to be seen; which in a container is often its own.
+/proc/self/mountinfo where they can be read. The limit of a group holds for all groups below it, so all are read, from the
+process' own up to the highest visible one; in a container that is often its own.
 
     version 2   memory.max, memory.high, cpu.max ("200000 100000": 2 cores' time)   without a limit `max`
     version 1   memory.limit_in_bytes, cpu.cfs_quota_us of cpu.cfs_period_us              nearly 2**63, and -1
 
-Nobody is killed at memory.high, but whoever uses more is slowed down until it does not.
+A process above memory.high is not killed, but slowed down until it uses less.
 
-psutil and os.cpu_count know nothing of them. https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
+psutil and os.cpu_count ignore these limits. https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1/memory.html
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _SELF = Path("/proc/self")
 
 
 def memory_bytes(process: Path = _SELF) -> int:
-    """The memory of the machine, or what a group it is in may use of it; `process` is its folder in /proc."""
+    """The memory of the machine, or the lowest limit of the process' groups; `process` is its folder in /proc."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for group in _groups(process):
         for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
@@ -31,7 +31,7 @@ def memory_bytes(process: Path = _SELF) -> int:
 
 
 def cores(process: Path = _SELF) -> int:
-    """The cores this process may run on, or as many as the time of a group is worth; a part of one counts as one."""
+    """The cores this process may run on, or as many as its groups' CPU time amounts to, rounded up."""
     limits = [float(len(os.sched_getaffinity(0)))]
     for group in _groups(process):
         for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
@@ -42,7 +42,7 @@ def cores(process: Path = _SELF) -> int:
 
 
 def _numbers(file: Path) -> list[int]:
-    """None in a file that is not there, as in the highest group of version 2; and `max` is none."""
+    """The numbers in a file; none if it is missing, as in the highest group of version 2, or says `max`."""
     with contextlib.suppress(OSError):
         return [int(word) for word in file.read_text().split() if word != "max"]
     return []
@@ -62,16 +62,16 @@ def _groups(process: Path) -> Iterator[Path]:
 
 
 def _is_mount_of(controllers: str, kind: str, options: str) -> bool:
-    """Version 2 has one hierarchy, and names no controllers; those of version 1 are among the options of its mount."""
+    """Version 2 has one hierarchy, without names of controllers; in version 1 they are options of the mount."""
     if not controllers:
         return kind == "cgroup2"
     return kind == "cgroup" and {*controllers.split(",")} <= {*options.split(",")}
 
 
 def _upwards(mounted: Path, path: PurePosixPath, root: str) -> Iterator[Path]:
-    """The group `path` and those above, below `mounted`, where `root` is to be seen.
+    """The folders of the group `path` and of those above it, in `mounted`, where the group `root` is visible.
 
-    A path that is not below it leads out of what this container sees; then the highest group it sees is asked.
+    A path outside of `root` is not visible in this container; then the highest visible group is taken.
     """
     inside = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else PurePosixPath()
     group = mounted / inside

@@ -1,7 +1,7 @@
 """The manifest of an artifact: what it is, what it was made from, and the size and sha256 of every file it holds.
 
-Whoever can write into a store could write a manifest that points out of its folder. So names are checked before anything
-is opened, a link is never followed, and only regular files are read: a pipe would be waited for without end.
+A manifest could be made to point out of its folder. So names are checked before anything is opened, links are never
+followed, and only regular files are read: reading a pipe could block for ever.
 """
 
 import stat
@@ -34,7 +34,7 @@ class Source(BaseModel):
 
 
 class Derivation(BaseModel):
-    """How an artifact is made. Equal derivations give equal artifacts, so `key` answers "has this been done?"."""
+    """How an artifact is made. Equal derivations give equal artifacts, so `key` tells whether it was made already."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: str
@@ -48,7 +48,7 @@ class Derivation(BaseModel):
 
 
 class Manifest(Sealed):
-    """`fingerprint` identifies what the artifact holds; `details` are the small facts people and checks look at."""
+    """`fingerprint` identifies the contents; `details` are small facts for people and for checks."""
 
     schema_version: int = SCHEMA_VERSION
     kind: str
@@ -109,7 +109,7 @@ def verify_files(folder: Path, manifest: Manifest, hashes: bool = True, cache: H
 
 
 def verify_contents(folder: Path, manifest: Manifest, names: Collection[str], cache: HashCache | None = None) -> None:
-    """Compare the bytes of `names` with what `manifest` promises. Raises CorruptArtifact that names the first other one."""
+    """Compare the bytes of `names` with `manifest`. Raises CorruptArtifact that names the first that differs."""
     paths = [folder / name for name in names]
     try:
         found = cache.digests("bytes", paths, hash_files) if cache else hash_files(paths)

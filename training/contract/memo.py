@@ -1,16 +1,16 @@
-"""The memo: reference log-probs, a sequence a row, each scored once and then never again.
+"""The memo: reference log-probs, a row a sequence, each scored only once.
 
-A frozen model gives one and the same log-prob to a sequence as long as the weights and the way of scoring stay as they
-are. The fingerprint of both is the *rule*, and everything known under a rule is a set of immutable shards (`shard.py`) in
-the store, under the kind `memo/<rule>`. No recipe is part of a rule: all recipes over one model share what is known.
+The log-prob of a sequence under a frozen model is the same as long as weights and algorithm are. The fingerprint of both is
+the *rule*, and what is known under a rule is a set of immutable shards (`shard.py`) in the store, of the kind
+`memo/<rule>`. No recipe is part of a rule: all recipes over one model share its memo.
 
-Shards are only ever added, by any number of processes at once. The same sequence may be in several; the oldest shard
-wins, so that a table made again holds the same bits. A shard that is not what was published is set aside, said so, and
-its sequences count as missing: losing a cache costs time, believing a broken one costs a model.
+Shards are only ever added, by any number of processes at once. The same sequence may be in several; the oldest shard wins, so
+that a table made again has the same bits. A corrupt shard is set aside with a note, and its sequences count as missing: a
+lost cache costs time, a wrong one would cost a model.
 
-A shard's index is hashed once in a process, when it is first seen; a lookup then asks for new shards only. Held in memory
-are 16 bytes a sequence: the first 8 of each key, sorted, and where the row is. Keys, sums and counts stay memory-mapped. There
-is nothing to compact: what many small shards cost is opening each of them once.
+A shard's index is hashed once in a process, when it is first seen; later lookups open new shards only. In memory are 16 bytes
+a sequence: the first 8 of its key, sorted, and its row. Keys, sums and counts stay memory-mapped. Shards are never merged:
+many small ones cost no more than opening each once.
 
 Legend: S sequences, Q keys asked for, R of them still without an answer.
 """
@@ -40,19 +40,21 @@ from training.contract.store import Artifact, Made, Store
 
 Rows = npt.NDArray[np.int64]
 
+# The version of the algorithm that scores sequences (training.model): with another one no log-prob is used again.
+SCORING_VERSION = "shared-prefix-1"
 _FORMAT = "2"
 _BLOCK_KEYS = 1 << 20  # keys looked up at a time, which bounds the memory that takes
 _LOG = logging.getLogger(__name__)
 
 
-def scoring_rule(weights: str, dtype: str, version: str) -> str:
+def scoring_rule(weights: str, dtype: str) -> str:
     """The rule under which log-probs stay valid: the weights' fingerprint, the dtype, the version of the algorithm."""
-    return fingerprint("scoring_rule", {"weights": weights, "dtype": dtype, "version": version})
+    return fingerprint("scoring_rule", {"weights": weights, "dtype": dtype, "version": SCORING_VERSION})
 
 
 @dataclass(frozen=True)
 class Hits:
-    """What is known of Q keys. Where `found_Q` is false, the sum is NaN and the count is -1."""
+    """The answers for Q keys. Where `found_Q` is false, the sum is NaN and the count is -1."""
 
     found_Q: npt.NDArray[np.bool_]
     sums_Q: Floats
@@ -72,10 +74,10 @@ class _Index:
         self._prefixes_S = prefixes_S[self._places_S]
 
     def find(self, keys_QK: Keys) -> Iterator[tuple[Shard, Rows, Rows]]:
-        """Where the keys are that are known: a shard, rows of it, and which of the Q keys these rows are.
+        """Yields for each shard its rows that belong to some of the keys, and which of the Q keys they are.
 
-        A binary search on the prefix, then all 32 bytes are compared. Rows that share a prefix lie side by side, so keys
-        still unanswered move on by one row together, until they find their own or leave their prefix.
+        A binary search on the prefix, then a comparison of all 32 bytes. Rows with the same prefix are neighbours, so keys
+        without an answer move on by one row together, until they find their own or leave their prefix.
         """
         wanted_Q = key_prefixes(keys_QK)
         open_R = np.argsort(wanted_Q)  # sorted keys walk through the index once, in the order of memory
@@ -109,7 +111,7 @@ class _Index:
 
 @dataclass
 class Memo:
-    """Everything known under `rule`. `note` is told, in a sentence, of every shard that had to be set aside."""
+    """All log-probs known under `rule`. `note` gets a sentence for every shard that is set aside."""
 
     store: Store
     rule: str
@@ -122,7 +124,7 @@ class Memo:
         return f"memo/{self.rule}"
 
     def lookup(self, keys_QK: Keys) -> Hits:
-        """What is known of `keys_QK`, uint8[Q, 32], shards that other processes have added since included."""
+        """Look up `keys_QK`, uint8[Q, 32], also in shards that other processes have added meanwhile."""
         assert keys_QK.ndim == 2 and keys_QK.shape[1] == KEY_BYTES, (
             f"keys of shape {keys_QK.shape}, expected [Q, {KEY_BYTES}]"
         )
@@ -134,7 +136,7 @@ class Memo:
         return Hits(counts_Q >= 0, sums_Q, counts_Q)
 
     def tail_sums(self, keys_QK: Keys, starts_Q: Rows) -> Floats:
-        """For each key the sum of its log-probs from token number `starts_Q[q]` on; NaN where nothing is known of it."""
+        """For each key the sum of its log-probs from token number `starts_Q[q]` on; NaN where it is not known."""
         self._refresh()
         sums_Q = np.full(len(keys_QK), np.nan)
         for shard, rows, those in self._found(keys_QK):
@@ -186,7 +188,7 @@ class Memo:
         self._index = _Index(sorted(self._shards.values(), key=lambda shard: shard.age))
 
     def _open(self, name: str) -> Shard | None:
-        """The verified shard; None if it is broken, and then it is out of the way."""
+        """The verified shard; None if it is corrupt, after setting it aside."""
         try:
             return open_shard(self.store.open(self.kind, name, hashes=False))
         except StoreError as error:

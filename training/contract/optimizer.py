@@ -1,4 +1,4 @@
-"""What a recipe says of the optimizer and of its learning rate; `training.optim` builds what is meant."""
+"""The recipe's settings of the optimizer and of its learning rate; `training.optim` builds them."""
 
 from typing import Annotated, Any, Literal
 
@@ -51,9 +51,9 @@ class Muon(Section):
 
 
 def _by_type(given: Any) -> Any:
-    """A section as its `type` says; AdamW where none is written, as in recipes from before there was a choice.
+    """A section of the class that its `type` names; AdamW by default, as in recipes from before there was a choice.
 
-    Not pydantic's own union by a tag: that puts the tag into the path of an error, where no line of a file has it.
+    Not pydantic's tagged union: it puts the tag into the path of an error, which is then not a path in the file.
     """
     if not isinstance(given, dict):
         return given

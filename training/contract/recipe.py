@@ -1,8 +1,8 @@
 """The recipe: everything a person decides, in one frozen model that knows nothing of Dagster.
 
-A person writes the fields that matter to them; the rest have the defaults below. Fields are grouped by the artifact they
-change, and a group's fingerprint is that artifact's identity. `automation` and `compute` change no result and are in no
-fingerprint; neither are paths, since what counts is the bytes they lead to.
+A person writes some fields; the others have the defaults below. Fields are grouped by the artifact they change, and a group's
+fingerprint is part of that artifact's key. `automation` and `compute` change no result and are in no fingerprint; neither
+are paths, since only the bytes of their files count.
 """
 
 from pathlib import Path
@@ -97,7 +97,7 @@ class Reference(Section):
 class Adapter(Section):
     """Low-rank adaptation (LoRA, Hu et al. 2021): weights stay frozen, `alpha / rank * B A` is trained beside each target.
 
-    The names are those of peft's LoraConfig without the prefix; a target is the last part, or more, of a linear layer's name.
+    The names are those of peft's LoraConfig without `lora_`; a target is the end of the dotted name of a linear layer.
     """
 
     type: Literal["lora"] = "lora"
@@ -150,7 +150,7 @@ class Training(Section):
 
 
 class TrainingSpec(Training):
-    """The section as it is frozen: with the fingerprint of the champion to start from, where there is one."""
+    """The section as the spec freezes it: with the fingerprint of the champion to start from, where there is one."""
 
     champion: str | None = None
 

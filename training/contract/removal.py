@@ -1,7 +1,7 @@
-"""Taking artifacts out of a store while others use it: what somebody is making or reading under a key's lock stays.
+"""Removing artifacts from a store while other processes use it: one that is made or read under a key's lock stays.
 
-An artifact goes by being renamed out of its place, so that nobody ever sees half of one; its keys go first, so that nobody
-is sent to a place where there is nothing.
+First its keys are removed, so that no key leads to a missing artifact; then it is renamed away in one step, so that nobody
+ever sees half of one.
 """
 
 import contextlib
@@ -32,13 +32,13 @@ def is_held(lock: Path) -> bool:
 
 @contextlib.contextmanager
 def holding(locks: Iterable[Path]) -> Iterator[bool]:
-    """Hold all of `locks`, without waiting for any; False where one is held by somebody else."""
+    """Hold all of `locks`, without waiting; False if another process holds one."""
     with contextlib.ExitStack() as held:
         yield all(_try_lock(held.enter_context(_opened(lock))) for lock in locks)
 
 
 def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
-    """The keys of every artifact of `kind`; a record that is unreadable counts for none."""
+    """The keys of every artifact of `kind`; unreadable records are left out."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in (store.root / "keys" / kind).glob("*.json"):
         with contextlib.suppress(ValueError, FileNotFoundError):
@@ -47,7 +47,7 @@ def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
 
 
 def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str]) -> bool:
-    """Remove an artifact with the records of its `keys`; False if one of those is in use now, and then nothing goes."""
+    """Remove an artifact with the records of its `keys`; False, and nothing is removed, if one of them is in use."""
     with holding(store.lock_file(kind, key) for key in keys) as free:
         if not free:
             return False
@@ -72,7 +72,7 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def freed_bytes(folder: Path) -> int:
-    """What the disk gets back: files that have another name elsewhere, as released weights do, give nothing."""
+    """The bytes that removing `folder` frees: none for files with another hard link, such as released weights."""
     files = (path.lstat() for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     return sum(file.st_size for file in files if file.st_nlink == 1)
 

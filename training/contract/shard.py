@@ -5,11 +5,11 @@
                           counts  int32[S]        how many tokens those are
     tokens.safetensors    tokens  float32[N]      the log-probs themselves, sequence after sequence
 
-Rows are in the order of the first 8 bytes of their keys, so that looking many up walks through a file once.
+Rows are in the order of the first 8 bytes of their keys, so that a lookup of many keys reads a file from front to end.
 
-Looking a sequence up needs the first file, 44 bytes a sequence; the second, some hundred times larger, is for
-inspection and for losses that look at single tokens. So they are two: opening a shard reads and hashes the index only, and
-the tokens are hashed when they are asked for.
+Looking a sequence up needs the first file, 44 bytes a sequence; the second, some hundred times larger, is for inspection
+and for losses that look at single tokens. So opening a shard reads and hashes the index only, and the tokens are hashed
+when they are read.
 
 Legend: S sequences, N tokens of all of them.
 """
@@ -53,11 +53,11 @@ class Shard:
 
     @property
     def age(self) -> tuple[str, str]:
-        """When it was made; to the second, and within a second by name."""
+        """Sorts shards by when they were made, to the second, then by name."""
         return self.artifact.manifest.created, self.artifact.fingerprint
 
     def token_logprobs(self, row: int) -> TokenLogProbs:
-        """The log-probs of the response tokens of one sequence. Raises CorruptArtifact if they are not what was published."""
+        """The log-probs of the response tokens of one sequence. Raises CorruptArtifact if the file was changed."""
         begin = int(self.counts_S[:row].sum(dtype=np.int64))
         return self._tokens()[begin : begin + int(self.counts_S[row])].copy()
 
@@ -77,7 +77,7 @@ class Shard:
 def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> str:
     """Write a shard into `folder`; its fingerprint. Raises StoreError where the disk does not take it.
 
-    The sums are taken here, in float64, so that they cannot disagree with the tokens.
+    The sums are computed here, in float64, from the tokens.
     """
     keys_SK, counts_S, tokens_N = _sorted(keys_SK, counts_S, tokens_N)
     owners_N = np.repeat(np.arange(len(counts_S)), counts_S)

@@ -1,10 +1,10 @@
-"""Staging folders, and how those of dead processes are told from those of living ones.
+"""Staging folders, and removing those of dead processes.
 
-Beside each folder lies a lock file that its maker holds. The kernel lets go of the lock when the maker dies, in whatever
-way, so nothing needs to know about process ids, ages or machines: a folder whose lock can be had is nobody's.
+Beside each folder lies a lock file, which the process that writes the folder holds. The kernel releases it when the process
+dies, in whatever way, so process ids, ages and machines do not matter: a folder whose lock is free is abandoned.
 
-Between making the lock file and locking it, a maker can be overtaken by one who tidies up; it sees that the file it
-has locked is no longer the one of that name, and takes another name.
+Between creating a lock file and locking it, a process may lose the file to another one that removes abandoned folders.
+It then sees that the file it has locked is no longer the one of that name, and takes another name.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _SUFFIX = ".lock"
 
 @dataclass(frozen=True)
 class Claim:
-    """A folder and the lock that says its maker lives."""
+    """A folder, and the lock that shows that its process lives."""
 
     folder: Path
     lock: BinaryIO
@@ -43,7 +43,7 @@ def claim_folder(parent: Path) -> Claim:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders whose makers died; one that this user may not remove stays."""
+    """Remove the folders of dead processes; one that this user may not remove stays."""
     for path in parent.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             if lock := _try_lock(path):
@@ -51,7 +51,7 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _try_lock(path: Path) -> BinaryIO | None:
-    """The lock in the file `path`, without waiting; None if another has it, or had it and removed the file."""
+    """The lock in the file `path`, without waiting; None if another process has it, or has removed the file."""
     file = open(path, "ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,26 +1,23 @@
-"""The store: immutable artifacts by what they hold, found by how they are made.
+"""The store: immutable artifacts, stored by their contents (fingerprint) and found by how they are made (key).
 
     store/<kind>/<fingerprint>/...        the files of an artifact and its manifest.json
     store/keys/<kind>/<key>.json          the derivation of that key, the fingerprint it gave, and details of that way
-    store/locks/<kind>-<key>.lock         held by whoever is making that key
-    store/staging/<name>/, <name>.lock    an artifact in the making; the lock is held as long as its maker lives
+    store/locks/<kind>-<key>.lock         held by the process that is making that key
+    store/staging/<name>/, <name>.lock    an artifact that is being written; its process holds the lock as long as it lives
     store/corrupt/<kind>/...              artifacts that were set aside
 
 A derivation (code version, inputs, settings) has a key; making it gives an artifact whose fingerprint identifies its
 contents. So two derivations with the same outcome, say a template before and after a comment was added to it, share one
-artifact, and nothing below notices the difference.
+artifact, and nothing downstream changes.
 
 Publishing is: write in staging, fsync every file and folder, write the manifest last, rename into place, fsync the
-parent, then record the key. A reader that finds the key finds everything. A process that is killed on the way leaves a
-staging folder whose lock nobody holds, and the next one that stages something removes it.
+parent, then record the key. A reader that finds the key finds everything. A process that is killed meanwhile leaves a
+staging folder whose lock nobody holds; the next process that stages something removes it.
 """
 
 import contextlib
-import functools
-import importlib.metadata
 import json
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -34,11 +31,11 @@ from training.contract.durable import (
     locked,
     new_folder,
     open_as_umask_says,
-    refusal,
     rename_new,
     sync_folder,
     sync_tree,
     write_durably,
+    write_error,
 )
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.fingerprint import short
@@ -53,14 +50,13 @@ from training.contract.manifest import (
     verify_files,
 )
 from training.contract.sealed import Sealed
+from training.contract.software import library_versions
 from training.contract.staging import claim_folder, remove_abandoned
-
-_LIBRARIES = ("torch", "transformers", "peft", "datasets", "tokenizers", "safetensors", "pyarrow", "numpy", "pedigree")
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """`derivation` and `details` are of the way that was asked for: two ways to one content each have their own."""
+    """`derivation` and `details` are those of the key it was found by; other keys may have led to the same contents."""
 
     folder: Path
     manifest: Manifest
@@ -81,7 +77,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Made:
-    """What a piece of work says of what it left in its staging folder."""
+    """What a job returns of the files it left in its staging folder: their fingerprint, and small facts about them."""
 
     fingerprint: str
     details: dict[str, Any] = field(default_factory=dict)
@@ -140,7 +136,7 @@ class Store:
         return replace(artifact, derivation=record.derivation, details=record.details)
 
     def record(self, kind: str, key: str) -> "Record | None":
-        """What was written down when `key` was made, whether or not the artifact is still there. Raises CorruptArtifact."""
+        """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptArtifact."""
         return self._read_record(kind, key)
 
     def derivation(self, kind: str, key: str) -> Derivation | None:
@@ -180,14 +176,14 @@ class Store:
             yield claim.folder
         except OSError as error:
             if lacks_room(str(error)):
-                raise refusal("write an artifact", self.root, error) from error
+                raise write_error("write an artifact", self.root, error) from error
             raise
         finally:
             claim.give_up()
 
     @contextlib.contextmanager
     def lock(self, kind: str, key: str) -> Iterator[BinaryIO]:
-        """Hold the right to make `key`, waiting for whoever has it. A process that inherits the file holds it too."""
+        """Hold the lock of `key`, after waiting for its holder. A process that inherits the open file holds it too."""
         with contextlib.ExitStack() as held:
             with self._refused(f"lock {kind}"):
                 file = held.enter_context(locked(self.lock_file(kind, key)))
@@ -221,14 +217,14 @@ class Store:
 
     @contextlib.contextmanager
     def _refused(self, doing: str) -> Iterator[None]:
-        """Turn the operating system's refusal into a StoreError with the place and the room there is."""
+        """Turn an OSError into a StoreError with the path and the free bytes."""
         try:
             yield
         except OSError as error:
-            raise refusal(doing, self.root, error) from error
+            raise write_error(doing, self.root, error) from error
 
     def _has_intact(self, kind: str, fingerprint: str) -> bool:
-        """Whether these contents are there and whole; broken ones go out of the way of those that take their place."""
+        """Whether these contents are there and whole; broken ones are set aside, to be replaced."""
         if not os.path.lexists(self.folder(kind, fingerprint)):
             return False
         try:
@@ -265,13 +261,3 @@ def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -
         files=files,
         details=made.details,
     )
-
-
-@functools.cache
-def library_versions() -> dict[str, str]:
-    """The versions of Python and of the libraries a result depends on, of those that are installed."""
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    return versions

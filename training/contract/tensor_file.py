@@ -1,8 +1,8 @@
-"""Where the tensors of a safetensors file lie, and arrays mapped right there.
+"""Where the tensors of a safetensors file lie, and mapping them into memory there.
 
 A file is the length of the header (8 bytes, little-endian), the header (JSON: name -> dtype, shape, begin and end after the
-header) and the bytes. The safetensors library checks sizes, bounds and overlaps first; what it lets pass is a header that has
-a name twice, and that is refused here.
+header) and the bytes. The safetensors library checks sizes, bounds and overlaps; a header that has a name twice, which it
+accepts, is refused here.
 
 https://huggingface.co/docs/safetensors#format
 """
@@ -71,7 +71,7 @@ def map_tensors(file: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object whose keys are all different; which of two values a reader takes is anybody's guess."""
+    """A JSON object whose keys are all different, since readers differ in which of two values they take."""
     content = dict(pairs)
     if len(content) < len(pairs):
         raise ValueError("its header has a name twice")

@@ -1,11 +1,11 @@
 """What a recipe's file holds: one recipe, and under `variants` what is different in each of its variants.
 
-A variant is the recipe with changes: sections are merged, field by field; anything else, a list too, replaces; null takes
-away what the recipe says, so that the default counts. What comes out is validated as any recipe is, and a fault is told at the
-variant's own field.
+A variant is the recipe with changes: sections are merged, field by field; any other value, a list too, replaces the recipe's;
+null removes it, so that the default holds. The outcome is validated like any recipe, and an error names the variant's own
+field.
 
-A variant is an experiment that a person starts and looks at. So it has no automation and a model name of its own unless it
-says otherwise: nothing trains it on Mondays, and having been tried it cannot become the champion that others use.
+A variant is an experiment that a person starts and looks at. So unless it says otherwise it has no automation, and a model name
+of its own: no schedule trains it, and it cannot become the champion that others use.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class RecipeFile(Recipe):
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe alone, which knows of no variants: it is what is written beside results."""
+        """The recipe alone, without its variants; it is written beside results."""
         return Recipe.model_validate(self._written())
 
     def resolved(self) -> dict[str, Recipe]:
@@ -46,15 +46,15 @@ class RecipeFile(Recipe):
 
 
 class _Variants(Section):
-    """Gives a fault in a variant the path that it has in the file."""
+    """Gives errors in a variant the path that they have in the file."""
 
     variants: dict[str, Recipe]
 
 
 def merged(section: Any, changes: Any) -> Any:
-    """`section` with the changes made, which follow JSON Merge Patch (RFC 7396).
+    """`section` with `changes` made, by the rules of JSON Merge Patch (RFC 7396).
 
-    But for one thing: null for a field that is not there stays, so that a name misspelled is not passed over.
+    With one exception: null for a field that is not there stays, so that validation finds a misspelled name.
     """
     if not isinstance(changes, Mapping):
         return changes
@@ -68,7 +68,7 @@ def merged(section: Any, changes: Any) -> Any:
 
 
 def _experiment(written: Mapping[str, Any], variant: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe with the changes made, and no automation but what they ask for: null takes away and turns nothing on."""
+    """The recipe with `changes` made; of its automation only the time zone stays, unless they ask for more."""
     timezone = {name: value for name, value in written.get("automation", {}).items() if name == "timezone"}
     release = {**written["release"], "model_name": f"{written['release']['model_name']}-{variant}"}
     changed: dict[str, Any] = merged({**written, "automation": timezone, "release": release}, changes)

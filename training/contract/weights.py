@@ -1,18 +1,17 @@
 """The identity of a model's weights: its tensors, and the config fields that change the function it computes.
 
-A tensor counts by name, dtype, shape and bytes; the tensors are merged in the order of their names. In which files they lie,
-in what order, and what a file's metadata says changes no log-prob: weights that are saved again or cut into other shards
-stay what they were. It costs no more than hashing files: every byte is read once, straight from the place the header of
-a safetensors file gives, and as work is dealt out a tensor at a time, one large file keeps all cores busy.
+A tensor counts by name, dtype, shape and bytes; the tensors are merged in the order of their names. Files, order and metadata
+do not count, since they change no log-prob: weights that are saved again or cut into other shards keep their identity. It
+costs no more than hashing files: every byte is read once, and as threads hash a tensor each, one large file keeps all
+cores busy.
 
 The files are those transformers would load: `model.safetensors`, else those its index names, else all there are.
 
-An adapter is identified by its own tensors and config, and by the weights it was trained on, without which it is no model. A
-folder that holds a model and an adapter is refused: transformers would add the one to the other without a word.
+An adapter is identified by its own tensors and config, and by the weights it was trained on. A folder that holds a model and
+an adapter is refused: transformers would add the one to the other without a warning.
 
-Of a config everything counts but the names in `_NO_FUNCTION`, as it is written: a field that is spelled out with its default
-makes another identity, since knowing defaults takes the model's code. That errs on the safe side: sequences are
-scored again.
+Of a config everything counts but the names in `_NO_FUNCTION`, as it is written: a field that is written out with its default
+gives another identity, since only the model's code knows the defaults. That is the safe side: sequences are scored again.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from training.contract.tensor_file import TensorPlace, read_places
 
 # Bookkeeping of transformers, and dtype, which is chosen on loading.
 _NO_FUNCTION = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
-# Of an adapter's config: bookkeeping of peft, and what matters in training only.
+# Of an adapter's config: bookkeeping of peft, and settings of its training.
 _NO_ADAPTED_FUNCTION = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -78,7 +77,7 @@ def function_config(folder: Path) -> dict[str, Any]:
 
 
 def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
-    """What the fingerprint is made of: `config`, and of the `weights` their sha256, the count of tensors and their bytes.
+    """What the fingerprint is made from: `config`, and of the `weights` sha256, number of tensors and bytes.
 
     With a `cache`, files that did not change since they were hashed are not read. Raises ModelError.
     """

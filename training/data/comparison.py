@@ -5,8 +5,8 @@
     response_a, response_b   a, b or tie
     response_0, response_1   better_response_id | label | winner ...: 0 or 1
 
-The answer that more than half of the labels name wins. A tie, or no majority, gives no pair: a preference nobody stated
-is noise to train on.
+The answer named by more than half of the labels wins. A tie, or no majority, gives no pair: training on it would be
+training on noise.
 """
 
 import re
@@ -25,7 +25,7 @@ _BY_NAME = {"a": 1, "b": 2, "model_a": 1, "model_b": 2, **_TIES}
 
 @dataclass(frozen=True)
 class Compared:
-    """The fields of two responses, and the verdict (1 first, 2 second, 0 tie) each spelling of a label stands for."""
+    """The fields of two responses, and what each spelling of a label means: 1 first, 2 second, 0 tie."""
 
     first: str
     second: str

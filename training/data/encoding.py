@@ -1,12 +1,12 @@
 """From a pair of conversations to token ids and masks.
 
-The prompt is rendered with the generation prompt, each whole conversation without; all three texts are tokenized with
-no special tokens added, so a BOS is there once if the template writes one and not at all if it does not: exactly what a
-chat server feeds the model. The prompt's tokens must be a prefix of both conversations' tokens, which is checked for
-every pair, because templates exist that rewrite what came before. What follows the prefix is the response:
+The prompt is rendered with the generation prompt, each whole conversation without; all three texts are tokenized without
+adding special tokens, so there is one BOS if the template writes it, else none: exactly what a chat server feeds the
+model. The prompt's tokens must be a prefix of both conversations' tokens; this is checked for every pair, because some
+templates rewrite earlier turns. What follows the prefix is the response:
 
-    last_response    every token of it is trained, the end of turn and what the template writes behind it included
-    assistant_turns  the tokens of it that lie inside {% generation %}
+    last_response    all of its tokens are trained, with the end of turn and what the template writes behind it
+    assistant_turns  its tokens inside {% generation %} are trained
 
 A pair that cannot be used raises `Dropped`, with a reason that is counted and a detail that shows the tokens.
 """
@@ -78,13 +78,6 @@ class EncodedPair:
 
 
 @dataclass(frozen=True)
-class _Texts:
-    prompt: Rendered
-    chosen: Rendered
-    rejected: Rendered
-
-
-@dataclass(frozen=True)
 class _Tokens:
     ids: list[int]
     offsets: Offsets
@@ -103,7 +96,7 @@ class PairEncoder:
     def encode(self, pairs: Sequence[Mapping[str, Sequence[Message]]]) -> Iterator[EncodedPair | Dropped]:
         """For each of `pairs` (prompt, chosen, rejected), in order: its tokens, or why it is dropped."""
         rendered = [self._render(pair) for pair in pairs]
-        texts = [text for found in rendered if isinstance(found, _Texts) for text in _all_three(found)]
+        texts = [text for found in rendered if not isinstance(found, Dropped) for text in found]
         tokens = iter(self._tokenize(texts))
         for found in rendered:
             if isinstance(found, Dropped):
@@ -114,14 +107,15 @@ class PairEncoder:
             except Dropped as dropped:
                 yield dropped
 
-    def _render(self, pair: Mapping[str, Sequence[Message]]) -> _Texts | Dropped:
+    def _render(self, pair: Mapping[str, Sequence[Message]]) -> list[Rendered] | Dropped:
+        """The texts of the prompt and of both conversations."""
         prompt = list(pair["prompt"])
         try:
-            return _Texts(
+            return [
                 self._template.render(prompt, generation_prompt=True),
                 self._template.render([*prompt, *pair["chosen"]]),
                 self._template.render([*prompt, *pair["rejected"]]),
-            )
+            ]
         except Rejected as error:
             return Dropped(DropReason.TEMPLATE, str(error))
 
@@ -165,7 +159,7 @@ class PairEncoder:
         return Response(ids, inside(whole.offsets[start:], whole.spans) if self._by_spans else [True] * len(ids))
 
     def _check_end(self, ids: list[int], side: str) -> None:
-        """One end of turn, where the template writes it: a second one comes from the data and teaches to go on."""
+        """Raise Dropped for a second end of turn: it comes from the data, and would teach to go on after the first."""
         if not self._end_of_turn:
             return
         counts = Counter(id_ for id_ in ids if id_ in self._end_of_turn)
@@ -192,10 +186,10 @@ class PairEncoder:
 
 
 def fit(pair: EncodedPair, max_length: int, over_length: OverLength, bos: int | None) -> EncodedPair:
-    """`pair` within `max_length` tokens a sequence, the prompt still the same for both.
+    """`pair` cut to `max_length` tokens a sequence, with the same prompt for both.
 
-    A prompt loses tokens on the left, after the BOS; a response on the right. Raises Dropped where nothing would be
-    left of the part that is cut, or where nothing may be cut.
+    A prompt loses tokens on the left, after the BOS; a response on the right. Raises Dropped where nothing would be left of
+    the part that is cut, or where nothing may be cut.
     """
     if pair.longest <= max_length:
         return pair
@@ -212,7 +206,7 @@ def fit(pair: EncodedPair, max_length: int, over_length: OverLength, bos: int | 
 
 
 def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
-    """For each token's characters [start, end): whether they touch one of the spans."""
+    """For each token, given by its characters [start, end): whether it overlaps one of the spans."""
     if not offsets:
         return []
     first = offsets[0][0]
@@ -222,7 +216,3 @@ def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
 
 def _cut(response: Response, room: int) -> Response:
     return Response(response.ids[:room], response.mask[:room])
-
-
-def _all_three(texts: _Texts) -> tuple[Rendered, Rendered, Rendered]:
-    return texts.prompt, texts.chosen, texts.rejected

@@ -41,7 +41,7 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True)
 class PreferenceFormat:
-    """`fits` looks at a row's fields only; `convert` raises Quarantined where their content is not as it should be."""
+    """`fits` looks at a row's fields only; `convert` raises Quarantined where their content is wrong."""
 
     fields: str
     fits: Callable[[Row], bool]
@@ -151,7 +151,7 @@ def _transcript(row: Row, name: str) -> tuple[Message, ...]:
 
 
 def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
-    """The pair of two whole conversations, which must be the same but for their last messages."""
+    """The pair in two whole conversations, which may differ in their last messages only."""
     if list(chosen) == list(rejected):
         raise Quarantined(Reason.IDENTICAL, "both conversations are the same")
     shared = 0
@@ -167,7 +167,7 @@ def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) 
 
 
 def _repeating_prompt(prompt: Sequence[Message], pair: Pair) -> Pair:
-    """`pair`, whose conversations must hold every message of the prompt that stands beside them."""
+    """`pair`, if its prompt holds every message of the separate `prompt`."""
     if any(turn not in pair.prompt for turn in prompt):
         raise Quarantined(Reason.PROMPTS_DIFFER, "`prompt` is not what the conversations in `chosen` begin with")
     return pair

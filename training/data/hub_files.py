@@ -1,9 +1,9 @@
 """The files of a data set of the hub: those of one config and one split of one commit, downloaded into the hub's cache.
 
-Which files a config and a split are made of is a convention of the library `datasets`: the `configs` of the repository's card
-say it, else the names of folders and files do. So that library is asked, but of a folder with the names of all the files and
-nothing in them: this costs no download, no request, and no copy of the data in another format. The files themselves are read
-like local ones, which keeps each row with its line, and a text `null` or `NA` in a CSV file a text.
+Which files belong to a config and a split is a convention of the library `datasets`: the `configs` of the repository's card
+decide, else the names of folders and files. So that library is asked, about a folder of empty files with the names of all
+files: this costs no download, no request, and no copy of the data in another format. The files themselves are read like
+local ones, which keeps the line of each row, and does not turn `null` or `NA` in a CSV file into a missing value.
 """
 
 import glob
@@ -19,7 +19,7 @@ from training.contract.files import SUFFIXES, DataFile, is_readable
 from training.contract.hub import CARD, CARD_FILES, Repository, check_files
 from training.contract.recipe import DataSource
 
-# What `datasets` reads to know how a repository is divided, the last of it where another program left it there long ago.
+# What `datasets` reads to find configs and splits; the last is a format of old versions.
 _READ_TO_DIVIDE = (*CARD_FILES, "dataset_infos.json")
 _LONGEST_LIST = 20
 
@@ -49,13 +49,13 @@ def _names(source: DataSource, repository: Repository) -> list[str]:
             f"the data set {source.hub} is made by a script, {script}, and code of a repository is never run; use one that "
             "holds its data as files, or download it and use `path`"
         )
-    told = [name for name in _READ_TO_DIVIDE if name in listed]
-    downloaded = repository.fetch(source.revision, told) if told else Path()
+    dividing = [name for name in _READ_TO_DIVIDE if name in listed]
+    downloaded = repository.fetch(source.revision, dividing) if dividing else Path()
     with TemporaryDirectory() as place:
         folder = Path(place).resolve() / "data"
         for name in listed:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((downloaded / name).read_bytes() if name in told else b"")
+            (folder / name).write_bytes((downloaded / name).read_bytes() if name in dividing else b"")
         found = _split(source, folder)
     names = {str(folder / name): name for name in listed}
     if other := [file for file in found if file not in names]:
@@ -67,7 +67,7 @@ def _names(source: DataSource, repository: Repository) -> list[str]:
 
 
 def _split(source: DataSource, folder: Path) -> list[str]:
-    """The files that are the split of the config: those in `folder`, unless the card names others."""
+    """The files of the split, as `datasets` finds them in `folder`."""
     try:
         configs = datasets.get_dataset_config_names(str(folder))
         config = source.config or datasets.get_dataset_default_config_name(str(folder))

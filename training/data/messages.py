@@ -1,8 +1,8 @@
-"""Messages and preference pairs, and the rules every pair keeps whatever format it came in.
+"""Messages and preference pairs, and the rules for every pair, whatever format it came in.
 
-A pair is one prompt (messages, the last from the user) and two different answers of the assistant. A row that cannot be
-one is not repaired and not dropped: it goes to quarantine with a `Reason`, which is counted, and a detail, which says
-what was found in that row.
+A pair is one prompt (messages, the last from the user) and two different answers of the assistant. A row that breaks the
+rules is neither repaired nor dropped: it goes to quarantine with a `Reason`, which is counted, and a detail about that
+row.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class Reason(StrEnum):
 
 
 class Quarantined(Exception):
-    """This row cannot become a pair: `reason` is counted, `detail` tells a person where to look in the row."""
+    """This row cannot become a pair: `reason` is counted, `detail` says what is wrong in it."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

@@ -1,21 +1,21 @@
-"""Which items each rank trains on in each step: pure functions of (seed, step), so resuming needs no loader's state.
+"""Which items each rank trains on in each step: pure functions of (seed, step), so resuming needs no state of a loader.
 
-An item is what a global batch counts: a pair with its two sequences, or one sequence. What it costs are its tokens, a prompt
-that two sequences share counted once; there is no padding. Three decisions, in this order:
+An item is a pair with its two sequences, or one sequence. Its cost is the tokens to run: a prompt that two sequences share
+counts once, and there is no padding. Three decisions, in this order:
 
-1. Order. The epoch's permutation sorts the items by random bits of PCG64 seeded with (seed, epoch): a bit generator's
-   stream is fixed for ever, unlike the shuffling built upon it. Batches are cut from it, `batch_size` items each. The
-   last batch of an epoch keeps what is left: no data is lost, and its loss is divided by its own number of items.
-2. Ranks. The longest item goes to the rank with the fewest tokens so far, and so on: a third over the best balance at
-   most (Graham 1969). A rank may get none, if there are more ranks than items.
-3. Micro-batches. Each of a rank's items, longest first, goes to the first micro-batch that has room for it under
-   `micro_tokens`, else to a new one: at most 11/9 as many as the best packing needs, and one (Dósa 2007). An item over
-   the budget goes alone.
+1. Order. An epoch's permutation sorts the items by random bits of PCG64 seeded with (seed, epoch); numpy guarantees the
+   stream of a bit generator, but not its shuffle. Batches of `batch_size` items are cut from it. The last batch of an
+   epoch is what is left: no data is lost, and its loss is divided by its own number of items.
+2. Ranks. Longest first, each item goes to the rank with the fewest tokens so far: at most a third over the best balance
+   (Graham 1969). A rank may get none, if there are more ranks than items.
+3. Micro-batches. Longest first, each of a rank's items goes to the first micro-batch that has room for it under
+   `micro_tokens`, else to a new one: at most 11/9 of the fewest possible, and one more (Dósa 2007). An item over the
+   budget goes alone.
 
 Neither 2 nor 3 changes a result but for rounding: losses are sums over the items divided by the global count.
 
-Where every pass of a model is an exchange among the ranks (weights that are spread over them), all must run equally many:
-the ranks with fewer micro-batches run the batch's shortest item, which counts for nothing, until they have as many.
+Of sharded weights every pass is collective, and all ranks must run equally many: those with fewer micro-batches run the batch's
+shortest item again, with its result thrown away.
 
 Legend: I items.
 """
@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from training.contract.errors import DataError
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 
 Positions = NDArray[np.int64]
 _SEEDS = 2**64
@@ -36,7 +36,7 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of each of I items: the tokens of its sequences, and those a model has to run for them (a shared prompt once)."""
+    """Of each of I items: the tokens of its sequences, and those a model runs for them (a shared prompt once)."""
 
     sequences_I: Positions
     run_I: Positions
@@ -44,7 +44,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The items of one pass; `counts` is false where it is run for company, and its result is thrown away."""
+    """The items of one pass; its result is thrown away unless it `counts`."""
 
     items: Positions
     counts: bool = True
@@ -52,7 +52,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a run over `items`, a part of the I items; steps count from 1 and go on over the epochs."""
+    """The batches of a run over `items`, some of the I items; steps count from 1, through all epochs."""
 
     items: Positions
     lengths: Tokens
@@ -72,9 +72,9 @@ class Batches:
         return self.items[order[index * self.batch_size :][: self.batch_size]]
 
     def micro_batches(self, step: int, rank: int, world: int, in_lockstep: bool = False) -> list[MicroBatch]:
-        """The part of the batch of `step` that is `rank`'s, in micro-batches; an empty list if it has no part.
+        """What `rank` runs of the batch of `step`; empty if there is nothing for it.
 
-        With `in_lockstep` every rank gets as many as the one with the most, some of which do not count.
+        With `in_lockstep` every rank gets as many micro-batches as the one with the most, some of which do not count.
         """
         batch, tokens_I = self.batch(step), self.lengths.run_I
         shares = share(batch, tokens_I, self.micro_tokens, world)
@@ -120,7 +120,7 @@ def share(items: Positions, tokens_I: Positions, micro_tokens: int, world: int) 
 
 
 def _balance(items: Positions, tokens_I: Positions, world: int) -> list[Positions]:
-    """Every rank's items, longest first; equals keep the order of `items`, so the outcome is one and the same."""
+    """Every rank's items, longest first; those of equal length in the order of `items`, so it is deterministic."""
     tokens = tokens_I[items]
     parts: list[list[int]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]

@@ -1,12 +1,12 @@
 """The `pairs` job: every preference pair as token ids and masks, in one file that is mapped into memory.
 
-    pairs.arrow       the pairs (training/data/batches.py has the columns and the reader)
+    pairs.arrow       the pairs (training/data/tokenized.py has the columns and the reader)
     tokenizer/        the tokenizer that made them
 
-The fingerprint covers rows, splits, ids, masks, where prompts end, and the token that ends a sampled answer: an edit of the
-template or of the data that changes no token leaves everything that is made from the pairs as it is. The rows of
-`raw_preferences` that are not among the pairs were dropped; how many and why is in the details, which belong to this
-derivation, while the files belong to everyone who made the same tokens.
+The fingerprint covers rows, splits, ids, masks, where prompts end, and the token that ends a sampled answer: so an edit of the
+template or of the data that changes no token changes nothing downstream. How many rows of `raw_preferences` were dropped,
+and why, is in the details: these belong to this derivation, while two derivations that give the same tokens share the
+files.
 """
 
 import hashlib
@@ -28,10 +28,10 @@ from training.contract.events import EventWriter, Progress
 from training.contract.fingerprint import canonical_json, fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.store import Made
-from training.data.batches import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
 from training.data.preferences import PREFERENCES_FILE
 from training.data.template import TOKENIZER_FOLDER, ChatTemplate, read_spec
+from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.distributed import Group
 
@@ -71,7 +71,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 @dataclass
 class _Tally:
-    """What became of the rows so far."""
+    """Counts, digests and examples of the rows so far."""
 
     over_length: OverLength
     digests: list[bytes] = field(default_factory=list)
@@ -82,7 +82,7 @@ class _Tally:
     examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
 
     def keep(self, row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
-        """Count a pair; gives its line of the table."""
+        """Count a pair; gives its row of the table."""
         line = _line(row, pair)
         head = canonical_json([row["row"], row["split"], len(pair.prompt)])
         self.digests.append(hashlib.sha256(head + line["chosen_key"] + line["rejected_key"]).digest())

@@ -3,19 +3,19 @@
     preferences.parquet   row, prompt, chosen, rejected (lists of {role, content}), split, source, line
     quarantine.parquet    source, line, reason, detail, text (the row as it was read)
 
-Rows read = pairs + quarantined, always. A pair's split is decided by the hash of its prompt alone, so it never changes
-as data grows, and pairs that share a prompt never stand on both sides. The fingerprint covers the pairs with their
-splits and line numbers and the quarantined rows, in order, not the names of the files they came from.
+Rows read = pairs + quarantined, always. A pair's split follows from the hash of its prompt alone, so it stays as data
+grows, and pairs with the same prompt are in the same split. The fingerprint covers the pairs with their splits and line
+numbers and the quarantined rows, in order, not the names of the files they came from.
 """
 
+import contextlib
 import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -72,7 +72,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             for file in open_files(opened)
         ]
     )
-    with _Collector(job.staging, job.settings["validation_fraction"]) as collector:
+    with contextlib.closing(_Collector(job.staging, job.settings["validation_fraction"])) as collector:
         progress = Progress(events, len(files), "files")
         for file, name in files:
             _collect(file, name, collector)
@@ -84,7 +84,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 
 def split_of(prompt: Sequence[Message], validation_fraction: float) -> str:
-    """The side a prompt stands on: its sha256, read as a number in [0, 1), against the fraction."""
+    """The split of a prompt: its sha256, read as a number in [0, 1), is compared with the fraction."""
     digest = hashlib.sha256(canonical_json(list(prompt))).digest()
     return "validation" if int.from_bytes(digest, "big") < int(validation_fraction * 2**256) else "train"
 
@@ -103,14 +103,11 @@ class _Collector:
     examples: list[dict[str, Any]] = field(default_factory=list)
     quarantine_examples: list[dict[str, Any]] = field(default_factory=list)
 
-    def __enter__(self) -> Self:
+    def __post_init__(self) -> None:
         self._pairs = _ParquetRows(self.folder / PREFERENCES_FILE, PREFERENCES_SCHEMA)
         self._quarantine = _ParquetRows(self.folder / QUARANTINE_FILE, QUARANTINE_SCHEMA)
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._pairs.close()
         self._quarantine.close()
 
@@ -179,7 +176,7 @@ class _ParquetRows:
 
 
 def _listed(job: Job, sources: Sequence[DataSource], events: EventWriter) -> list[list[DataFile]]:
-    """The files of each source: those that were listed and hashed before, or those of a hub's data set, downloaded now."""
+    """The files of each source: as listed and hashed before, or those of a data set of the hub, downloaded now."""
     given = job.locations.get("files", [None] * len(sources))
     return [_files(source, known, events) for source, known in zip(sources, given, strict=True)]
 
@@ -191,7 +188,7 @@ def _files(source: DataSource, given: list[Any] | None, events: EventWriter) -> 
 
 
 def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:
-    """Files of one name, from several sources, get their number before it: the result tells them apart."""
+    """Prefix the names that files of several sources share with their numbers."""
     names = Counter(file.name for file, _ in files)
     return [
         (replace(file, name=f"{number}:{file.name}") if names[file.name] > 1 else file, form)
@@ -200,7 +197,7 @@ def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceF
 
 
 def _collect(file: SourceFile, wanted: str, collector: _Collector) -> None:
-    """Convert every record of `file`, in the format `wanted` or the one its first rows show."""
+    """Convert every record of `file`, in the format `wanted` or the one detected from its first rows."""
     name, records = _recognize(file, wanted)
     collector.formats[file.name] = name
     for record in records:
@@ -219,7 +216,7 @@ def _convert(record: Record, name: str) -> Pair:
 
 
 def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
-    """The format of `file`, and all of its records: those that were looked at come first."""
+    """The format of `file`, and all of its records, those that were read to detect it included."""
     records = file.read()
     if wanted != "auto":
         return wanted, records

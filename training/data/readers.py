@@ -1,13 +1,13 @@
-"""Rows out of files, each with its place; what cannot even be parsed comes as a problem of that row.
+"""Reading rows from files, each with its line; one that cannot be parsed is a record with a problem.
 
     .jsonl  .ndjson   a JSON object a line; bytes are split at "\\n" only, since U+2028 is content
     .json             a list of objects (or, as many publish it, JSON lines)
     .parquet          a record a row
     .csv              a header, then a record a row; every value is text
-    .gz               one of these, packed
+    .gz               one of these, compressed
 
-Which files a source stands for, and in what order, is decided before: by `data_files`, which gives those of a path, or by
-`hub_files`, which gives those of a hub's data set. Each is compared, once it is read, with the sha256 it had then.
+Which files belong to a source, and in what order, was decided before: by `data_files` for a path, by `hub_files` for a data
+set of the hub. Once a file is read, it is compared with the sha256 it had then.
 """
 
 import csv
@@ -35,7 +35,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class Record:
-    """One row as it was read: `line` counts from 1; `raw` is its text where there is one; either value or problem."""
+    """One row: `line` counts from 1; `raw` is its text, unless the file is binary; with a `problem`, `value` is empty."""
 
     line: int
     value: Row
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """One file: the name it has in the result, the place people know it by, and its records."""
+    """One file: its name in the result, its path for messages, and its records."""
 
     name: str
     place: str
@@ -175,7 +175,7 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 def _guarded(file: DataFile) -> Iterator[Record]:
     try:
         yield from _READERS[data_suffix(file.path)](file.path)
-    except (OSError, EOFError, zlib.error) as error:  # of the last two kinds: what is packed is not whole
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is cut or broken
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its rights") from error
     if file.sha256 is not None:

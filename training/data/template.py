@@ -1,10 +1,10 @@
 """Chat templates, and the `tokenizer` job that freezes how conversations become tokens.
 
-A template is a program of the tokenizer's publisher. It is accepted once it has shown, on probe conversations, that it
-gives the same text every time and does not look at the clock: otherwise tokens made today and tomorrow would differ
-under one fingerprint. The clock stays taken away in all later renderings.
+A template is a program by the tokenizer's publisher. It is accepted if it renders probe conversations to the same text every
+time and without looking at the clock: otherwise tokens made today and tomorrow would differ under one fingerprint. All
+later renderings run without a clock too.
 
-The job writes `spec.json` and `tokenizer/`, everything that tokenizing needs and nothing that it does not.
+The job writes `spec.json` and `tokenizer/`: all that tokenizing needs, and nothing else.
 """
 
 import json
@@ -64,7 +64,7 @@ class ChatTemplate:
 
     @property
     def marks_turns(self) -> bool:
-        """Whether it says, by {% generation %}, what the assistant wrote."""
+        """Whether it marks what the assistant wrote by {% generation %}."""
         return _GENERATION.search(self.text) is not None
 
     def render(self, turns: Sequence[Message], generation_prompt: bool = False, clock: bool = False) -> Rendered:
@@ -173,7 +173,7 @@ def _load(locations: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _check_files(job: Job) -> None:
-    """The files that were just loaded are those that the derivation names, no more and no fewer."""
+    """Raise DataError unless the files that were just loaded are exactly those that the derivation names."""
     folder, hashes = Path(job.locations["tokenizer"]), job.settings["files"]
     found = tokenizer_files(folder)
     if differing := sorted(found.keys() ^ hashes.keys()):
@@ -192,7 +192,7 @@ def _template_file(path: Path) -> str:
 
 
 def _probe(template: ChatTemplate, clock: bool = False) -> list[str]:
-    """What the template makes of each probe, with and without a generation prompt; a refusal is an answer too."""
+    """The text of each probe, with and without a generation prompt; or the template's error, which counts as its answer."""
     return [_answer(template, turns, prompt, clock) for turns in PROBES for prompt in (False, True)]
 
 
@@ -204,7 +204,7 @@ def _answer(template: ChatTemplate, turns: Sequence[Message], generation_prompt:
 
 
 def _end_of_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> dict[str, int]:
-    """How often each control token stands after an answer, by its spelling."""
+    """How often the template writes each control token after an answer, by its spelling."""
     ids = tokenizer(template.closing(), add_special_tokens=False)["input_ids"]
     control = control_ids(tokenizer)
     return dict(Counter(tokenizer.convert_ids_to_tokens(id_) for id_ in ids if id_ in control))

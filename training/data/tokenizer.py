@@ -1,13 +1,13 @@
 """Tokenizers: loaded without running anything of theirs, and identified by what they do.
 
 The identity is made of three things: the serialized fast tokenizer (vocabulary, merges, normalizer, pre-tokenizer, added
-tokens), the ids of the special tokens, and what it makes of probe texts, ids and places, which shows whether it adds a
-BOS or an EOS and how it treats special tokens in a text.
+tokens), the ids of the special tokens, and the ids and offsets it gives for probe texts, which show whether it adds a BOS
+or an EOS and how it treats special tokens in a text.
 
-Loading and saving write some of this in other words without another effect: a post-processor appears or takes another
-form, an absent prefix becomes an empty one. So the post-processor counts by what it adds to the probes and how it
-trims their places, and empty fields of the model do not count. Names, folders, padding, truncation and the padding token
-do not count either: they change no token of a conversation.
+Saving and loading rewrite some of this without an effect: a post-processor appears or takes another form, an absent prefix
+becomes an empty one. So a post-processor counts by what it adds to the probes and how it changes their offsets, and empty
+fields of the model do not count. Names, folders, padding, truncation and the padding token do not count either: they
+change no token of a conversation.
 """
 
 import hashlib
@@ -77,7 +77,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, without a trace of where they came from."""
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, without the names of where they came from."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -94,7 +94,7 @@ def _serialized(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
 
 
 def _encodings(tokenizer: PreTrainedTokenizerFast, text: str) -> list[Any]:
-    """The ids, and the place of each in the text, without and with what the tokenizer adds of its own."""
+    """Ids and offsets, without and with the special tokens that the tokenizer adds."""
     encoded = [
         tokenizer(text, add_special_tokens=added, return_offsets_mapping=True, verbose=False) for added in (False, True)
     ]
@@ -102,6 +102,6 @@ def _encodings(tokenizer: PreTrainedTokenizerFast, text: str) -> list[Any]:
 
 
 def _control_text(tokenizer: PreTrainedTokenizerFast) -> str:
-    """A text with every control token, which shows whether their spelling in a text becomes the token."""
+    """A text with the spelling of every control token, which shows whether it becomes the token."""
     spelled = sorted(tokenizer.added_tokens_decoder[id_].content for id_ in control_ids(tokenizer))
     return " a ".join(spelled)

@@ -1,10 +1,10 @@
-"""Jobs on several machines: one process here, the conductor, leads one on each machine, started through its prefix.
+"""Jobs on several machines: the conductor, a process here, starts one on each machine through its command prefix.
 
     launcher ──pipe──> conductor ──> ssh -T gpu-1 ──> node.py ──> torchrun ──> ranks
                             └──────> ssh -T gpu-2 ──> node.py ──> torchrun ──> ranks
 
-It stands where a supervisor stands on one machine, and keeps its promise: when the launcher dies or cancels, everything is
-ended, here and there, and the lock of the key is free only then. One node that ends badly ends the job: the conductor
+It has the place of the supervisor on one machine, with the same guarantee: when the launcher dies or cancels, all processes
+are ended, here and there, and the lock of the key is free only then. One node that fails ends the job: the conductor
 ends the others and says why. The log has the lines of all nodes, each with the number of its node.
 """
 
@@ -23,14 +23,14 @@ from training.contract.job import Failure, Job
 from training.launch.local import LocalHandle, LocalLauncher, start_process
 from training.launch.node import Order, Word, software
 from training.launch.nodes_file import Nodes, take_nodes
-from training.launch.station import Station, write
+from training.launch.remote_node import RemoteNode, write
 from training.launch.supervisor import CANCELLED, SIGNALS, restore_signals
 
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 120.0  # for a connection, and for a Python that lies on a network file system
-_FAREWELL_SECONDS = 10.0  # beyond the grace of the job, for the connection
-# What a user has set for computing and communicating. Everything else is the machine's own, and no token is among these.
-_HANDED_ON = ("TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUBLAS_")
+_CLOSING_SECONDS = 10.0  # beyond the grace of the job, for the connection
+# Variables for computing and communication, which are passed on. All others are the machine's own; none of these is a secret.
+_PASSED_ON = ("TORCH_", "PYTORCH_", "NCCL_", "GLOO_", "OMP_", "MKL_", "CUBLAS_")
 
 
 class NodesLauncher:
@@ -48,22 +48,22 @@ class NodesLauncher:
         return start_process(job, command, dict(os.environ), lock)
 
 
-def conduct(nodes: Nodes, module: str, job: Job) -> int:
-    """Lead the job to its end on all nodes; the status is that of the first that ended badly, or CANCELLED."""
+def conduct(listed: Nodes, module: str, job: Job) -> int:
+    """Run the job on all nodes; the status is that of the first node that failed, or CANCELLED."""
     launcher = os.getppid()
-    stations = [Station(node, order) for node, order in zip(nodes.nodes, _orders(nodes, module, job), strict=True)]
+    nodes = [RemoteNode(node, order) for node, order in zip(listed.nodes, _orders(listed, module, job), strict=True)]
     try:
-        failed = _follow(stations, launcher)
+        failed = _follow(nodes, launcher)
         if failed is None:
-            return 0 if all(station.has_done_well() for station in stations) else CANCELLED
-        if (account := failed.account()) is not None:
-            Failure(type=NodesError.__name__, message=account, rank=None, traceback="").write_first(job.error)
+            return 0 if all(node.succeeded() for node in nodes) else CANCELLED
+        if (problem := failed.problem()) is not None:
+            Failure(type=NodesError.__name__, message=problem, rank=None, traceback="").write_first(job.error)
     finally:
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
-        _end(stations, job.grace_seconds + _FAREWELL_SECONDS)
-    # At the end, since what the others said when they were ended has come after it.
-    write(account or "\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))
+        _end(nodes, job.grace_seconds + _CLOSING_SECONDS)
+    # Only now, so that it is the end of the log: the other nodes wrote lines while they were ended.
+    write(problem or "\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))
     return max(failed.status() or 0, 1)
 
 
@@ -76,35 +76,35 @@ def _orders(nodes: Nodes, module: str, job: Job) -> list[Order]:
         job=job.path,
         sha256=hashlib.sha256(job.path.read_bytes()).hexdigest(),
         software=software(),
-        environment={name: value for name, value in os.environ.items() if name.startswith(_HANDED_ON)},
+        environment={name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)},
     )
     return [common.model_copy(update={"node": number}) for number in range(len(nodes.nodes))]
 
 
-def _follow(stations: Sequence[Station], launcher: int) -> Station | None:
-    """Until all have ended or the launcher wants it to end; or the first that ended badly, or has not answered in time."""
-    deadline, told = time.monotonic() + _ANSWER_SECONDS, False
+def _follow(nodes: Sequence[RemoteNode], launcher: int) -> RemoteNode | None:
+    """Wait for the end of the job or of the launcher; gives the first node that failed, or has not answered in time."""
+    deadline, started = time.monotonic() + _ANSWER_SECONDS, False
     while os.getppid() == launcher and not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
         late = time.monotonic() > deadline
-        for station in stations:
-            ended = station.status() is not None and not station.has_done_well()
-            if ended or (late and station.word is None):
-                return station
-        if all(station.has_done_well() for station in stations):
+        for node in nodes:
+            failed = node.status() is not None and not node.succeeded()
+            if failed or (late and node.word is None):
+                return node
+        if all(node.succeeded() for node in nodes):
             break
-        if not told and all(station.word == Word.READY for station in stations):
-            for station in stations:
-                station.tell("go")
-            told = True
+        if not started and all(node.word == Word.READY for node in nodes):
+            for node in nodes:
+                node.send("go")
+            started = True
     return None
 
 
-def _end(stations: Sequence[Station], seconds: float) -> None:
+def _end(nodes: Sequence[RemoteNode], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    for station in stations:
-        station.hang_up()
-    for station in stations:
-        station.wait(deadline - time.monotonic())
+    for node in nodes:
+        node.close()
+    for node in nodes:
+        node.wait(deadline - time.monotonic())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Launching: the seam between whoever wants an artifact and the processes that make it.
+"""Launching jobs: `run_job`, on any `Launcher`.
 
-A `Launcher` starts a job somewhere and gives a `Handle`. Between the two sides there are only the files of the job's
-folder: `run_job` follows `events.jsonl` while the job runs, and reads from `error.json`, or else from the log, why it failed.
+A `Launcher` starts a job somewhere and gives a `Handle`. All else passes through files in the job's folder: `run_job` follows
+`events.jsonl` while the job runs, and finds in `error.json`, or else in the log, why it failed.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
-from training.contract.durable import free_bytes, refusal
+from training.contract.durable import free_bytes, write_error
 from training.contract.errors import JobFailed
 from training.contract.events import Event, Follower
 from training.contract.job import Failure, Job
@@ -22,15 +22,15 @@ from training.contract.job import Failure, Job
 _POLL_SECONDS = 0.1
 _LOG_LINES = 20
 _LOG_BYTES = 64 * 1024
-# An entry of the report with which torchrun ends: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
-# With several nodes each line begins with the number of its node, and lines of others may stand between the two.
+# An entry of the report that torchrun ends with: `rank : 1 (local_rank: 1)`, then `exitcode : -9 (pid: 4711)`.
+# With several nodes each line begins with the number of its node, and lines of others may come between the two.
 _ENDED_BY_SIGNAL = re.compile(
     r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) )", re.MULTILINE
 )
 
 
 class Handle(Protocol):
-    """A job that was started. `log`: what its processes print."""
+    """A job that was started. `log`: the output of its processes."""
 
     log: Path
 
@@ -38,7 +38,7 @@ class Handle(Protocol):
         """The exit status (negative: the signal that ended the supervisor), or None while it runs."""
 
     def cancel(self) -> None:
-        """End the job and return when none of its processes is left; nothing happens if it ended before."""
+        """End the job and return when none of its processes is left; it may have ended before."""
 
 
 class Launcher(Protocol):
@@ -49,16 +49,16 @@ class Launcher(Protocol):
 def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], lock: BinaryIO | None = None) -> None:
     """Run `job` to its end, giving each of its events to `on_event` as it comes.
 
-    A job that goes on from checkpoints tells its earlier events again. Raises JobFailed with the root cause and the path
-    of the log; on any other exception, KeyboardInterrupt included, the job is cancelled before it is passed on.
+    A job that resumes from checkpoints repeats its earlier events. Raises JobFailed with the root cause and the path of the
+    log; on any other exception, KeyboardInterrupt included, the job is cancelled before that is passed on.
     """
-    prepare(job)
+    write_job(job)
     follower = Follower(job.events)
     handle = launcher.start(job, lock)
     try:
         status = None
         while status is None:
-            status = handle.poll()  # asked before reading, so that the last events are read after the end
+            status = handle.poll()  # before reading, so that the last events are read after the end
             for event in follower.new():
                 on_event(event)
             if status is None:
@@ -69,8 +69,8 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
         raise JobFailed(_explain(job, handle.log, status))
 
 
-def prepare(job: Job) -> None:
-    """Write job.json and remove what an earlier attempt said, but for the events of steps that checkpoints have kept.
+def write_job(job: Job) -> None:
+    """Write job.json, and remove error and events of an earlier attempt; events stay where it left checkpoints.
 
     Raises StoreError where the disk does not take it.
     """
@@ -80,18 +80,18 @@ def prepare(job: Job) -> None:
         if not job.checkpoints.exists():
             job.events.unlink(missing_ok=True)
     except OSError as error:
-        raise refusal(f"describe the {job.kind} job", job.folder, error) from error
+        raise write_error(f"describe the {job.kind} job", job.folder, error) from error
 
 
 def _explain(job: Job, log: Path, status: int) -> str:
     failure = _read_failure(job.error)
     if failure is None:
         text = _tail(log)
-        account = f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log}"
-        return f"{account} ({free_bytes(job.folder):,} bytes free there) ends with\n{_last_lines(text)}"
+        ending = f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log}"
+        return f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{_last_lines(text)}"
     place = "" if failure.rank is None else f" on {_rank(job, failure.rank)}"
-    account = f"the {job.kind} job failed{place}: {failure.type}: {failure.message}; its log is {log}"
-    return f"{account}\n{failure.traceback.rstrip()}" if failure.traceback else account
+    message = f"the {job.kind} job failed{place}: {failure.type}: {failure.message}; its log is {log}"
+    return f"{message}\n{failure.traceback.rstrip()}" if failure.traceback else message
 
 
 def _rank(job: Job, rank: int) -> str:
@@ -99,14 +99,14 @@ def _rank(job: Job, rank: int) -> str:
 
 
 def _read_failure(path: Path) -> Failure | None:
-    """What a rank wrote; None if there is nothing, or only part of it since the rank was killed meanwhile."""
+    """What a rank wrote; None if nothing is there, or only a part since the rank was killed meanwhile."""
     with contextlib.suppress(FileNotFoundError, ValidationError):
         return Failure.model_validate_json(path.read_bytes())
     return None
 
 
 def _ending(job: Job, log: str, status: int) -> str:
-    """How the processes ended, the first cause first. torchrun ends its other ranks by SIGTERM, so that comes last."""
+    """How the processes ended. torchrun ends the other ranks by SIGTERM, so another signal is rather the cause."""
     ranks = [(int(rank), int(number)) for _, rank, number in _ENDED_BY_SIGNAL.findall(log)]
     if ranks:
         rank, number = min(ranks, key=lambda entry: entry[1] == signal.SIGTERM)

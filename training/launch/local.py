@@ -26,7 +26,7 @@ _PYTHON = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONSAFEPATH": "1",  # a folder named `training` where the command was started is not ours
 }
-# Of another launcher (a scheduler sets them in containers): whoever is not started by our torchrun is alone.
+# Set by another launcher, such as a scheduler in a container: only our own torchrun may make a process a rank.
 _FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RENDEZVOUS}
 _LOOPBACK = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -59,16 +59,16 @@ class LocalLauncher:
         work = ["-m", self._module, str(job.path)]
         command = [sys.executable, *work]
         if job.processes > 1:
-            command = [*torchrun(job.processes, job.grace_seconds, rendezvous), *_meeting_in(rendezvous), *work]
+            command = [*torchrun(job.processes, job.grace_seconds, rendezvous), *_rendezvous_in(rendezvous), *work]
         supervisor = [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds)]
         ours = {**_LOOPBACK, RENDEZVOUS: str(rendezvous / "ranks")}
         return start_process(job, [*supervisor, *command], {**environment(os.environ, job.processes), **ours}, lock)
 
 
 def start_process(job: Job, command: list[str], environment: dict[str, str], lock: BinaryIO | None) -> LocalHandle:
-    """Start what is to end, with all that it starts, when its standard input does; it and they hold `lock`.
+    """Start a process that ends, with all its descendants, at the end of its standard input; all of them hold `lock`.
 
-    The folder in which ranks meet is made new: what those that were killed left in a file would confuse the next ones.
+    The folder of the ranks' rendezvous is made new: files of ranks that were killed would confuse the next ones.
     """
     shutil.rmtree(job.folder / "rendezvous", ignore_errors=True)
     (job.folder / "rendezvous").mkdir(parents=True)
@@ -86,7 +86,7 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
 
 
 def torchrun(processes: int, grace: int, logs: Path) -> list[str]:
-    """So many ranks on this machine; how they find each other is for the caller to add, and what they run."""
+    """The beginning of a command for `processes` ranks here; the caller adds their rendezvous and what they run."""
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
         *("--log-dir", str(logs), "--shutdown-timeout", str(grace)),
@@ -94,9 +94,9 @@ def torchrun(processes: int, grace: int, logs: Path) -> list[str]:
 
 
 def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
-    """The environment `given` and what a job's processes need. What a user has set of OMP_... stays.
+    """The environment `given`, and what a job's processes need; a user's own OMP_... settings stay.
 
-    Threads that have nothing to do sleep: by default they spin, which made jobs that share a machine several times slower.
+    Idle threads sleep (PASSIVE): by default they spin, which made jobs that share a machine several times slower.
     """
     threads = max(1, cores() // processes)
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -105,7 +105,7 @@ def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
     return {**parallel, **own, **_QUIET, **_PYTHON}
 
 
-def _meeting_in(folder: Path) -> list[str]:
+def _rendezvous_in(folder: Path) -> list[str]:
     return [
         *("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "torchrun")),
         *("--local-addr", "127.0.0.1"),

@@ -1,7 +1,7 @@
-"""The machines of a job meet before torchrun starts: the first listens where its torchrun will, the others come.
+"""Before torchrun starts, the machines of a job connect to the first one, at the port that its torchrun will use.
 
 torchrun itself waits ten minutes for a machine that a wrong address or a firewall keeps away, and then shows a stack
-of C++. Here the machine that could not come, or the one that waited for it, says so in seconds.
+of C++. Here the machine that could not connect, or the one that waited for it, says so in seconds.
 """
 
 import socket
@@ -12,13 +12,13 @@ import psutil
 
 from training.contract.errors import NodesError
 
-_BETWEEN_ATTEMPTS = 0.1
-_FOR_A_WORD = 2.0
+_RETRY_SECONDS = 0.1
+_GREETING_SECONDS = 2.0
 _ALL_HERE = b"."
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this machine that has `address`. Raises NodesError, which tells those there are."""
+    """The network interface of this machine that has `address`. Raises NodesError, which lists all of them."""
     wanted = _resolve(address)
     own = [
         (name, found.address.partition("%")[0])
@@ -35,15 +35,15 @@ def interface_of(address: str) -> str:
 
 
 def meet(node: int, addresses: Sequence[str], port: int, seconds: float = 20.0) -> None:
-    """Return when every machine has reached the first one. Raises NodesError where one cannot in so many seconds."""
-    if node == 0:  # waits a little longer: who cannot reach it knows more of why
+    """Return when every machine has reached the first one. Raises NodesError where one has not after `seconds`."""
+    if node == 0:  # waits a little longer: a node that cannot reach it knows better why
         _receive_others(addresses[0], port, set(range(1, len(addresses))), 1.25 * seconds)
     else:
         _go_to_first(node, addresses[0], port, seconds)
 
 
 def _receive_others(address: str, port: int, missing: set[int], seconds: float) -> None:
-    deadline, guests = time.monotonic() + seconds, []
+    deadline, connections = time.monotonic() + seconds, []
     try:
         server = _listen(address, port)
     except OSError as error:
@@ -54,35 +54,35 @@ def _receive_others(address: str, port: int, missing: set[int], seconds: float) 
         while missing:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                guests.append(server.accept()[0])
+                connections.append(server.accept()[0])
             except TimeoutError:
                 who = ", ".join(f"node {number}" for number in sorted(missing))
                 raise NodesError(f"waited {seconds:.0f} s at {address}, port {port}, for {who}") from None
-            missing.discard(_number(guests[-1]))
-    for guest in guests:
-        with guest:
-            guest.sendall(_ALL_HERE)
+            missing.discard(_number(connections[-1]))
+    for connection in connections:
+        with connection:
+            connection.sendall(_ALL_HERE)
 
 
-def _number(guest: socket.socket) -> int | None:
-    """Which node it says to be; None for whoever else has found the port."""
-    guest.settimeout(_FOR_A_WORD)
+def _number(connection: socket.socket) -> int | None:
+    """The number that a node sends; None for anything else that connects to the port."""
+    connection.settimeout(_GREETING_SECONDS)
     try:
-        return int(guest.recv(16))
+        return int(connection.recv(16))
     except (OSError, ValueError):
         return None
 
 
 def _go_to_first(node: int, address: str, port: int, seconds: float) -> None:
     with _reach(address, port, seconds) as first:
-        first.settimeout(2 * seconds)  # but node 0 is to be the first to say whom it misses
+        first.settimeout(2 * seconds)  # longer than node 0 waits, which knows who is missing
         first.sendall(f"{node}".encode())
         if first.recv(len(_ALL_HERE)) != _ALL_HERE:
             raise NodesError(f"node 0 at `address: {address}`, port {port}, gave up while it waited for others")
 
 
 def _reach(address: str, port: int, seconds: float) -> socket.socket:
-    """Attempts go on, since node 0 may listen a little later."""
+    """Connect, with retries, since node 0 may listen a little later."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -93,7 +93,7 @@ def _reach(address: str, port: int, seconds: float) -> socket.socket:
                     f"could not reach node 0 at `address: {address}`, port {port}, in {seconds:.0f} s: {error}; the "
                     "machines need a network without a firewall between them"
                 ) from error
-            time.sleep(_BETWEEN_ATTEMPTS)
+            time.sleep(_RETRY_SECONDS)
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -1,15 +1,15 @@
 """What runs on each machine of a job: `prefix... python -P -m training.launch.node`, as the conductor starts it.
 
-Whatever it has to know comes as the first line of standard input, since a prefix hands on no environment, and each has a
-way of its own with quotes. What it has to say goes to standard output, a word and a mark before it at the end of a line:
+Its instructions come as the first line of standard input, since a prefix passes no environment on, and prefixes treat
+quotes differently. Its messages go to standard output, a line each, or the end of one, after `MARK`:
 
-    <- order     who and where, the job, the digest of job.json, the software it was started with, environment
-    -> ready     everything is as it has to be here; or refused, and why
+    <- order     number and addresses of the nodes, the job, the digest of job.json, the required software, environment
+    -> ready     all requirements are met here; or refused, and why
     <- go        the others are ready as well
-    -> started   all machines have met, torchrun runs below this process, which is now the supervisor; or refused
+    -> started   all machines are connected, torchrun runs below this process, its supervisor; or refused, and why
     -> ended     with torchrun's status
 
-The end of standard input, at any time, is the end of everything here: so nothing is left behind, whether the launcher dies,
+If standard input is closed, at any time, everything here is ended: so nothing is left behind, whether the launcher dies,
 cancels, or the connection breaks.
 """
 
@@ -25,8 +25,7 @@ from pathlib import Path
 from training.contract.errors import NodesError
 from training.contract.fields import Section
 from training.contract.job import Job
-from training.contract.source import source_digest
-from training.contract.store import library_versions
+from training.contract.software import library_versions, source_digest
 from training.launch.local import environment, torchrun
 from training.launch.meeting import interface_of, meet
 from training.launch.supervisor import CANCELLED, restore_signals, supervise
@@ -42,9 +41,9 @@ class Word(enum.StrEnum):
 
 
 class Order(Section):
-    """What a node is told. `software`: of the machine where the job was launched; `environment`: what its user has set.
+    """The instructions for a node. `software`: that of the launching machine; `environment`: variables of its user.
 
-    Where this machine has set the same, or the prefix by `env NAME=value`, that stays.
+    Variables that this machine sets itself, or the prefix by `env NAME=value`, take precedence.
     """
 
     node: int
@@ -58,19 +57,19 @@ class Order(Section):
 
 
 def software() -> dict[str, str]:
-    """What has to be the same on all machines of a job: Python, libraries, and this package as it is."""
+    """What has to be the same on all machines of a job: Python, libraries, and the source of this package."""
     return {**library_versions(), "the source of Pedigree": source_digest()[:12]}
 
 
 def work() -> int:
-    """Do as standard input says; the status is that of torchrun, or what a shell gives for a job that was cancelled.
+    """Follow the instructions; the status is that of torchrun, or, like a shell's, that of a cancelled job.
 
-    Errors go the way of output, since what comes in two streams has no order any more behind `podman exec` or `srun`.
+    Standard error goes to standard output, since `podman exec` and `srun` do not keep the order of two streams.
     """
     os.dup2(sys.stdout.fileno(), sys.stderr.fileno())
     try:
         order = _receive()
-        job = _look_at_job(order)
+        job = _read_job(order)
         interface = interface_of(order.addresses[order.node])
         _say(Word.READY, f"{platform.node()}, {interface} {order.addresses[order.node]}, {sys.executable}")
         if not sys.stdin.readline():
@@ -91,7 +90,7 @@ def work() -> int:
 
 
 def _receive() -> Order:
-    """Raises NodesError if the prefix does not connect standard input as it must, or the software is another."""
+    """Raises NodesError if the prefix does not connect standard input, or the software differs."""
     if sys.stdin.isatty():
         raise NodesError("the command gives its process a terminal; let it connect plain pipes, as `ssh -T` does")
     line = sys.stdin.readline()
@@ -110,7 +109,7 @@ def _receive() -> Order:
     return Order.model_validate(order)
 
 
-def _look_at_job(order: Order) -> Job:
+def _read_job(order: Order) -> Job:
     """Raises NodesError if this machine does not see the same files."""
     share = "every machine must have the folder of PEDIGREE_HOME, and the models, at the same path"
     try:
@@ -127,7 +126,7 @@ def _look_at_job(order: Order) -> Job:
 
 
 def _torchrun(order: Order, job: Job) -> list[str]:
-    """Static: the place in the list is the rank of the node, so that the ranks of rank 0's machine come first."""
+    """With a static rendezvous, in which nodes have their ranks by the order of the list, node 0 the first ones."""
     return [
         *torchrun(job.processes, job.grace_seconds, job.folder / "rendezvous"),
         *("--nnodes", str(len(order.addresses)), "--node-rank", str(order.node), "--local-addr"),
@@ -137,8 +136,7 @@ def _torchrun(order: Order, job: Job) -> list[str]:
 
 
 def _say(word: Word, detail: str) -> None:
-    """Nobody may hear it any more."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the conductor may be gone
         os.write(1, f"{MARK}{word} {' '.join(detail.split())}\n".encode())
 
 

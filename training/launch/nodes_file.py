@@ -1,14 +1,14 @@
-"""The machines a job can run on: `nodes.yaml` in PEDIGREE_HOME. They are the platform's; a recipe says only how many.
+"""The machines that jobs run on: `nodes.yaml` in PEDIGREE_HOME. The platform lists them; a recipe only says how many.
 
     nodes:
       - address: 10.0.0.1                                 # this machine
       - {run: ssh -T gpu-2, address: 10.0.0.2}
 
-A node is a *command prefix*: in front of a command, it runs that command on the machine, with standard input and output
-connected. `ssh -T gpu-2`, `srun --nodes=1 --ntasks=1 --nodelist=gpu-2`, `docker exec -i trainer` are such prefixes. Some give
-their arguments to a shell, joined by spaces, others do not; so what follows one is plain words only.
+A node is reached by a *command prefix*: in front of a command, it runs that command on the machine, with standard input and
+output connected. `ssh -T gpu-2`, `srun --nodes=1 --ntasks=1 --nodelist=gpu-2`, `docker exec -i trainer` are such prefixes. Some
+pass their arguments to a shell, joined by spaces, others do not; so only plain words may follow one.
 
-Where a scheduler chooses the machines, each time others, a command names them instead, and one prefix serves for all:
+Where a scheduler chooses other machines each time, a command lists them instead, and one prefix serves for all:
 
     hosts:
       listed_by: scontrol show hostnames
@@ -87,7 +87,7 @@ class Hosts(Section):
         return value
 
     def machines(self) -> tuple[Node, ...]:
-        """In the order of the names. Raises NodesError without any, ValidationError for what can be no name."""
+        """In the order of the names. Raises NodesError if there is none, ValidationError for an impossible name."""
         return tuple(
             Node(
                 run=tuple(word.replace(_HOST, name) for word in self.run),
@@ -123,7 +123,7 @@ class Nodes(Section):
 
 
 class NodesFile(Section):
-    """The content of the file: machines one by one, or those whose names a command lists."""
+    """The content of the file: machines one by one, or a command that lists their names."""
 
     port: Port = 29400
     nodes: Annotated[tuple[Node, ...], Field(min_length=1)] = ()
@@ -137,7 +137,7 @@ class NodesFile(Section):
 
 
 def take_nodes(path: Path, count: int) -> Nodes:
-    """The first `count` machines in the file. Raises NodesError if there are fewer, or the file is none or not right."""
+    """The first `count` machines in the file. Raises NodesError if there are fewer, or the file is missing or wrong."""
     nodes = _read(path, count)
     if len(nodes.nodes) < count:
         listed = ", ".join(map(str, nodes.nodes))

@@ -1,7 +1,7 @@
-"""What Linux offers to leave no process behind: parent-death signals, adopted orphans, and /proc to see who is whose.
+"""Leaving no process behind, on Linux: parent-death signals, adopted orphans, and the process tree in /proc.
 
-Process groups do not serve: torchrun gives every rank a session of its own, so a signal to the group misses the ranks.
-Nothing here goes by a process's name: only what descends from the calling process is ever ended.
+Process groups do not suffice: torchrun gives every rank a session of its own, so a signal to the group misses the ranks.
+Only descendants of the calling process are ever ended, never processes of some name.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.02
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process `number` when the thread that forked it ends. Kept by exec, not by fork.
 
-    A parent that is gone already sends no signal: compare the parent with the expected one after this call.
+    If that is gone already, no signal comes: compare the parent with the expected one after this call.
     """
     _prctl(_PR_SET_PDEATHSIG, number)
 
@@ -39,7 +39,7 @@ def ancestors() -> list[int]:
 
 
 def descendants() -> list[int]:
-    """The process ids below this process, in any session, dead ones that nobody has waited for included."""
+    """The process ids below this process, in any session, zombies included."""
     children = defaultdict(list)
     for pid, parent in _parents().items():
         children[parent].append(pid)
@@ -50,19 +50,19 @@ def descendants() -> list[int]:
 
 
 def end_descendants(grace: float) -> None:
-    """End everything below this process and return when it is gone: SIGTERM, and SIGKILL after `grace` seconds.
+    """End all descendants and return when they are gone: SIGTERM, and SIGKILL after `grace` seconds.
 
-    Who was there for the processes below it, as torchrun is, ends when the last of those is gone. With `adopt_orphans`
-    nothing escapes: who loses its parent meanwhile becomes a child of this process.
+    A process that had children, such as torchrun, is killed as soon as it has none. With `adopt_orphans` nothing escapes: a
+    process that loses its parent meanwhile becomes a child of this one.
     """
     deadline = time.monotonic() + grace
     asked = descendants()
-    overseers = set(asked) & set(_parents().values())
+    had_children = set(asked) & set(_parents().values())
     _signal(asked, signal.SIGTERM)
     while _reap() and (left := descendants()):
         late = time.monotonic() > deadline
-        needed = set(_parents().values())
-        _signal([pid for pid in left if late or (pid in overseers and pid not in needed)], signal.SIGKILL)
+        have_children = set(_parents().values())
+        _signal([pid for pid in left if late or (pid in had_children - have_children)], signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
 
 
@@ -73,7 +73,7 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def _reap() -> bool:
-    """Wait for the children that are dead; whether any child is left."""
+    """Reap dead children; gives whether any child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -2,12 +2,13 @@
 
     launcher ──pipe──> supervisor ──> torchrun ──> ranks
 
-* The launcher dies or cancels: the pipe on standard input reaches its end, and everything below is ended, SIGTERM first.
-* The command ends, killed or not: what is left below it is ended, and its exit status is passed on (128 + n for signal n).
-* The supervisor itself is killed: parent-death signals end the command, and each rank after it.
+* The launcher dies or cancels: the pipe on standard input is closed; the supervisor ends all its descendants, SIGTERM first.
+* The command ends, killed or not: the supervisor ends what is left of its descendants, and has its exit status (128 + n for
+  signal n).
+* The supervisor itself is killed: parent-death signals end the command, and then each rank.
 
-It inherits the file of the key's lock, and so does the command: whoever waits for that lock waits for the last of them.
-It runs in a session of its own, so Ctrl-C in a terminal reaches only the launcher, which then cancels.
+It inherits the open file of the key's lock, and so does the command: the lock is free when the last of them is gone. It runs
+in a session of its own, so Ctrl-C in a terminal reaches only the launcher, which then cancels.
 """
 
 import os
@@ -27,9 +28,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def supervise(grace: float, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run `command` and give its exit status; CANCELLED if standard input ended, or the launcher, before it did.
+    """Run `command` and give its exit status; CANCELLED if standard input is closed, or the launcher ends, before.
 
-    What is left then has `grace` seconds after SIGTERM: whoever has nothing to save ends at once anyway.
+    Processes that are left then have `grace` seconds between SIGTERM and SIGKILL.
     """
     launcher, supervisor = os.getppid(), os.getpid()
 
@@ -41,7 +42,7 @@ def supervise(grace: float, command: Sequence[str], environment: Mapping[str, st
     adopt_orphans()
     try:
         environment = {**environment, SUPERVISOR: str(supervisor)}
-        # Of the open files only the lock can be inherited, and it shall be.
+        # The lock is the one open file that can be inherited, and it has to be.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, close_fds=False, preexec_fn=bind)
         return _wait(child, launcher)
     finally:
@@ -52,7 +53,7 @@ def supervise(grace: float, command: Sequence[str], environment: Mapping[str, st
 
 def _wait(child: "subprocess.Popen[bytes]", launcher: int) -> int:
     ended = os.pidfd_open(child.pid)
-    # A process forked by the launcher may hold the pipe open beyond its death, so its death is looked for as well.
+    # A process that the launcher forked may keep the pipe open after the launcher's death, so that is checked too.
     while os.getppid() == launcher:
         ready, _, _ = select.select([sys.stdin, ended], [], [], _LOOK_SECONDS)
         if ended in ready:
@@ -64,7 +65,7 @@ def _wait(child: "subprocess.Popen[bytes]", launcher: int) -> int:
 
 
 def restore_signals() -> None:
-    """Take signals again where a shell's background job has them ignored or blocked; the command starts with defaults."""
+    """Handle signals that a shell ignores or blocks in a background job; the command starts with the defaults."""
 
     def leave(number: int, _: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,10 +1,10 @@
 """Preference losses: what to minimize, given the log-probs of both responses of each pair.
 
-    evidence.py      what a loss may look at: log-probs, lengths, log-ratios and scores of B pairs, and of their batch
+    inputs.py        what a loss is computed from: log-probs, lengths, log-ratios and scores of B pairs, and of their batch
     pairwise.py      losses of one pair alone
     batchwise.py     losses of a pair among the others of the batch
     preference.py    all of them by type; `preference_loss`, which adds up the terms of a recipe's loss
 
-Every loss is a pure function of an `Evidence` and of the settings of its `Term`; what it needs says its `LossType`. All is
-computed in float64: margins are small differences of large sums.
+Every loss is a pure function of `LossInputs`, a `BatchContext` and the settings of its `Term`; its `LossType` says which of
+them it needs. All is computed in float64: margins are small differences of large sums.
 """

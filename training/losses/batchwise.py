@@ -3,14 +3,13 @@
 Legend: B pairs of one batch; a last 2 stands for (chosen, rejected).
 
 The batch is the global one, whatever micro-batch, rank or order a pair is in. So the policy first scores the batch without
-gradients; what the pairs say to each other becomes constants (`among`); then each pair is run again with gradients and
-meets its peers as constants, as in gradient caching (Gao et al. 2021, arXiv 2101.06983). That the sum of such gradients is
-the gradient of the batch's loss is seen loss by loss:
+gradients; what each pair needs from the others becomes constants (`batch_context`); then each pair runs again with
+gradients, as in gradient caching (Gao et al. 2021, arXiv 2101.06983). These gradients add up to that of the batch's loss:
 
-    aot            a pair meets the reference's margin of equal rank, which has no gradient
-    aot_unpaired   a chosen response meets the rejected one of equal rank, and each of the two takes its own part of
-                   the gradient where it is run itself
-    bco_pair       meets a running mean, which by definition has none
+    aot            compares a pair with the reference's margin of equal rank, which has no gradient
+    aot_unpaired   compares a chosen response with the rejected one of equal rank; each of the two contributes its own
+                   part of the gradient when its pair runs
+    bco_pair       subtracts a running mean, which by definition has none
 """
 
 from dataclasses import dataclass
@@ -20,19 +19,19 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from training.contract.loss import Term
-from training.losses.evidence import Evidence, Peers, difference
+from training.losses.inputs import BatchContext, LossInputs, difference
 from training.losses.pairwise import smoothed
 
 
 @dataclass
 class RunningMean:
-    """The mean of all values there have been; once there are any, numbers on their device."""
+    """The mean of all values so far; after the first update a tensor on their device."""
 
     mean: float | Tensor = 0.0
     count: int | Tensor = 0
 
     def update(self, values: Tensor) -> Tensor:
-        """The mean after these values as well. What is not finite is left out: whoever made it is refused by name."""
+        """The mean after these values too. Those not finite are left out: the step that has them is refused later."""
         finite = values.isfinite()
         more = finite.sum()
         self.count = self.count + more
@@ -41,55 +40,56 @@ class RunningMean:
         return self.mean
 
 
-def among(of: Evidence, rewards: RunningMean) -> Peers:
-    """What the pairs of the whole batch say to each of them, after `rewards` has taken theirs in."""
-    of_margins_B, of_reference_B = difference(of.policy_B2.detach()), difference(of.reference_B2)
-    ratios_B2 = of.ratios_B2.detach()
+def batch_context(pairs: LossInputs, rewards: RunningMean) -> BatchContext:
+    """What each pair of the whole batch needs to know of it; `rewards` is updated with the batch's."""
+    margins_B, reference_B = difference(pairs.policy_B2.detach()), difference(pairs.reference_B2)
+    ratios_B2 = pairs.ratios_B2.detach()
     chosen_B, rejected_B = ratios_B2.unbind(1)
-    return Peers(
-        mean_chosen_tokens=of.tokens_B2[:, 0].double().mean(),
-        mean_reward=rewards.update(of.rewards_B2.detach().flatten()),
-        matched_margins_B=_of_equal_rank(of_margins_B, of_reference_B),
+    return BatchContext(
+        mean_chosen_tokens=pairs.tokens_B2[:, 0].double().mean(),
+        mean_reward=rewards.update(pairs.rewards_B2.detach().flatten()),
+        matched_margins_B=_of_equal_rank(margins_B, reference_B),
         matched_ratios_B2=torch.stack(
             [_of_equal_rank(chosen_B, rejected_B), _of_equal_rank(rejected_B, chosen_B)], dim=1
         ),
     )
 
 
-def aot(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def aot(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(beta (m_(k) - m_ref_(k)))`, m the margins `log pi(c) - log pi(r)` of the batch, each sorted, k the rank.
 
-    The policy's distribution of margins shall dominate the reference's, not each pair its own. Melnyk et al. 2024,
+    The policy's distribution of margins is to dominate the reference's, not each margin its own. Melnyk et al. 2024,
     "Distributional Preference Alignment of LLMs via Optimal Transport", arXiv 2406.05882.
     """
-    assert peers.matched_margins_B is not None
-    return smoothed(of.beta * (difference(of.policy_B2) - peers.matched_margins_B), term.label_smoothing)
+    assert batch.matched_margins_B is not None
+    return smoothed(pairs.beta * (difference(pairs.policy_B2) - batch.matched_margins_B), term.label_smoothing)
 
 
-def aot_unpaired(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def aot_unpaired(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(beta (c_(k) - r_(k)))`, c and r the log-ratios of the chosen and rejected responses, each sorted.
 
-    The same paper, for responses that need not belong together. The value is that of the pair's chosen response; its rejected
-    one, which is part of another's value, adds its gradient and nothing to the value.
+    The same paper, for responses that need not belong together. A pair's value is that of its chosen response; its rejected
+    one belongs to the value of another pair, and adds its gradient alone.
     """
-    assert peers.matched_ratios_B2 is not None
-    (chosen_B, rejected_B), (its_rejected_B, its_chosen_B) = of.ratios_B2.unbind(1), peers.matched_ratios_B2.unbind(1)
-    value_B = smoothed(of.beta * (chosen_B - its_rejected_B), term.label_smoothing)
-    elsewhere_B = smoothed(of.beta * (its_chosen_B - rejected_B), term.label_smoothing)
+    assert batch.matched_ratios_B2 is not None
+    chosen_B, rejected_B = pairs.ratios_B2.unbind(1)
+    matched_rejected_B, matched_chosen_B = batch.matched_ratios_B2.unbind(1)
+    value_B = smoothed(pairs.beta * (chosen_B - matched_rejected_B), term.label_smoothing)
+    elsewhere_B = smoothed(pairs.beta * (matched_chosen_B - rejected_B), term.label_smoothing)
     return value_B + elsewhere_B - elsewhere_B.detach()
 
 
-def bco_pair(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def bco_pair(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(c-d) - log s(-(r-d))`, d the running mean of all rewards, this batch's included.
 
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656. TRL had this shift until 0.x and has none in 1.16,
     whose value is that of d = 0.
     """
-    chosen_B, rejected_B = (of.rewards_B2 - peers.mean_reward).unbind(1)
+    chosen_B, rejected_B = (pairs.rewards_B2 - batch.mean_reward).unbind(1)
     return -logsigmoid(chosen_B) - logsigmoid(-rejected_B)
 
 
 def _of_equal_rank(values_B: Tensor, others_B: Tensor) -> Tensor:
-    """For each value that of the others which has its rank."""
+    """For each value the one of the others that has the same rank."""
     ranks_B = values_B.argsort(stable=True).argsort(stable=True)
     return others_B.sort().values[ranks_B]

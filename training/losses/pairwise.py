@@ -4,8 +4,8 @@ Legend: B pairs; a last 2 stands for (chosen, rejected). In the formulas h is th
 c and r are the rewards `beta log(pi/pi_ref)` of the chosen and the rejected response, |y| a number of response tokens, s the
 logistic function.
 
-Where a name means different things in papers and libraries, the reduction is in it or beside it: `ipo` divides by tokens, as
-in TRL and, its authors say, in their experiments; `ipo_sum` does not, as the paper writes it.
+Where a name means different things in papers and libraries, it says which reduction is meant: `ipo` divides by tokens, as
+TRL does and its authors say they did in their experiments; `ipo_sum` does not, as the paper writes it.
 """
 
 import math
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from training.contract.loss import Term
-from training.losses.evidence import Evidence, Peers, bounded_exp, difference
+from training.losses.inputs import BatchContext, LossInputs, bounded_exp, difference
 
 
 def smoothed(margins_B: Tensor, smoothing: float) -> Tensor:
@@ -23,100 +23,102 @@ def smoothed(margins_B: Tensor, smoothing: float) -> Tensor:
     return -(1 - smoothing) * logsigmoid(margins_B) - smoothing * logsigmoid(-margins_B)
 
 
-def sigmoid(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def sigmoid(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(h)`. DPO, Rafailov et al. 2023, arXiv 2305.18290; with label smoothing cDPO, Mitchell 2023."""
-    return smoothed(of.margins_B, term.label_smoothing)
+    return smoothed(pairs.margins_B, term.label_smoothing)
 
 
-def robust(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def robust(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`(-(1-e) log s(h) + e log s(-h)) / (1-2e)`: unbiased if labels are swapped with probability e.
 
     Chowdhury et al. 2024, "Provably Robust DPO", arXiv 2403.00409.
     """
     e = term.label_smoothing
-    return (-(1 - e) * logsigmoid(of.margins_B) + e * logsigmoid(-of.margins_B)) / (1 - 2 * e)
+    return (-(1 - e) * logsigmoid(pairs.margins_B) + e * logsigmoid(-pairs.margins_B)) / (1 - 2 * e)
 
 
-def hinge(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def hinge(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`max(0, 1-h)`. SLiC-HF, Zhao et al. 2023, arXiv 2305.10425, normalized by the reference as in RSO, arXiv 2309.06657."""
-    return torch.relu(1 - of.margins_B)
+    return torch.relu(1 - pairs.margins_B)
 
 
-def ipo(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def ipo(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`(score_c/|c| - score_r/|r| - 1/(2 beta))^2`, averaged over tokens. Azar et al. 2023, arXiv 2310.12036; beta is tau."""
-    return (difference(of.scores_B2 / of.tokens_B2) - 1 / (2 * of.beta)).square()
+    return (difference(pairs.scores_B2 / pairs.tokens_B2) - 1 / (2 * pairs.beta)).square()
 
 
-def ipo_sum(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def ipo_sum(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`(score_c - score_r - 1/(2 beta))^2`: equation 17 of Azar et al. 2023 as it is written, without division."""
-    return (difference(of.scores_B2) - 1 / (2 * of.beta)).square()
+    return (difference(pairs.scores_B2) - 1 / (2 * pairs.beta)).square()
 
 
-def dpo_norm(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def dpo_norm(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(beta (score_c/|c| - score_r/|r|))`: length-normalized DPO of Tulu 3, Lambert et al. 2024, arXiv 2411.15124.
 
     It is `dpo_norm` of open-instruct and `sigmoid_norm` of TRL; a beta of 5 is usual.
     """
-    return -logsigmoid(of.beta * difference(of.scores_B2 / of.tokens_B2))
+    return -logsigmoid(pairs.beta * difference(pairs.scores_B2 / pairs.tokens_B2))
 
 
-def exo_pair(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def exo_pair(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`s(h) log(s(h)/(1-e)) + s(-h) log(s(-h)/e)`: the reverse KL to labels smoothed by e.
 
     Ji et al. 2024, "Towards Efficient Exact Optimization of Language Model Alignment", arXiv 2402.00856, equation 16.
     """
-    log_better_B, log_worse_B = logsigmoid(of.margins_B), logsigmoid(-of.margins_B)
+    log_better_B, log_worse_B = logsigmoid(pairs.margins_B), logsigmoid(-pairs.margins_B)
     smoothing = term.label_smoothing
     better_B = log_better_B.exp() * (log_better_B - math.log1p(-smoothing))
     return better_B + log_worse_B.exp() * (log_worse_B - math.log(smoothing))
 
 
-def nca_pair(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def nca_pair(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(c) - (log s(-c) + log s(-r)) / 2`. Chen et al. 2024, "Noise Contrastive Alignment", arXiv 2402.05369."""
-    return -logsigmoid(of.rewards_B2[:, 0]) - logsigmoid(-of.rewards_B2).sum(dim=1) / 2
+    return -logsigmoid(pairs.rewards_B2[:, 0]) - logsigmoid(-pairs.rewards_B2).sum(dim=1) / 2
 
 
-def sppo_hard(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def sppo_hard(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`(log-ratio_c - 1/(2 beta))^2 + (log-ratio_r + 1/(2 beta))^2`: self-play with a preference taken as certain.
 
     Wu et al. 2024, "Self-Play Preference Optimization", arXiv 2405.00675, equation 4.7 with P in {0, 1}; beta is 1/eta.
     """
-    target = 1 / (2 * of.beta)
-    return (of.ratios_B2[:, 0] - target).square() + (of.ratios_B2[:, 1] + target).square()
+    target = 1 / (2 * pairs.beta)
+    return (pairs.ratios_B2[:, 0] - target).square() + (pairs.ratios_B2[:, 1] + target).square()
 
 
-def apo_zero(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def apo_zero(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`1 - s(c) + s(r)`: chosen responses better than the model's own. D'Oosterlinck et al. 2024, arXiv 2408.06266, eq. 7."""
-    return 1 - torch.sigmoid(of.rewards_B2[:, 0]) + torch.sigmoid(of.rewards_B2[:, 1])
+    return 1 - torch.sigmoid(pairs.rewards_B2[:, 0]) + torch.sigmoid(pairs.rewards_B2[:, 1])
 
 
-def apo_down(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def apo_down(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`s(c) + 1 - s(c-r)`: chosen responses worse than the model's own. The same paper, equation 8."""
-    return torch.sigmoid(of.rewards_B2[:, 0]) + 1 - torch.sigmoid(difference(of.rewards_B2))
+    return torch.sigmoid(pairs.rewards_B2[:, 0]) + 1 - torch.sigmoid(difference(pairs.rewards_B2))
 
 
-def discopop(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def discopop(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`(1-m) (-log s(h)) + m exp(-h)` with `m = s(h/tau)`: the log-ratio modulated loss that a language model found.
 
     Lu et al. 2024, "Discovering Preference Optimization Algorithms with and for LLMs", arXiv 2406.08414, equation 5.
     """
-    modulation_B = torch.sigmoid(of.margins_B / term.tau)
-    exponents_B = logsigmoid(of.margins_B / term.tau) - of.margins_B  # one sum, since m is 0 where exp(-h) overflows
-    return (1 - modulation_B) * -logsigmoid(of.margins_B) + bounded_exp(exponents_B)
+    modulation_B = torch.sigmoid(pairs.margins_B / term.tau)
+    exponents_B = (
+        logsigmoid(pairs.margins_B / term.tau) - pairs.margins_B
+    )  # one sum, since m is 0 where exp(-h) overflows
+    return (1 - modulation_B) * -logsigmoid(pairs.margins_B) + bounded_exp(exponents_B)
 
 
-def simpo(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def simpo(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(beta (log pi(c)/|c| - log pi(r)/|r|) - gamma)`, without a reference. Meng et al. 2024, arXiv 2405.14734.
 
     Gamma stands outside of beta, as in the paper and in TRL's `simpo_gamma`; a beta of 2 to 2.5 is usual.
     """
-    return -logsigmoid(of.beta * difference(of.policy_B2 / of.tokens_B2) - term.gamma)
+    return -logsigmoid(pairs.beta * difference(pairs.policy_B2 / pairs.tokens_B2) - term.gamma)
 
 
-def sft(of: Evidence, peers: Peers, term: Term) -> Tensor:
+def sft(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log pi(c)` over the mean number of chosen tokens of the batch: the batch's mean is that over all its chosen tokens.
 
-    So the term of TRL's "sft", of RPO (Pang et al. 2024, arXiv 2404.19733) and MPO (Wang et al. 2024, arXiv 2411.10442), with
-    the reduction of TRL taken over the global batch instead of one forward pass. RPO itself averages each response.
+    This is the term of TRL's "sft", of RPO (Pang et al. 2024, arXiv 2404.19733) and MPO (Wang et al. 2024, arXiv 2411.10442),
+    reduced as in TRL, but over the global batch instead of one forward pass. RPO itself averages each response.
     """
-    return -of.whole_chosen_B / peers.mean_chosen_tokens
+    return -pairs.whole_chosen_B / batch.mean_chosen_tokens

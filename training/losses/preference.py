@@ -1,9 +1,9 @@
-"""The loss of a recipe: its terms, added up for each pair, and the rewards that people look at.
+"""The loss of a recipe: its terms, added up for each pair, and the rewards that are reported.
 
 Legend: B pairs; a last 2 stands for (chosen, rejected).
 
-Rewards are beta times the log-ratio, as the DPO paper defines them, whatever the loss does with log-ratios: so they can be
-compared among losses. Only where no term knows a reference (SimPO) it is beta times the mean log-prob of a token.
+Rewards are beta times the log-ratio, as the DPO paper defines them, whatever a loss does with log-ratios: so they can be
+compared among losses. Only where no term uses a reference (SimPO) are they beta times the mean log-prob of a token.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from training.contract.loss import Loss, LossType, Term
 from training.losses import batchwise, pairwise
-from training.losses.batchwise import RunningMean, among
-from training.losses.evidence import Evidence, PairLogProbs, Peers
+from training.losses.batchwise import RunningMean, batch_context
+from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
 
-LossFunction = Callable[[Evidence, Peers, Term], Tensor]
+LossFunction = Callable[[LossInputs, BatchContext, Term], Tensor]
 LOSSES: dict[LossType, LossFunction] = {
     LossType.SIGMOID: pairwise.sigmoid,
     LossType.ROBUST: pairwise.robust,
@@ -57,26 +57,26 @@ class PairLosses:
         return (self.rewards_B2[:, 0] > self.rewards_B2[:, 1]).to(self.losses_B.dtype)
 
 
-def preference_loss(settings: Loss, logprobs: PairLogProbs, peers: Peers | None = None) -> PairLosses:
+def preference_loss(settings: Loss, logprobs: PairLogProbs, batch: BatchContext | None = None) -> PairLosses:
     """The loss and the rewards of each pair; differentiable in the policy's log-probs.
 
-    Without `peers` the pairs are a batch of their own. Everything that is reported beside the loss has no gradients.
+    Without `batch` the pairs are a batch of their own. Everything but the loss is without gradients.
     """
-    of = Evidence.of(settings, logprobs)
-    peers = peers or among(of, RunningMean())
-    values = {term.type: _weighted(LOSSES[term.type](of, peers, term), term, logprobs) for term in settings.terms}
+    pairs = LossInputs.of(settings, logprobs)
+    batch = batch or batch_context(pairs, RunningMean())
+    values = {term.type: _weighted(LOSSES[term.type](pairs, batch, term), term, logprobs) for term in settings.terms}
     total_B = torch.stack([term.weight * values[term.type] for term in settings.terms]).sum(dim=0)
     parts = {str(kind): value_B.detach() for kind, value_B in values.items()} if len(values) > 1 else {}
     return PairLosses(total_B, _rewards(settings, logprobs), parts)
 
 
 def part_names(settings: Loss) -> tuple[str, ...]:
-    """The names of the losses that `PairLosses.parts` tells of."""
+    """The names in `PairLosses.parts`."""
     return tuple(str(term.type) for term in settings.terms) if len(settings.terms) > 1 else ()
 
 
 def _weighted(losses_B: Tensor, term: Term, logprobs: PairLogProbs) -> Tensor:
-    """Weights say how much a comparison counts; a term without a comparison has none."""
+    """Pairs are weighted as comparisons; a term that compares nothing (sft) is not."""
     if logprobs.weights_B is None or not term.type.traits.compares_responses:
         return losses_B
     return losses_B * logprobs.weights_B

@@ -2,15 +2,15 @@
 
     y = W x + b + alpha / rank * B A dropout(x)         in every targeted linear layer
 
-W and b are frozen. A (rank x in) begins random and B (out x rank) as zero, so before the first step the policy is its base to
-the last bit, and optimizer, gradients and checkpoints are those of A and B alone.
+W and b are frozen. A (rank x in) starts random and B (out x rank) zero, so before the first step the policy equals its base
+to the last bit; gradients, optimizer state and checkpoints are those of A and B alone.
 
-peft makes these layers, in place. So the model keeps its class, its config and the names of its parts, by which attention,
-head and self-check reach into it; a PeftModel around it would stand in the way of each of them.
+peft makes these layers, in place. So the model keeps its class, its config and the names of its parts, which attention,
+head and self-check rely on; a PeftModel would wrap them all.
 
-A finished adapter is either merged, `W + alpha / rank * B A` added up in float32 and rounded once to the dtype of W, which
-leaves a plain model; or written by itself in peft's format, which any program that knows peft adds to the same base. Here an
-adapter is only ever loaded onto the weights it was trained on: its fingerprint says which.
+A finished adapter is either merged: `W + alpha / rank * B A`, summed in float32 and rounded once to the dtype of W, is a
+plain model; or written by itself in peft's format. It is only ever loaded onto the weights it was trained on, whose
+fingerprint is part of its own.
 """
 
 import copy
@@ -39,27 +39,26 @@ from training.contract.weights import (
 )
 from training.model.load import load_model, save_model
 
-# What peft calls the one adapter of a model, in names of parameters; and what it puts before the names in files.
+# peft's name of a model's one adapter, part of its parameters' names; and the prefix of their names in files.
 _NAME, _FILE_PREFIX = "default", "base_model.model."
 _LINEAR = (torch.nn.Linear, Conv1D)
 
 
 def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
-    """Freeze `model` and give it a new adapter, which follows from `seed`. Raises ModelError for targets it has not."""
-    targets = _targets(model, settings)
+    """Freeze `model` and add a new adapter, initialized from `seed`. Raises ModelError for targets it does not have."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=targets,
+        target_modules=_targets(model, settings),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     _inject(model, config, seed)
 
 
 def merge_adapter(model: PreTrainedModel) -> None:
-    """Make `model` a plain one that computes the same, in place. An adapted head is no longer tied to the embeddings."""
+    """Merge the adapter into the weights of `model`, in place. A head that had one is no longer tied to the embeddings."""
     head = model.get_output_embeddings()
     if isinstance(head, LoraLinear) and head.weight is model.get_input_embeddings().weight:
         head.get_base_layer().weight = Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -72,7 +71,7 @@ def merge_adapter(model: PreTrainedModel) -> None:
 
 
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapter of `model` as peft does, from the `weights` of the model; no place of a base model is recorded."""
+    """Write the adapter of `model` as peft does, from the model's `weights`; the path of the base model is not recorded."""
     tensors = {_file_name(name): weights[name].detach().contiguous() for name in _adapter_tensors(model)}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[_NAME])
@@ -81,7 +80,7 @@ def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: 
 
 
 def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The policy, ready to score: a model by itself, or the adapter it is on `base`, the model it was trained from.
+    """The policy, ready to score: a whole model, or an adapter on `base`, the model it was trained from.
 
     Raises ModelError where either cannot be loaded, or the adapter was trained on other weights.
     """
@@ -95,14 +94,14 @@ def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.dev
         )
     model = load_model(base.folder, dtype, device)
     _inject(model, LoraConfig.from_pretrained(str(policy.folder)), seed=0)
-    _take(model, policy.folder / ADAPTER_WEIGHTS)
+    _load_weights(model, policy.folder / ADAPTER_WEIGHTS)
     return model.eval()
 
 
 def write_merged(policy: Input, base: Input, folder: Path) -> str:
-    """Write the adapter `policy` and `base` as one plain model of the adapter's dtype into `folder`; its fingerprint.
+    """Merge the adapter `policy` into `base` and write the model, of the adapter's dtype, into `folder`; its fingerprint.
 
-    Always on the host, so that it is done alike wherever the adapter was trained. Raises ModelError as `load_policy` does.
+    Always on the CPU, so that the result does not depend on where the adapter was trained. Raises ModelError.
     """
     tensors = load_file(policy.folder / ADAPTER_WEIGHTS).values()
     [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
@@ -118,8 +117,8 @@ def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         inject_adapter_in_model(config, model, _NAME)
 
 
-def _take(model: PreTrainedModel, file: Path) -> None:
-    """Give the adapter of `model` the tensors in `file`, which must be just those."""
+def _load_weights(model: PreTrainedModel, file: Path) -> None:
+    """Copy the tensors of `file` into the adapter of `model`. Raises ModelError unless the names are the same."""
     found, own = load_file(file), _adapter_tensors(model)
     expected = {_file_name(name): tensor for name, tensor in own.items()}
     if wrong := sorted(expected.keys() ^ found.keys()):
@@ -138,9 +137,9 @@ def _file_name(parameter: str) -> str:
 
 
 def _targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
-    """Names for peft: of all linear layers but the head, or the given ones. Raises ModelError for one that fits no such layer.
+    """Names for peft: of all linear layers but the head, or the given ones. Raises ModelError for one that matches none.
 
-    Experts that lie in one tensor together are no layers, and are left as they are.
+    Experts that share one tensor are not linear layers, and get no adapter.
     """
     linear = {name for name, module in model.named_modules() if isinstance(module, _LINEAR)}
     if settings.target_modules == "all-linear":
@@ -149,7 +148,7 @@ def _targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
     for target in settings.target_modules:
         fitting = {name: module for name, module in model.named_modules() if _fits(name, target)}
         if not fitting or fitting.keys() - linear:
-            raise ModelError(_refusal(model, target, fitting, linear))
+            raise ModelError(_wrong_target(model, target, fitting, linear))
     return list(settings.target_modules)
 
 
@@ -157,7 +156,7 @@ def _fits(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _refusal(model: PreTrainedModel, target: str, fitting: dict[str, Module], linear: set[str]) -> str:
+def _wrong_target(model: PreTrainedModel, target: str, fitting: dict[str, Module], linear: set[str]) -> str:
     kinds = ", ".join(sorted({type(module).__name__ for module in fitting.values()}))
     found = f"these are of type {kinds}" if fitting else "there is no layer of that name"
     return (

@@ -1,18 +1,16 @@
 """Attention over a row of sequences that share prefixes, as one function registered with transformers.
 
-A model whose `_attn_implementation` is `SHARED_PREFIX` calls `attend` in each layer, and whatever keyword the model was
-called with comes along: so the plan of the row travels as `plan=`. No mask is built by transformers for an
-implementation whose masks it does not know.
+A model whose `_attn_implementation` is `SHARED_PREFIX` calls `attend` in each layer and passes on the keywords it was called
+with: so the plan of the row arrives as `plan=`. transformers builds no mask for an implementation that registered none.
 
 Queries are never duplicated: each stands in the row once. Keys and values of a prefix are gathered for each response, which
-then attends causally with its last query on the last key (bottom-right).
+then attends causally, its last query to the last key (bottom-right).
 
     CPU, or float32 on a GPU    one call of torch's scaled_dot_product_attention a segment
     GPU in half precision       one call of torch's varlen_attn, which is FlashAttention (Dao 2023), for the whole row, if
                                 a head's size is a multiple of 8 up to 256
 
-Which models this gives the right result for is a matter of record, not of hope: `VERIFIED` is what the tests run against plain
-transformers. `refusal` says of every other one why not.
+`VERIFIED` are the architectures that the tests compare with plain transformers; `why_not_shared` refuses every other one.
 
 Legend: T tokens, Q and K query and key heads, D head size.
 """
@@ -63,7 +61,7 @@ _HALF = (torch.float16, torch.bfloat16)
 _LARGEST_HEAD = 256
 
 
-def refusal(model: PreTrainedModel, training: bool) -> str | None:
+def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
     """Why sequences must not share a row in `model`; None if they may."""
     config = model.config
     if config.model_type not in VERIFIED:
@@ -82,20 +80,14 @@ def refusal(model: PreTrainedModel, training: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Within the block, the layers of `model` attend by the implementation that transformers knows by this name."""
-    config = model.config
-    usual = config._attn_implementation
+def use_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Within the block, the layers of `model` use the attention that transformers knows by this name."""
+    config, before = model.config, model.config._attn_implementation
     config._attn_implementation = implementation
     try:
         yield
     finally:
-        config._attn_implementation = usual
-
-
-def shared_prefixes(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Within the block, the layers of `model` attend by `attend`."""
-    return attending(model, SHARED_PREFIX)
+        config._attn_implementation = before
 
 
 def attend(
@@ -110,7 +102,7 @@ def attend(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of one layer, 1 x T x Q x D. Raises ModelError for what is asked for and would be left out."""
+    """The attention of one layer, 1 x T x Q x D. Raises ModelError where the layer asks for what is not done here."""
     asked = [name for name in _FORBIDDEN if others.get(name) is not None]
     asked += ["attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if asked:
@@ -128,7 +120,7 @@ def _suits_kernel(query_1QTD: Tensor) -> bool:
 def by_segment(
     query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
 ) -> Tensor:
-    """One call a segment. The row is split, not sliced: a slice's gradient is as long as the row, a piece's as the piece."""
+    """One call a segment. The row is split, since the gradient of a slice is as long as the row, that of a part as the part."""
     queries, keys, values = (tensor.split(plan.lengths, dim=2) for tensor in (query_1QTD, key_1KTD, value_1KTD))
     outputs = []
     for number, segment in enumerate(plan.segments):

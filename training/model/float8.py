@@ -1,10 +1,10 @@
 """Matrix products of 8-bit floats (e4m3: three bits of mantissa), for a head that trades exactness for speed.
 
-Every row of the left operand and every column of the right one is scaled so that its largest number is the largest that 8 bits
-tell, which is then exact; the other numbers are rounded by 2.6% of themselves (root mean square). Sums are wide, the
-product is rounded to bfloat16, which is what the kernels of all chips give for scales of this kind.
+Every row of the left operand and every column of the right one is scaled so that its largest number becomes the largest of
+the format, which is then exact; the other numbers are rounded by 2.6% of themselves (root mean square). Sums are taken in
+float32; the product is bfloat16, the one output that the kernels of all GPUs have for scales by row.
 
-It needs tensor cores that know the format: Ada, Hopper and later (compute capability 8.9).
+It needs tensor cores with this format: Ada, Hopper and later (compute capability 8.9).
 """
 
 import torch
@@ -42,11 +42,11 @@ def float8_product(left_NK: Tensor, right_KM: Tensor) -> Tensor:
 
 
 def _rounded(rows_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows in 8 bits, and what each has to be multiplied by."""
+    """The rows in 8 bits, and the scale to multiply each by."""
     scale_R1 = rows_RK.abs().amax(dim=1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
     return (rows_RK / scale_R1).to(torch.float8_e4m3fn), scale_R1
 
 
 def _padded(rows_RK: Tensor, more: int) -> Tensor:
-    """The rows with zeros behind each, up to a multiple, and `more` rows of zeros; contiguous."""
+    """Each row padded with zeros to a multiple of 16, and `more` rows of zeros; contiguous."""
     return pad(rows_RK, (0, -rows_RK.shape[1] % _MULTIPLE, 0, more)).contiguous()

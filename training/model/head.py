@@ -1,7 +1,7 @@
-"""The head of a causal language model: what turns a hidden state into logits, found in a model and described.
+"""The head of a causal language model, which turns hidden states into logits: its parts, found in a model.
 
-What is computed from it is in tiles.py. With an adapter beside the head (training.model.adapter) its weight is frozen, and
-a second product of as many columns as the adapter's rank is added.
+tiles.py computes with them. With an adapter on the head (training.model.adapter) the head's own weight is frozen, and a
+low-rank product is added to its output.
 
 Legend: N rows, H hidden size, V vocabulary, R rank of an adapter.
 """
@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 
-HEAD_OPTIONS = "head_options"  # the attribute by which a prepared model carries them
+HEAD_OPTIONS = "head_options"  # the attribute of a model that holds them, set by prepare.py
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How tiles are computed: with products of 8-bit floats where gradients are wanted, by compiled functions."""
+    """How tiles are computed: in training with products of 8-bit floats; by compiled functions."""
 
     float8: bool = False
     compiled: bool = False
@@ -28,7 +28,7 @@ class HeadOptions:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to the head's weight: `scale * up @ down`, behind a dropout of the hidden states."""
+    """What an adapter adds to the logits: `scale * up @ down @ dropout(hidden)`."""
 
     down_RH: Tensor
     up_VR: Tensor
@@ -41,10 +41,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Head:
-    """How hidden states become logits: `softcap(scale * (hidden @ weight.T + bias))`; no cap if `softcap` is None.
-
-    With a `low_rank` the weight is that of the head and the adapter together.
-    """
+    """`softcap(scale * (hidden @ weight.T + bias))` are the logits; `low_rank` is added to the product before scaling."""
 
     weight_VH: Tensor
     bias_V: Tensor | None = None

@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model in `folder`, in evaluation mode; on the meta device its form, of which no tensor has numbers.
+    """The model in `folder`, in evaluation mode; on the meta device without values, and no file of weights is read.
 
     Raises ModelError for missing or surplus tensors, tensors of another shape, weights that are not whole safetensors
     files, and models that need code of their own.
@@ -26,7 +26,7 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
     weight_files(folder)
     try:
         if device.type == "meta":
-            return _form(folder, DTYPES[dtype])
+            return _without_values(folder, DTYPES[dtype])
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=DTYPES[dtype],
@@ -47,7 +47,7 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 
 def _why_not(error: Exception) -> str:
-    """What transformers says, but for its advice to run the code of a repository."""
+    """The message of transformers, without its advice to run the code of a repository."""
     if "trust_remote_code" not in str(error):
         return f"cannot be loaded: {error}"
     return (
@@ -56,8 +56,7 @@ def _why_not(error: Exception) -> str:
     )
 
 
-def _form(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as its config describes it; no file of weights is read."""
+def _without_values(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
@@ -73,5 +72,7 @@ def save_model(
     """
     model.config._name_or_path = ""
     model.save_pretrained(folder, state_dict=weights)
-    model.config.dtype = dtype or model.dtype  # a model whose masters are spread over the ranks took theirs for its own
+    model.config.dtype = (
+        dtype or model.dtype
+    )  # saving wrote `model.dtype`, which of a sharded model is that of its masters
     model.config.save_pretrained(folder)

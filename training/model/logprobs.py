@@ -2,13 +2,14 @@
 
 Legend: S sequences, N response tokens of all sequences together, T tokens of a row, H hidden size.
 
-    lay out     sequences that share a prompt become one row without padding, the prompt in it once     (prefix.py)
+    collate     sequences become one row without padding, in which a shared prompt stands once          (prefix.py)
     run         the model's body over the row, each response attending to its prompt and itself         (attention.py)
-    pick        the hidden states that predict a response token: no other row goes through the head
+    select      the hidden states that predict a response token: only these go through the head
     score       head and log-softmax, the vocabulary in tiles                                           (tiles.py)
 
-Policy and reference, training and evaluation all come through here, so what cancels in a reward does cancel. A model that
-cannot share prefixes runs each sequence in a row of its own, in the attention it came with: slower, and the same result.
+Policy and reference, training and evaluation all come through here, so that in a reward, a difference of two log-probs,
+systematic errors cancel. A model that cannot share prefixes runs each sequence in a row of its own, with its usual
+attention: slower, with the same result.
 """
 
 from collections.abc import Sequence
@@ -21,9 +22,9 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from training.model.attention import refusal, shared_prefixes
+from training.model.attention import SHARED_PREFIX, use_attention, why_not_shared
 from training.model.head import head_of
-from training.model.prefix import Row, TokenSequence, lay_out
+from training.model.prefix import Row, TokenSequence, build_row
 from training.model.tiles import token_logprobs, token_logprobs_and_collisions
 
 _HOOKED = "_pedigree_tokens"
@@ -69,8 +70,8 @@ class LogProbs:
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """Sequences ready for a pass: all in one row, `sharing` what they have in common, or each in a row of its own."""
+class CollatedRows:
+    """Sequences on the device of their model: all in one row, `sharing` their prefixes, or each in a row of its own."""
 
     rows: list[Row]
     sharing: bool
@@ -80,43 +81,42 @@ def response_logprobs(
     model: PreTrainedModel,
     sequences: Sequence[TokenSequence],
     sizes: Sequence[int] | None = None,
-    collisions: bool = False,
 ) -> LogProbs:
     """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off."""
-    return logprobs_of(model, lay_out_for(model, sequences, sizes), collisions)
+    return logprobs_of(model, collate(model, sequences, sizes))
 
 
-def lay_out_for(
+def collate(
     model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None
-) -> LaidOut:
-    """Make `sequences` ready for a pass of `model` in its present mode, on its device.
+) -> CollatedRows:
+    """Lay `sequences` out for a pass of `model` in its present mode, on its device.
 
-    `sizes` says how many consecutive sequences each share a prompt; without it none do. What they really have in
-    common is found by comparing tokens, so a wrong group costs time and is not an error.
+    `sizes` are those of the groups of consecutive sequences that share a prompt; by default each is alone. What a group really
+    has in common is found by comparing tokens, so a wrong group costs time and is not an error.
     """
     device = next(model.parameters()).device
-    sharing = refusal(model, model.training) is None
+    sharing = why_not_shared(model, model.training) is None
     remaining = iter(sequences)
     groups = [list(islice(remaining, size)) for size in (sizes or [1] * len(sequences))]
-    batches = [groups] if sharing else [[[sequence]] for sequence in sequences]
-    return LaidOut([lay_out(batch, device) for batch in batches], sharing)
+    rows = [groups] if sharing else [[[sequence]] for sequence in sequences]
+    return CollatedRows([build_row(row, device) for row in rows], sharing)
 
 
-def logprobs_of(model: PreTrainedModel, laid_out: LaidOut, collisions: bool = False) -> LogProbs:
-    """The log-probs of sequences that were laid out for `model`."""
+def logprobs_of(model: PreTrainedModel, collated: CollatedRows, collisions: bool = False) -> LogProbs:
+    """The log-probs of sequences that were collated for `model`."""
     run = getattr(model, _HOOKED, partial(_tokens, model))
-    tokens_N, collisions_N = run(laid_out.rows, laid_out.sharing, collisions)
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in laid_out.rows]), collisions_N)
+    tokens_N, collisions_N = run(collated.rows, collated.sharing, collisions)
+    return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N)
 
 
 def hook_passes(model: PreTrainedModel) -> None:
-    """Let FSDP, in which `model` was wrapped, know that what runs here is a forward pass of the model, head included."""
+    """Register the pass with FSDP, which wraps `model`, as one of its forward passes: FSDP gathers weights for those alone."""
     setattr(model, _HOOKED, partial(_tokens, model))
     register_fsdp_forward_method(model, _HOOKED)
 
 
 def runs_in_lockstep(model: PreTrainedModel) -> bool:
-    """Whether every pass of `model` is an exchange among the ranks, so that all of them must run equally many."""
+    """Whether the weights of `model` are sharded: then every pass is collective, and all ranks must run equally many."""
     return hasattr(model, _HOOKED)
 
 
@@ -135,9 +135,9 @@ def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
     """The hidden states that predict response tokens, N x H, from the model without its head."""
     inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
     if sharing:
-        with shared_prefixes(model):
+        with use_attention(model, SHARED_PREFIX):
             states_1TH = model.base_model(**inputs, plan=row.plan).last_hidden_state
     else:
         states_1TH = model.base_model(**inputs).last_hidden_state
-    picked_NH: Tensor = states_1TH[0].index_select(0, row.rows_N)
-    return picked_NH
+    hidden_NH: Tensor = states_1TH[0].index_select(0, row.predictors_N)
+    return hidden_NH

@@ -1,11 +1,11 @@
-"""Laying sequences out in one row in which what they share stands once.
+"""Sequences that share prompts in one row, in which each prompt stands once.
 
-    P1 C1 R1 P2 C2 R2 ...        P a shared prefix, C and R what the responses to it add; no padding
+    P1 C1 R1 P2 C2 R2 ...        P the prefix of a group, C and R what its sequences add to it; no padding
 
-A group is any number of sequences with a common beginning; its prefix is the longest, found by comparing tokens, so it
-may reach into the responses. Positions of each response go on from the end of its prefix, and it attends to its prefix and
-to itself: its hidden states are those it would have alone. Tokens after the last one that is asked for are left out:
-nothing looks at them.
+A group is any number of sequences, a pair for example; its prefix is the longest they have in common, found by comparing
+tokens, so it may reach into the responses. Each response attends to its prefix and to itself, and its positions go on from the
+end of the prefix: so its hidden states are those it would have alone. Tokens after the one that predicts the last response
+token are left out, since nothing attends to them.
 
 Legend: T tokens of the row, N response tokens of all sequences, S sequences, K keys that all segments see together.
 """
@@ -30,7 +30,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of the row. They see themselves, causally, after all of the segment number `prefix`."""
+    """Consecutive tokens of the row. They attend to all of segment number `prefix`, and causally to themselves."""
 
     start: int
     length: int
@@ -39,7 +39,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The plan for one call of a kernel for sequences of unequal length: for each segment its queries and its keys."""
+    """What one call of a kernel for sequences of unequal length (varlen) takes: queries and keys of each segment."""
 
     key_rows_K: Tensor
     query_bounds: Tensor
@@ -49,7 +49,7 @@ class Gathered:
 
 
 class Plan:
-    """Who sees whom in a row: its segments, in order, which cover it without a gap. It belongs to one forward pass."""
+    """Which tokens of a row attend to which: its segments, in order and without gaps. It serves one forward pass."""
 
     def __init__(self, segments: tuple[Segment, ...], device: torch.device) -> None:
         self.segments, self.device = segments, device
@@ -63,9 +63,9 @@ class Plan:
         return 0 if prefix is None else self.segments[prefix].length
 
     def mask(self, number: int, window: int | None) -> Tensor | None:
-        """Which keys (its prefix, then itself) segment `number` sees; None where that is plain causal attention.
+        """Which keys (its prefix, then itself) segment `number` attends to; None where that is plain causal attention.
 
-        Query i stands at position `before + i`, and with a window it sees that position and the `window - 1` before.
+        Query i has position `before + i`; with a window it attends to that position and to the `window - 1` before.
         """
         before, length = self.before(number), self.segments[number].length
         if before + length <= (window or before + length):
@@ -97,48 +97,47 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens to run with their positions; `rows_N` are those that predict a response token, `targets_N` what they predict.
+    """Tokens to run, with their positions; at `predictors_N` stand those that predict a response token, `targets_N`.
 
-    Both are sequence after sequence, `counts_S` of each; a row of the prefix may occur once for each of them.
+    Both are sequence after sequence, `counts_S` of each; the last token of a prefix may predict for several sequences.
     """
 
     ids_T: Tensor
     positions_T: Tensor
     plan: Plan
-    rows_N: Tensor
+    predictors_N: Tensor
     targets_N: Tensor
     counts_S: Tensor
 
 
-def lay_out(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> Row:
-    """One row of all groups, on `device`."""
+def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> Row:
+    """One row of all groups, on `device`: for each group its prefix, then what each of its sequences adds to it."""
     segments: list[Segment] = []
-    ids, positions, rows, targets, counts = [], [], [], [], []
-    start = 0
+    ids, positions, predictors, targets, counts = [], [], [], [], []
+    end = 0  # of the row so far
     for group in groups:
-        runs = [sequence.ids_T[: _needed(sequence)] for sequence in group]
+        predicted = [_predicted(sequence) for sequence in group]
+        runs = [sequence.ids_T[: _needed(places)] for sequence, places in zip(group, predicted, strict=True)]
         shared = common_prefix(runs)
-        ids.append(runs[0][:shared])
-        positions.append(torch.arange(shared))
-        prefix, begin = (len(segments) if shared else None), start
+        prefix, prefix_start = (len(segments) if shared else None), end
         if shared:
-            segments.append(Segment(start, shared, None))
-            start += shared
-        for sequence, run in zip(group, runs, strict=True):
-            predicted = sequence.mask_T.bool().nonzero()[:, 0]
-            predicted = predicted[predicted > 0]
-            at = predicted - 1
-            rows.append(torch.where(at < shared, begin + at, start - shared + at))
-            targets.append(sequence.ids_T[predicted])
-            counts.append(len(predicted))
+            segments.append(Segment(end, shared, None))
+            ids.append(runs[0][:shared])
+            positions.append(torch.arange(shared))
+            end += shared
+        for sequence, run, places in zip(group, runs, predicted, strict=True):
+            before = places - 1  # the token that predicts one stands before it: in the prefix, or in the own segment
+            predictors.append(torch.where(before < shared, prefix_start + before, end - shared + before))
+            targets.append(sequence.ids_T[places])
+            counts.append(len(places))
             if len(run) > shared:
+                segments.append(Segment(end, len(run) - shared, prefix))
                 ids.append(run[shared:])
                 positions.append(torch.arange(shared, len(run)))
-                segments.append(Segment(start, len(run) - shared, prefix))
-                start += len(run) - shared
-    tensors = [*(torch.cat(parts) for parts in (ids, positions, rows, targets)), torch.tensor(counts)]
-    ids_T, positions_T, rows_N, targets_N, counts_S = (send(tensor, device) for tensor in tensors)
-    return Row(ids_T, positions_T, Plan(tuple(segments), device), rows_N, targets_N, counts_S)
+                end += len(run) - shared
+    tensors = [*(torch.cat(parts) for parts in (ids, positions, predictors, targets)), torch.tensor(counts)]
+    ids_T, positions_T, predictors_N, targets_N, counts_S = (send(tensor, device) for tensor in tensors)
+    return Row(ids_T, positions_T, Plan(tuple(segments), device), predictors_N, targets_N, counts_S)
 
 
 def common_prefix(runs: Sequence[Tensor]) -> int:
@@ -148,10 +147,15 @@ def common_prefix(runs: Sequence[Tensor]) -> int:
     return int(same.long().cumprod(0).sum())
 
 
-def _needed(sequence: TokenSequence) -> int:
+def _predicted(sequence: TokenSequence) -> Tensor:
+    """The places of the response tokens; nothing predicts the first token of a sequence."""
+    places = sequence.mask_T.bool().nonzero()[:, 0]
+    return places[places > 0]
+
+
+def _needed(predicted: Tensor) -> int:
     """Tokens up to the one that predicts the last response token; at least one."""
-    predicted = sequence.mask_T.bool().nonzero()[:, 0]
-    return max(1, int(predicted[-1])) if len(predicted) else 1
+    return int(predicted[-1]) if len(predicted) else 1
 
 
 def _bounds(lengths: list[int]) -> Tensor:

@@ -1,17 +1,17 @@
-"""Preparing a loaded model for training: what makes it faster or smaller, and leaves its log-probs what they are.
+"""Preparing a loaded model for training: faster or smaller, with the same log-probs.
 
-Activation checkpointing (Chen et al. 2016) keeps only what goes into each layer, and runs the layer again in the backward
-pass. That is after the model's forward pass has returned, so the attention of the row has to be chosen once more; dropout is
-drawn again from the state the generator had.
+Activation checkpointing (Chen et al. 2016) keeps only the inputs of each layer, and runs the layer again in the backward
+pass. By then the model's forward pass has returned, so the attention implementation is set once more for the second run;
+dropout is drawn again from the generator's earlier state.
 
-Compiling makes fused kernels of each layer, all layers sharing the code of one: attention is called as it is (its plan
-is plain Python), lengths of rows are symbols, and dropout is drawn as it would be without. The tiles of the head
-(tiles.py) are compiled with it. Kernels are made when a function is first called, so a tiny batch is run before the first step,
-forward and backward, and without gradients, as held-out pairs are. It leaves no trace: gradients (its loss is multiplied by
-zero), the random generators, the model's mode and its buffers are afterwards what they were.
+Compiling makes fused kernels of a layer, which all layers share: attention is left out (its plan is plain Python), lengths of
+rows are symbolic, and dropout is drawn as it would be without. The tiles of the head (tiles.py) are compiled too. Kernels
+are made at the first call, so a tiny batch is run before the first step, forward and backward, and once without gradients
+as held-out pairs are. This warm-up changes nothing: its loss is multiplied by zero, and random generators, mode and buffers of
+the model are restored.
 
-Both replace `forward` of the layers' instances, inside of whatever hooks a sharded model has; a layer is checkpointed
-outside of its compiled code. Nothing is renamed, and a saved model knows nothing of it.
+Both replace `forward` of the layers' instances, below any FSDP hooks; checkpointing goes around the compiled code. No
+parameter is renamed, so a saved model does not differ.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
 from training.contract.recipe import Compute
-from training.model.attention import attending
+from training.model.attention import use_attention
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
 from training.model.selfcheck import tiny_groups
 from training.model.tiles import compile_tiles
 
-# Dropout as torch draws it outside of compiled code; a compiler's own random numbers would make other runs of it.
-_COMPILING = {"fallback_random": True}
+# Draw dropout as without compiling: the compiler's own random numbers would give another run.
+_COMPILE_OPTIONS = {"fallback_random": True}
 
 
 def prepare_for_training(
@@ -50,7 +50,7 @@ def prepare_for_training(
     if compute.compile:
         events.phase("compiling")
         for layer in _layers(model):
-            layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILING)
+            layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILE_OPTIONS)
     if compute.activation_checkpointing:
         for layer in _layers(model):
             layer.forward = partial(
@@ -73,8 +73,8 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _same_attention(
     model: PreTrainedModel,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Around a layer's first run, in which nothing changes, and around its second, which attends as the first did."""
-    return contextlib.nullcontext(), attending(model, model.config._attn_implementation)
+    """Contexts for a layer's first run, which needs none, and for its second, which uses the same attention."""
+    return contextlib.nullcontext(), use_attention(model, model.config._attn_implementation)
 
 
 def _warm_up(model: PreTrainedModel, training: bool) -> None:
@@ -92,7 +92,7 @@ def _warm_up(model: PreTrainedModel, training: bool) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """After the block random generators, mode, buffers and missing gradients of `model` are what they were before."""
+    """Restore random generators, mode and buffers of `model`, and remove gradients that were not there before."""
     mode, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
     without = [parameter for parameter in model.parameters() if parameter.grad is None]
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):

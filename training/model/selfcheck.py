@@ -1,11 +1,11 @@
 """The self-check: before a job relies on them, a model's log-probs must be those of plain transformers.
 
-Two tiny groups of made-up tokens go through `response_logprobs` and, one sequence at a time, through the model's own
-forward pass and a log-softmax of all its logits. Whatever a new architecture or a new version of a library does to the
+Two tiny groups of random tokens go through `response_logprobs` and, one sequence at a time, through the model's own
+forward pass and a log-softmax of all its logits. What a new architecture or a new version of a library changes in the
 head, the positions or the attention shows here, in a fraction of a second, and not in a wrong policy.
 
-Rounding alone makes the two differ, in bfloat16 mostly by that of the plain pass' logits: a root mean square of 0.1 nats a
-token is allowed there, 0.001 in float32.
+The two differ by rounding, in bfloat16 mostly that of the plain pass' logits: a root mean square of 0.1 nats a token is
+allowed there, 0.001 in float32.
 """
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
-from training.model.attention import refusal
+from training.model.attention import why_not_shared
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 
@@ -30,7 +30,7 @@ def demand_exact(
     `dtype`: in which it computes, if that is not the one of its weights. `training` tells that the model will run in
     training mode as well, where some models cannot.
     """
-    if reason := refusal(model, training):
+    if reason := why_not_shared(model, training):
         events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
     groups = tiny_groups(model.config.vocab_size)
     sequences = [sequence for group in groups for sequence in group]
@@ -53,7 +53,7 @@ def demand_exact(
 
 
 def tiny_groups(vocabulary: int) -> list[list[TokenSequence]]:
-    """Groups of sequences of made-up tokens, each with a prompt in common; the same ones every time."""
+    """Groups of sequences of random tokens, each group with a common prompt; the same ones every time."""
     random = torch.Generator().manual_seed(0)
     groups = []
     for prompt, responses in _GROUPS:

@@ -5,14 +5,14 @@ Legend: N rows (one a response token), H hidden size, V vocabulary, W vocabulary
 A response token's log-prob is `logit[target] - log(sum(exp(logits)))`. The logits of N rows are N x V numbers, by far the
 largest thing of a training step. So the vocabulary is walked in tiles of a fixed number of bytes:
 
-1. Forward: the tile's logits in float32, from operands in the model's dtype; its log-sum-exp is folded into the rows'
-   by logaddexp. Kept for later are hidden states, targets, log-sum-exps, and as many tiles as a budget of bytes holds.
-2. Backward: each tile (kept, or computed again) becomes the gradient of its logits, `-(softmax - one-hot) * upstream`.
-   The one-hot is subtracted before the gradient is rounded to the model's dtype, since their difference is what is
-   small. Each tile adds to the gradient of the hidden states and writes its rows of the weight's gradient, once.
+1. Forward: the tile's logits in float32, from operands in the model's dtype; its log-sum-exp is added to the running one
+   of each row by logaddexp. Kept for later: hidden states, targets, log-sum-exps, and as many tiles as a budget of bytes holds.
+2. Backward: each tile (kept, or computed again) becomes the gradient of its logits, `(one-hot - softmax) * upstream`. The
+   difference is taken before rounding to the model's dtype, since it may be much smaller than its two terms. Each tile
+   adds to the gradient of the hidden states and writes its own rows of the weight's gradient, once.
 
-On demand the same walk adds up the squared probabilities of the vocabulary, without gradient: `sum(p**2)`, the chance that
-two draws collide, is what WPO measures a token's log-prob against.
+On demand the same loop adds up the squared probabilities of the vocabulary, without gradient: `sum(p**2)`, the probability
+that two draws are the same token, with which WPO compares a token's own.
 
 An adapter beside the head (training.model.adapter) adds a second product to each tile, of as many columns as its rank; then the
 head's own weight is frozen, and no gradient of it is computed.
@@ -20,7 +20,7 @@ head's own weight is frozen, and no gradient of it is computed.
 The products of 1 and of the hidden states' gradient in 2 may be those of 8-bit floats (float8.py), and what is done to each
 element of a tile may be compiled; both are off unless a model was prepared for it (prepare.py).
 
-Logits rounded to bfloat16 put the summed log-prob of 400 tokens half a nat off; float32 tiles of the same operands do not.
+With logits rounded to bfloat16 the summed log-prob of 400 tokens would be off by half a nat; float32 tiles avoid that.
 Blockwise log-sum-exp is that of online softmax (Milakov and Gimelshein 2018); never storing the logits is the idea of
 Cut Cross-Entropy (Wijmans et al. 2024).
 """
@@ -38,8 +38,8 @@ from torch.autograd.function import once_differentiable
 from training.model.float8 import float8_product
 from training.model.head import Head
 
-# A processor's tile should stay near its caches and off the allocator's slow path for large blocks; a GPU's should be
-# large enough to fill it. What is kept saves a quarter of the head's work, for memory.
+# On a CPU a tile should fit into the caches and stay below the sizes that the allocator returns to the system each time; on a
+# GPU it should be large enough to occupy it. Keeping all tiles would save a quarter of the head's work, for memory.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 KEPT_BYTES = {"cpu": 96 << 20, "cuda": 2 << 30}
 
@@ -58,7 +58,7 @@ class Budget:
 
 
 def token_logprobs(hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None) -> Tensor:
-    """The log-prob in nats of `targets_N[n]` after `hidden_NH[n]`, float32 (float64 for operands of that dtype)."""
+    """The log-prob in nats of `targets_N[n]` given `hidden_NH[n]`, float32 (float64 for operands of that dtype)."""
     return _walk(hidden_NH, targets_N, head, budget, with_collisions=False)[0]
 
 
@@ -76,7 +76,7 @@ def _walk(
 ) -> tuple[Tensor, Tensor | None]:
     budget = budget or Budget.of(hidden_NH.device)
     kept = budget.kept if torch.is_grad_enabled() else 0
-    if not torch.is_grad_enabled():  # what is only scored is compared with the reference, and scored exactly
+    if not torch.is_grad_enabled():  # scores, which are compared with the reference's, are exact
         head = replace(head, options=replace(head.options, float8=False))
     low_NR = head.low_rank.project(hidden_NH) if head.low_rank else None
     up_VR = head.low_rank.up_VR if head.low_rank else None
@@ -95,7 +95,7 @@ def _walk(
 
 
 class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """`ctx` keeps the bounds of the tiles, the first of them with the peaks they are relative to, and the row-sized tensors."""
+    """`ctx.tiles`: bounds of all tiles; `ctx.kept`: of the first ones `exp(logit - peak)`, with the peak of each row."""
 
     @staticmethod
     def forward(
@@ -172,7 +172,7 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
 
 
 def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
-    """The gradient of what the linear map of tile `number` gives: `(one-hot - softmax) * upstream`, scaled, uncapped."""
+    """The gradient of tile `number` before scale and softcap: `(one-hot - softmax) * upstream`, taken through both."""
     *operands, targets_N, lse_N = ctx.saved_tensors
     (start, end), head = ctx.tiles[number], ctx.head
     slope_NW = None
@@ -183,7 +183,7 @@ def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
         grad_NW = _logits(operands, start, end, head)
         if head.softcap is not None:
             slope_NW = 1 - (grad_NW / head.softcap).square()
-        grad_NW = _run(_pulled_down, head)(grad_NW, lse_N, upstream_N)
+        grad_NW = _run(_softmax_gradient, head)(grad_NW, lse_N, upstream_N)
     inside_N, columns_N = _places(targets_N, start, end)
     rows_N = torch.arange(len(targets_N), device=targets_N.device)
     grad_NW[rows_N, columns_N] += upstream_N.masked_fill(~inside_N, 0)
@@ -213,7 +213,7 @@ def _exponentials(tile_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return exps_NW, peak_N, exps_NW.sum(dim=1)
 
 
-def _pulled_down(tile_NW: Tensor, lse_N: Tensor, upstream_N: Tensor) -> Tensor:
+def _softmax_gradient(tile_NW: Tensor, lse_N: Tensor, upstream_N: Tensor) -> Tensor:
     """`-softmax * upstream`, in place of the logits."""
     return tile_NW.sub_(lse_N[:, None]).exp_().mul_(-upstream_N[:, None])
 
@@ -224,26 +224,26 @@ def _run(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One kernel that passes over a tile as seldom as it can; tiles of all sizes share it."""
+    """Fused into as few passes over a tile as possible; one kernel for tiles of all sizes."""
     compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
     return compiled
 
 
 def compile_tiles(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what compiled heads run on tiles of operands of `dtype`, whether they keep them or compute them again."""
+    """Compile, before the first step, what a head with `compiled` runs on tiles of operands of `dtype`."""
     tile_NW = torch.zeros(3, 5, device=device, dtype=torch.promote_types(dtype, torch.float32))
     with torch.no_grad():
         exps_NW, peak_N, sums_N = _compiled(_exponentials)(tile_NW)
-        _compiled(_pulled_down)(exps_NW, sums_N, peak_N)
+        _compiled(_softmax_gradient)(exps_NW, sums_N, peak_N)
 
 
 def _wide(operand: Tensor) -> torch.dtype:
-    """The dtype of sums over `operand`: float32, and float64 for itself."""
+    """The dtype in which products of `operand` are added up: float32, or float64 where it has that."""
     return torch.promote_types(operand.dtype, torch.float32)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right` in the wide dtype: narrow operands, but nothing is rounded to their dtype."""
+    """`left @ right` in the wide dtype, without rounding to the dtype of the operands."""
     wide = _wide(left)
     if left.dtype == wide:
         return left @ right
@@ -269,9 +269,9 @@ def _write_product(target: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _places(targets_N: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Whether each row's target lies in the tile, and in which of its columns; of the others, one that exists.
+    """Whether each row's target lies in the tile, and in which of its columns; where it does not, some valid column.
 
-    A list of the rows whose target does would be shorter, and the processor would have to wait to know how long.
+    Selecting the rows whose target does lie in it would need their number, and so make the processor wait for the GPU.
     """
     return (targets_N >= start) & (targets_N < end), (targets_N - start).clamp(0, end - start - 1)
 

@@ -1,17 +1,36 @@
-"""Copies to a GPU that nobody waits for.
+"""Keeping a GPU fed: micro-batches are collated one ahead, in a thread, and copied without anybody waiting.
 
-From ordinary memory such a copy ends before the call does, and it begins when the GPU has done all it was given before:
-the processor stands still meanwhile, and has nothing ready for the GPU afterwards. From pinned memory the GPU fetches it
-in its turn.
+A copy from ordinary memory to a GPU ends before the call does, and begins only when the GPU has done all that it was given
+before: the processor stands still meanwhile. From pinned memory the GPU fetches it in its turn.
 """
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Item = TypeVar("Item")
+Ready = TypeVar("Ready")
+
+
+def ahead(make_ready: Callable[[Item], Ready], items: Sequence[Item]) -> Iterator[tuple[Item, Ready]]:
+    """Each item with what `make_ready` gives for it, made in a thread while the item before is in use, one at a time.
+
+    What it raises is raised when its item's turn comes.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
+        coming = [thread.submit(make_ready, item) for item in items[:1]]
+        for number, item in enumerate(items, 1):
+            ready = coming.pop().result()
+            coming += [thread.submit(make_ready, following) for following in items[number : number + 1]]
+            yield item, ready
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; to a GPU by way of pinned memory."""
     if device.type != "cuda":
         return tensor.to(device)
-    with torch.cuda.device(device):  # pinned by a thread that knows no device, it would belong to the first GPU
+    with torch.cuda.device(device):  # a thread has its own current device, at first GPU 0, and pinning goes by it
         return tensor.pin_memory().to(device, non_blocking=True)

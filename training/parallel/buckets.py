@@ -1,12 +1,12 @@
 """Summing a long gradient over the ranks while the rest of it is still being computed.
 
-The gradients lie in one tensor, in the order of the parameters. A backward pass completes them from the end, roughly,
-so the tensor is cut from its end into buckets of some 25 MB, and in the last backward pass of a step each bucket goes
-on its way as soon as it is complete and those after it have gone. That order is the same on every rank, whatever each
-of them completes first; a rank that has nothing to run sends all its buckets at the end.
-The exchange so hides behind the pass, as in torch's DistributedDataParallel (Li et al. 2020).
+The gradients lie in one tensor, in the order of the parameters. A backward pass completes them roughly from the end, so the
+tensor is cut from its end into buckets of some 25 MB. In the last backward pass of a step a bucket is sent as soon as it
+is complete and the buckets behind it were sent: so every rank sends in the same order, whichever it completes first. A
+rank that has nothing to run sends all its buckets at the end. The exchange overlaps with the pass, as in torch's
+DistributedDataParallel (Li et al. 2020).
 
-What is summed can no longer be told apart, so each rank notes before whether its own bucket is finite.
+A sum does not tell which rank spoiled it, so each rank notes before whether its own bucket is finite.
 
 Legend: N numbers of the whole gradient.
 """
@@ -37,18 +37,18 @@ class Buckets:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: nothing is complete yet, and nothing goes before `expect`."""
+        """Start a step: nothing is complete, and nothing is sent before `expect`."""
         self._missing = list(self._counts)
         self._expecting, self._sent = False, 0
         self._waits: list[Callable[[], object]] = []
         self._finite = torch.ones((), dtype=torch.bool, device=self._buckets[0].device)
 
     def expect(self) -> None:
-        """The last backward pass begins: what it completes may go."""
+        """The last backward pass begins: buckets that it completes may be sent."""
         self._expecting = True
 
     def complete(self, parameter: int) -> None:
-        """The gradient of the parameter of this number has what the present pass gives it."""
+        """The present pass has added its part to the gradient of this parameter."""
         if not self._expecting:
             return
         self._missing[self._owners[parameter]] -= 1
@@ -56,7 +56,7 @@ class Buckets:
             self._send()
 
     def finish(self) -> Tensor:
-        """Send what is left and wait for all; whether everything that this rank sent was finite."""
+        """Send the rest and wait for all; gives whether everything that this rank sent was finite."""
         while self._sent < len(self._buckets):
             self._send()
         for wait in self._waits:
@@ -65,7 +65,7 @@ class Buckets:
 
     def _send(self) -> None:
         bucket = self._buckets[self._sent]
-        self._finite &= bucket.sum().isfinite()  # nothing not finite adds up to something finite
+        self._finite &= bucket.sum().isfinite()  # a sum with inf or NaN in it is not finite
         self._waits.append(self._group.start_sum_(bucket))
         self._sent += 1
 

@@ -1,18 +1,19 @@
-"""How weights lie on the ranks of a job: as the recipe says, or, with `auto`, whole on each rank where that fits.
+"""How the weights of a model lie on the ranks: as the recipe says, or, with `auto`, whole on each rank where that fits.
 
     ddp     all weights on every rank
     fsdp    shards over all ranks
     hsdp    shards over the ranks of a node, the same on every node: what is gathered stays within a node
 
-It is one choice for what is trained and for what is only run, and differs by what a parameter takes there
-(training.parallel.source). `auto` shards where all parameters take more than a part of a device's memory: the rest is for
-activations. Whatever leaves every rank with all weights is `ddp`: one process, or `hsdp` with one process a node.
+The same rule serves models that are trained and models that only run; they differ in the bytes a parameter takes
+(training.parallel.models). `auto` shards where all parameters would take more than 70% of a device's memory: the rest is for
+activations. Where a shard would be all weights (one process, or `hsdp` with one process a node), it is `ddp` in fact.
 """
 
 import math
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from training.contract.events import EventWriter
 from training.contract.machine import memory_bytes
@@ -22,21 +23,26 @@ from training.contract.weights import weight_files
 from training.distributed import Group
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
+from training.parallel.models import FrozenModel, ModelSource, TrainableModel
 from training.parallel.replicated import Replicated
 from training.parallel.sharded import Sharded
-from training.parallel.source import Source, Untrained
 
-_PART = 0.7
-
-
-def build_masters(untrained: Untrained, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
-    """What is to be trained, loaded. Raises ModelError."""
-    layout = lay_out_weights(untrained, parallel, group, events)
-    return Sharded(untrained, layout) if layout.is_sharded else Replicated(untrained, layout)
+_USABLE = 0.7
 
 
-def lay_out_weights(source: Source, parallel: Parallel, group: Group, events: EventWriter) -> Layout:
-    """How the weights of `source` are to lie on the ranks, of which a note is made. Raises ModelError."""
+def build_masters(trainable: TrainableModel, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
+    """The model to train, loaded onto the ranks. Raises ModelError."""
+    layout = choose_layout(trainable, parallel, group, events)
+    return Sharded(trainable, layout) if layout.is_sharded else Replicated(trainable, layout)
+
+
+def load_frozen(frozen: FrozenModel, parallel: Parallel, group: Group, events: EventWriter) -> PreTrainedModel:
+    """A model that only runs, loaded onto the ranks. Raises ModelError."""
+    return choose_layout(frozen, parallel, group, events).place(frozen.load)
+
+
+def choose_layout(source: ModelSource, parallel: Parallel, group: Group, events: EventWriter) -> Layout:
+    """Choose the layout for the weights of `source`, and note it. Raises ModelError."""
     chosen, why = choose(source, parallel, group, device_bytes(group))
     layout = Layout(group, {"ddp": group.world, "fsdp": 1, "hsdp": group.nodes}[chosen])
     if group.world > 1:
@@ -45,14 +51,14 @@ def lay_out_weights(source: Source, parallel: Parallel, group: Group, events: Ev
     return layout
 
 
-def choose(source: Source, parallel: Parallel, group: Group, own_bytes: int) -> tuple[Parallel, str]:
-    """The way to share, and why; `own_bytes` is the memory of this rank's device. Raises ModelError for unreadable weights."""
+def choose(source: ModelSource, parallel: Parallel, group: Group, own_bytes: int) -> tuple[Parallel, str]:
+    """`ddp`, `fsdp` or `hsdp`, and why; `own_bytes` is the memory of this rank's device. Raises ModelError."""
     if parallel != "auto":
         return parallel, "as the recipe says"
-    needed, own = _count(source.folder) * source.parameter_bytes, torch.tensor([own_bytes], device=group.device)
+    needed, own = _parameters(source.folder) * source.parameter_bytes, torch.tensor([own_bytes], device=group.device)
     there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must choose alike
     figures = f"{needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
-    return "ddp" if needed <= _PART * there else "fsdp", f"{source.work} takes {figures}"
+    return "ddp" if needed <= _USABLE * there else "fsdp", f"{source.work} takes {figures}"
 
 
 def device_bytes(group: Group) -> int:
@@ -62,6 +68,6 @@ def device_bytes(group: Group) -> int:
     return memory_bytes() * group.nodes // group.world
 
 
-def _count(folder: Path) -> int:
-    """Parameters of the model, from the headers of its files."""
+def _parameters(folder: Path) -> int:
+    """How many parameters the model has, from the headers of its files."""
     return sum(math.prod(place.shape) for file in weight_files(folder) for place in read_places(file))

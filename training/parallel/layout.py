@@ -1,15 +1,15 @@
 """How the weights of a model lie on the ranks: whole on each, or cut by rows into shards, and how they get there.
 
-Rank 0 reads a model, with all that reading refuses. The others build its form on torch's meta device, where a tensor has
-no numbers; which tensors there are, of which dtype, and which of them are one (tied weights), they are told. Then the
-numbers are broadcast a part of the model at a time, and each rank keeps of the part what it is to have before the next
-one comes. So the machine never holds more than one whole copy beside what the ranks keep, and one process reads the disk.
+Rank 0 alone reads the model from the disk and checks it. The others build it on torch's meta device, without values, and
+learn from rank 0 which tensors it has, of which dtype, and which share memory (tied weights). Then the values are broadcast
+a layer at a time, and each rank keeps its part of a layer before the next one comes. So the machine never holds more than
+one whole copy beside what the ranks keep.
 
-Shards are those of FSDP2 (Zhao et al. 2023): each decoder layer gathers its weights before its pass and forgets them after;
-embedding, last norm and head stay from the forward to the backward pass, since tied weights are both the first and the
-last thing a pass needs. Their gathering is tied to the model's forward pass, and the head is used outside of it: so the
-part of `response_logprobs` that touches weights is made known to FSDP as a forward pass too (`hook_passes`). Every pass is
-then an exchange, so all ranks run equally many.
+Shards are those of FSDP2 (Zhao et al. 2023): each decoder layer gathers its weights before its pass and frees them after;
+embedding, last norm and head stay gathered from the forward to the backward pass, since tied weights are the first and the
+last that a pass needs. FSDP gathers for the model's forward pass, and we use the head outside of it: so the part of
+`response_logprobs` that reads weights is registered as a forward pass too (`hook_passes`). Every pass is then collective,
+and all ranks must run equally many.
 """
 
 import json
@@ -29,13 +29,13 @@ from training.contract.errors import ModelError
 from training.distributed import Group
 from training.model.logprobs import hook_passes
 
-# Loads a model onto a device; on the meta device its form alone.
+# Loads a model onto a device; on the meta device without values.
 Load = Callable[[torch.device], PreTrainedModel]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of `group` hold all weights `copies` times; ranks next to each other share a copy."""
+    """The ranks of `group` hold `copies` copies of all weights; consecutive ranks share one."""
 
     group: Group
     copies: int
@@ -54,22 +54,22 @@ class Layout:
         return init_device_mesh(self.group.device.type, (self.copies, self.shards), mesh_dim_names=("copy", "shard"))
 
     def place(self, load: Load, precision: MixedPrecisionPolicy | None = None) -> PreTrainedModel:
-        """The model that `load` gives, laid out on all ranks. Raises ModelError on every rank where rank 0 meets one."""
-        arriving = _Arriving(load, self.group)
-        model = arriving.model
+        """The model that `load` gives, laid out on all ranks. Raises ModelError on every rank if rank 0 does."""
+        broadcast = _Broadcast(load, self.group)
+        model = broadcast.model
         if not self.is_sharded:
-            arriving.take(model)
+            broadcast.fill(model)
             return model
         mesh = self.mesh if self.copies > 1 else self.mesh["shard"]
         for part in [*_layers(model), model]:
-            arriving.take(part)
+            broadcast.fill(part)
             fully_shard(part, mesh=mesh, mp_policy=precision or MixedPrecisionPolicy())
         hook_passes(model)
         return model
 
 
-class _Place(NamedTuple):
-    """A tensor as rank 0 has it; those of one `owner` are one tensor, that of the first of their names."""
+class _TensorInfo(NamedTuple):
+    """A tensor as rank 0 has it. Tied tensors have the same `owner`, the first of their names."""
 
     name: str
     owner: str
@@ -77,47 +77,47 @@ class _Place(NamedTuple):
     shape: list[int]
 
 
-class _Arriving:
-    """A model that is whole on rank 0's host, and whose form alone the other ranks have, until they `take` its parts."""
+class _Broadcast:
+    """Brings a model from rank 0's host to the devices of all ranks, one part of it after the other."""
 
     def __init__(self, load: Load, group: Group) -> None:
         self._group = group
         self.model = _load(load, group)
-        own = _places(self.model)
-        told = group.gather_texts(json.dumps(own) if group.is_main else "")[0]
-        self._left = {place.name: place for place in (_Place(*fields) for fields in json.loads(told))}
-        _demand_same_form(own, self._left)
+        own = _tensors_of(self.model)
+        message = group.gather_texts(json.dumps(own) if group.is_main else "")[0]
+        self._left = {info.name: info for info in (_TensorInfo(*fields) for fields in json.loads(message))}
+        _demand_same_tensors(own, self._left)
         self._names = {module: name for name, module in self.model.named_modules()}
 
-    def take(self, part: Module) -> None:
-        """Have what is left of `part` on the device of every rank. What is one tensor on rank 0 is one everywhere."""
+    def fill(self, part: Module) -> None:
+        """Put the tensors of `part` that were not sent before on the device of every rank. Tied tensors stay tied."""
         prefix = f"{self._names[part]}." if self._names[part] else ""
-        arrived: dict[str, Tensor] = {}
+        received: dict[str, Tensor] = {}
         for name in [name for name in self._left if name.startswith(prefix)]:
-            place = self._left.pop(name)
-            if place.owner not in arrived:
-                arrived[place.owner] = self._receive(place)
+            info = self._left.pop(name)
+            if info.owner not in received:
+                received[info.owner] = self._receive(info)
             path, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(path), leaf, arrived[place.owner])
+            setattr(self.model.get_submodule(path), leaf, received[info.owner])
 
-    def _receive(self, place: _Place) -> Tensor:
-        if place.name != place.owner:
+    def _receive(self, info: _TensorInfo) -> Tensor:
+        if info.name != info.owner:
             raise ModelError(
-                f"{place.name} and {place.owner} are one tensor, and layers that are gathered one at a time cannot share any: "
+                f"{info.name} and {info.owner} are one tensor, and layers that are gathered one at a time cannot share any: "
                 f"set `compute.parallel: ddp`"
             )
-        path, _, leaf = place.name.rpartition(".")
+        path, _, leaf = info.name.rpartition(".")
         own: Tensor = getattr(self.model.get_submodule(path), leaf)
         if self._group.is_main:
             whole = own.detach().to(self._group.device).contiguous()
         else:
-            whole = torch.empty(place.shape, dtype=getattr(torch, place.dtype), device=self._group.device)
+            whole = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=self._group.device)
         self._group.broadcast_(whole.view(-1).view(torch.uint8))  # as bytes: not every backend knows every dtype
         return Parameter(whole, own.requires_grad) if isinstance(own, Parameter) else whole
 
 
 def _load(load: Load, group: Group) -> PreTrainedModel:
-    """The model on rank 0's host, and its form elsewhere. A model that one rank cannot load no rank goes on without."""
+    """The model on rank 0's host, and without values elsewhere. Raises ModelError on every rank if one cannot load it."""
     problem, model = "", None
     try:
         model = load(torch.device("cpu" if group.is_main else "meta"))
@@ -130,10 +130,10 @@ def _load(load: Load, group: Group) -> PreTrainedModel:
     return model
 
 
-def _demand_same_form(own: list[_Place], told: dict[str, _Place]) -> None:
-    """Rank 0's model as it was read must have the tensors that its config alone says it has."""
-    built = {place.name: place.shape for place in own}
-    other = sorted(n for n in built.keys() | told.keys() if n not in told or built.get(n) != told[n].shape)
+def _demand_same_tensors(own: list[_TensorInfo], sent: dict[str, _TensorInfo]) -> None:
+    """Rank 0's model, read from files, must have the tensors of the model that the others built from its config."""
+    built = {info.name: info.shape for info in own}
+    other = sorted(n for n in built.keys() | sent.keys() if n not in sent or built.get(n) != sent[n].shape)
     if other:
         raise ModelError(
             f"the model as it was read and the one its config.json describes differ in {len(other)} tensors, among them "
@@ -142,17 +142,17 @@ def _demand_same_form(own: list[_Place], told: dict[str, _Place]) -> None:
         )
 
 
-def _places(model: PreTrainedModel) -> list[_Place]:
+def _tensors_of(model: PreTrainedModel) -> list[_TensorInfo]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     owners: dict[int, str] = {}
     return [
-        _Place(name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))
+        _TensorInfo(name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))
         for name, t in named
     ]
 
 
 def _layers(model: PreTrainedModel) -> list[Module]:
-    """The layers that transformers says must stay in one piece. Raises ModelError if it knows of none."""
+    """The layers that transformers keeps in one piece (`_no_split_modules`). Raises ModelError if it names none."""
     layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
     if not layers:
         raise ModelError(

@@ -1,20 +1,20 @@
-"""A model in training: float32 master weights, their gradients, and the model of the trained precision that runs.
+"""A model in training: float32 master weights, their gradients, and the model in the trained precision that runs.
 
-    zero()                    before a step: no gradient yet
-    backward(loss, last)      for each micro-batch, the last of this rank's marked
-    reduce()                  the gradients are now sums over all ranks
+    zero()                    before a step: clear the gradients
+    backward(loss, last)      for each micro-batch; `last` marks the last one of this rank
+    reduce()                  sum the gradients over all ranks
     norm(), clip_()           of the gradient of the whole model
-    publish()                 after the optimizer's step: the running model has the new weights
+    update_model()            after the optimizer's step: copy the new weights into the running model
 
-How the ranks share the work is one of two ways, and nobody outside this package asks which: `Replicated`, every rank
-holds all weights and the ranks exchange gradients, or `Sharded`, every rank holds a part of each tensor and they exchange
-weights as well. Gradients are sums, never means: losses are divided by the count of the global batch before.
+There are two implementations, which the rest of the code need not tell apart: `Replicated`, where every rank holds all weights
+and gradients are exchanged (as in DDP), and `Sharded`, where every rank holds a part of each tensor and weights are
+exchanged too (FSDP). Gradients are sums, never means: losses were divided by the count of the global batch.
 
-Of a model with an adapter only the adapter has masters, and gradients; the rest is frozen.
+Of a model with an adapter only the adapter has masters and gradients; the rest is frozen.
 
-With precision bfloat16 the model that runs has its masters rounded to bfloat16, just as a reference loaded in bfloat16, so
-that both compute the same log-probs before the first step. There is no autocast: it would run the norms and the
-residual stream in float32, which the reference does not do.
+With precision bfloat16 the running model is its masters rounded to bfloat16, like a reference loaded in bfloat16, so that both
+compute the same log-probs before the first step. There is no autocast: it would run norms and the residual stream in
+float32, which the reference does not do.
 """
 
 from abc import ABC, abstractmethod
@@ -27,17 +27,14 @@ from transformers import PreTrainedModel
 from training.contract.recipe import Dtype
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
-from training.pieces import Held
+from training.pieces import LocalRows
 
-_MANTISSA_ROOM = 1e-6
+_EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _PIECE = 1 << 16
 
 
 class Masters(ABC):
-    """`model` runs; `parameters` are what the optimizer steps: of each trained tensor what this rank holds, float32.
-
-    `layout` says how the weights lie on the ranks.
-    """
+    """`model` runs; `parameters` are what the optimizer steps: float32, of each trained tensor the part of this rank."""
 
     def __init__(
         self, model: PreTrainedModel, parameters: dict[str, Parameter], precision: Dtype, layout: Layout
@@ -46,13 +43,8 @@ class Masters(ABC):
         self.dtype = DTYPES[precision]
 
     @property
-    def in_lockstep(self) -> bool:
-        """Whether every forward and backward pass is an exchange, so that all ranks must run equally many."""
-        return self.layout.is_sharded
-
-    @property
     def has_dropout(self) -> bool:
-        """Whether the model's config or an adapter asks for any dropout: only then is there a training mode that differs."""
+        """Whether the model or an adapter has any dropout; else training mode is left off, since it differs in nothing."""
         fields = self.model.config.to_dict().items()
         rates = [value for name, value in fields if "drop" in name and isinstance(value, float)]
         rates += [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
@@ -60,7 +52,7 @@ class Masters(ABC):
 
     @abstractmethod
     def zero(self) -> None:
-        """Forget the gradients of the step before."""
+        """Clear the gradients of the step before."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -68,9 +60,9 @@ class Masters(ABC):
 
     @abstractmethod
     def reduce(self) -> Tensor:
-        """Have each `.grad` be the sum over all ranks; whether this rank's own part of it was finite, as a tensor.
+        """Make each `.grad` the sum over all ranks; gives, as a tensor, whether this rank's own part was finite.
 
-        Every rank calls it once a step, also one that had nothing to run.
+        Every rank calls it once a step, even if it had nothing to run.
         """
 
     def norm(self) -> Tensor:
@@ -79,24 +71,24 @@ class Masters(ABC):
 
     def clip_(self, norm: float, limit: float) -> None:
         """Scale the gradient down to a norm of `limit`, where it is larger."""
-        factor = min(1.0, limit / (norm + _MANTISSA_ROOM))
+        factor = min(1.0, limit / (norm + _EPSILON))
         for gradient in self._gradients():
             gradient.mul_(factor)
 
     @abstractmethod
-    def publish(self) -> None:
-        """Let the running model have the weights that `parameters` have now."""
+    def update_model(self) -> None:
+        """Copy the weights in `parameters` into the running model."""
 
     @abstractmethod
-    def held(self, name: str) -> Held:
+    def local_rows(self, name: str) -> LocalRows:
         """Which rows of the trained tensor `name` this rank holds."""
 
     @abstractmethod
     def full_weights(self) -> dict[str, Tensor]:
-        """What was trained, whole and as it runs: the model's state, or an adapter's. On rank 0 alone; every rank calls it."""
+        """The trained weights, whole, in the running precision: the model's, or an adapter's. Rank 0 gets them; all call it."""
 
     def _state(self) -> dict[str, Tensor]:
-        """The state of the running model, as this rank has it; where most of it is frozen, of what is trained."""
+        """This rank's part of the running model's state; with an adapter, of the adapter's."""
         state: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
         is_adapter = any(not p.requires_grad for p in self.model.parameters())
         return {name: tensor for name, tensor in state.items() if tensor.requires_grad} if is_adapter else state
@@ -107,9 +99,9 @@ class Masters(ABC):
 
 
 def norm_of(tensors: list[Tensor]) -> Tensor:
-    """One norm of all, from those of small pieces: one float32 sum of millions of squares is 1e-3 off.
+    """The norm of all tensors together, from norms of small pieces: one float32 sum of millions of squares is 1e-3 off.
 
-    The pieces of a tensor are the rows of a matrix, and what is left over: on a GPU two kernels, not one a piece.
+    The pieces of a tensor are the rows of a matrix, and a remainder: on a GPU two kernels, not one a piece.
     """
     norms = []
     for flat_N in (tensor.view(-1) for tensor in tensors):

@@ -1,12 +1,12 @@
-"""All weights on every rank, and one gradient buffer that the ranks sum up while the last backward pass still runs.
+"""All weights on every rank, and one gradient buffer that is summed over the ranks while the last backward pass still runs.
 
-With precision float32 the model's parameters are the masters. With bfloat16 the model that runs is a bfloat16 copy; the
+With precision float32 the model's parameters are the masters. With bfloat16 the running model is a bfloat16 copy; the
 gradients of each micro-batch are added to the float32 buffer, and after a step the masters are rounded into the copy.
 
 All gradients lie in one flat float32 tensor, and each master's `.grad` is a view of it. So the norm is one norm, clipping one
-product, and what the ranks exchange are slices (`Buckets`). torch's DistributedDataParallel is not used, since it
-hooks on a forward pass through the whole model and ours goes through the body alone; a rank without a pair in
-a step has no backward pass to take part in; and it would sum the gradients of a bfloat16 copy in bfloat16.
+product, and the ranks exchange slices (`Buckets`). torch's DistributedDataParallel does not fit: it hooks on a forward pass
+of the whole model, and ours runs the body alone; a rank without a pair in a step has no backward pass to take part in;
+and it would sum the gradients of a bfloat16 copy in bfloat16.
 
 Legend: N numbers of all trained tensors.
 """
@@ -21,22 +21,22 @@ from torch.nn import Parameter
 from training.parallel.buckets import Buckets
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
-from training.parallel.source import Untrained
-from training.pieces import Held
+from training.parallel.models import TrainableModel
+from training.pieces import LocalRows
 
 
 class Replicated(Masters):
     """`gradient_N` holds all gradients in a row."""
 
-    def __init__(self, untrained: Untrained, layout: Layout) -> None:
-        model = layout.place(partial(untrained.load, untrained.precision))
-        self._copied = untrained.precision != "float32"
+    def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
+        model = layout.place(partial(trainable.load, trainable.precision))
+        self._copied = trainable.precision != "float32"
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if self._copied and untrained.adapter is None:
-            trained = dict(layout.place(partial(untrained.load, "float32")).named_parameters())
-        elif self._copied:  # a new adapter was made in this precision: there are no more digits to be had
+        if self._copied and trainable.adapter is None:
+            trained = dict(layout.place(partial(trainable.load, "float32")).named_parameters())
+        elif self._copied:  # a new adapter was made in bfloat16, so its masters are just that
             trained = {name: Parameter(running.detach().float()) for name, running in trained.items()}
-        super().__init__(model, trained, untrained.precision, layout)
+        super().__init__(model, trained, trainable.precision, layout)
         sizes = [p.numel() for p in trained.values()]
         self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self.group.device)
         self._buckets = Buckets(self.gradient_N, sizes, self.group)
@@ -54,15 +54,15 @@ class Replicated(Masters):
     def reduce(self) -> Tensor:
         return self._buckets.finish()
 
-    def publish(self) -> None:
+    def update_model(self) -> None:
         if self._copied:
             with torch.no_grad():
                 for name, master in self.parameters.items():
                     self.model.get_parameter(name).copy_(master)
 
-    def held(self, name: str) -> Held:
+    def local_rows(self, name: str) -> LocalRows:
         shape = self.parameters[name].shape
-        return Held(0, shape[0], shape[0], self.group.rank, self.group.world)
+        return LocalRows(0, shape[0], shape[0], self.group.rank, self.group.world)
 
     def full_weights(self) -> dict[str, Tensor]:
         return {n: t.detach() for n, t in self._state().items()} if self.group.is_main else {}

@@ -1,9 +1,9 @@
 """Each tensor in shards over the ranks of a group (training.parallel.layout): FSDP2, and HSDP, several such groups.
 
-Masters are the float32 shards; FSDP rounds what it gathers to the trained precision, and sums gradients in float32,
-over a group in each backward pass, so that no rank ever holds a whole gradient, and over the groups in the last one.
+Masters are the float32 shards. FSDP rounds what it gathers to the trained precision, and sums gradients in float32: over the
+ranks of a group in each backward pass, so that no rank ever holds a whole gradient, and over the groups in the last one.
 
-The optimizer steps plain tensors, the local rows of each parameter: all of it is element by element.
+The optimizer steps plain tensors, the local rows of each parameter: AdamW works element by element.
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,19 @@ from transformers import PreTrainedModel
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
-from training.parallel.source import Untrained
-from training.pieces import Held
+from training.parallel.models import TrainableModel
+from training.pieces import LocalRows
 
 
 class Sharded(Masters):
-    def __init__(self, untrained: Untrained, layout: Layout) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[untrained.precision], reduce_dtype=torch.float32)
-        model = layout.place(partial(untrained.load, "float32"), policy)
-        self._reduce_scatter = _Watched(layout.group.device)
+    def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[trainable.precision], reduce_dtype=torch.float32)
+        model = layout.place(partial(trainable.load, "float32"), policy)
+        self._reduce_scatter = _ReduceScatter(layout.group.device)
         _sum_gradients(model, self._reduce_scatter)
         self._shards_of = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
-        super().__init__(model, parameters, untrained.precision, layout)
+        super().__init__(model, parameters, trainable.precision, layout)
 
     def zero(self) -> None:
         self._reduce_scatter.finite.fill_(True)
@@ -44,7 +44,7 @@ class Sharded(Masters):
         loss.backward()
 
     def reduce(self) -> Tensor:
-        """The last backward pass did the work. A tensor that none of the passes used has a gradient of zero."""
+        """FSDP has summed in the backward passes. A tensor that none of them used gets a gradient of zero."""
         for name, parameter in self.parameters.items():
             gradient = self._shards_of[name].grad
             parameter.grad = torch.zeros_like(parameter) if gradient is None else gradient.to_local()
@@ -55,15 +55,15 @@ class Sharded(Masters):
         dist.all_reduce(square, group=self.layout.mesh["shard"].get_group())
         return square.sqrt()
 
-    def publish(self) -> None:
-        """The shards are the optimizer's tensors; what a pass without a backward pass has left gathered is forgotten."""
+    def update_model(self) -> None:
+        """The shards are the optimizer's own tensors; free what a pass without a backward pass has left gathered."""
         self.model.reshard()
 
-    def held(self, name: str) -> Held:
+    def local_rows(self, name: str) -> LocalRows:
         """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
         of, (copy, shard) = self._shards_of[name].shape[0], divmod(self.group.rank, self.layout.shards)
         first = min(of, -(-of // self.layout.shards) * shard)
-        return Held(first, len(self.parameters[name]), of, copy, self.layout.copies)
+        return LocalRows(first, len(self.parameters[name]), of, copy, self.layout.copies)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gathered a tensor at a time, so that no device needs room for more than one."""
@@ -83,8 +83,8 @@ class Sharded(Masters):
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
 
-class _Watched:
-    """FSDP's reduce-scatter; notes before whether what this rank gives is finite, which no sum tells afterwards."""
+class _ReduceScatter:
+    """FSDP's reduce-scatter, which first notes whether what this rank contributes is finite."""
 
     def __init__(self, device: torch.device) -> None:
         self.finite = torch.ones((), dtype=torch.bool, device=device)
@@ -104,8 +104,8 @@ class _Watched:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
-def _sum_gradients(model: PreTrainedModel, reduce_scatter: _Watched) -> None:
-    """Have every part of `model` that FSDP gathers give sums of gradients, by `reduce_scatter`."""
+def _sum_gradients(model: PreTrainedModel, reduce_scatter: _ReduceScatter) -> None:
+    """Make FSDP sum the gradients of every part of `model`, by `reduce_scatter`."""
     for part in [module for module in model.modules() if isinstance(module, FSDPModule)]:
         part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the global count already
         part.set_force_sum_reduction_for_comms(True)  # gloo knows no other

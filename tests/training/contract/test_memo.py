@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from training.contract import memo as memo_module
 from training.contract.manifest import MANIFEST
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Store
 
-RULE = scoring_rule("a" * 64, "float32", "1")
+RULE = scoring_rule("a" * 64, "float32")
 
 
 def key(number: int) -> bytes:
@@ -41,10 +42,15 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "store")
 
 
-@pytest.mark.parametrize("other", [("b" * 64, "float32", "1"), ("a" * 64, "bfloat16", "1"), ("a" * 64, "float32", "2")])
-def test_other_weights_another_dtype_or_another_algorithm_make_another_rule(other):
-    assert scoring_rule("a" * 64, "float32", "1") == RULE
+@pytest.mark.parametrize("other", [("b" * 64, "float32"), ("a" * 64, "bfloat16")])
+def test_other_weights_or_another_dtype_make_another_rule(other):
+    assert scoring_rule("a" * 64, "float32") == RULE
     assert scoring_rule(*other) != RULE
+
+
+def test_another_algorithm_makes_another_rule(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memo_module, "SCORING_VERSION", "another")
+    assert scoring_rule("a" * 64, "float32") != RULE
 
 
 def test_shards_of_the_same_sums_and_other_tokens_are_two(store):
@@ -73,7 +79,7 @@ def test_it_answers_sums_counts_and_tokens_in_the_order_asked_for(store):
 
 def test_rules_do_not_see_each_other(store):
     add(Memo(store, RULE), {key(1): [-1.0]})
-    assert not Memo(store, scoring_rule("a" * 64, "bfloat16", "1")).lookup(as_array(key(1))).found_Q.any()
+    assert not Memo(store, scoring_rule("a" * 64, "bfloat16")).lookup(as_array(key(1))).found_Q.any()
 
 
 def test_it_sees_what_another_writer_adds_later(store):

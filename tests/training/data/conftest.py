@@ -11,7 +11,7 @@ from tests.training import workshop as general
 from training.contract.files import DataFile
 from training.contract.job import Job, JobKind
 from training.contract.store import Artifact
-from training.data.batches import Pairs
+from training.data.tokenized import Pairs
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}"

@@ -21,7 +21,7 @@ from training.contract.job import Job
 from training.contract.recipe import Training
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
-from training.launch.launcher import prepare, run_job
+from training.launch.launcher import run_job, write_job
 
 LAUNCH = Path(__file__).parent / "programs" / "launch_program.py"
 MakeJob = Callable[..., Job]
@@ -77,7 +77,7 @@ def test_nothing_is_left_when_who_leads_is_killed(
 ):
     """Whoever then gets the lock finds nobody at work on any node."""
     job = make_job("sleep_on_nodes", nodes=2)
-    prepare(job)
+    write_job(job)
     command = [sys.executable, str(LAUNCH), str(job.path), "plain_program", str(nodes_file(ssh, [*ssh]))]
     launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     pids = [pid for node in first_event(job)["pids"] for pid in node]

@@ -16,7 +16,7 @@ from training.contract.events import Event
 from training.contract.job import Job
 from training.contract.removal import is_held
 from training.contract.store import Store
-from training.launch.launcher import prepare, run_job
+from training.launch.launcher import run_job, write_job
 from training.launch.local import LocalLauncher
 
 LAUNCHER = LocalLauncher("plain_program")
@@ -125,7 +125,7 @@ def test_an_exception_leaves_no_process_and_no_lock(make_job: MakeJob, error: ty
 
 def test_the_job_holds_the_lock_when_its_launcher_does_not(make_job: MakeJob) -> None:
     job = make_job("answered")
-    prepare(job)
+    write_job(job)
     with Store(job.store).lock("policy", "key") as lock:
         handle = LAUNCHER.start(job, lock)
         path = Path(lock.name)
@@ -138,7 +138,7 @@ def test_the_job_holds_the_lock_when_its_launcher_does_not(make_job: MakeJob) ->
 
 def test_cancel_may_be_called_again(make_job: MakeJob) -> None:
     job = make_job("answered")
-    prepare(job)
+    write_job(job)
     handle = LAUNCHER.start(job)
     handle.cancel()
     handle.cancel()

@@ -17,7 +17,7 @@ from training.contract.errors import JobFailed
 from training.contract.events import Event
 from training.contract.job import Job
 from training.contract.store import Store
-from training.launch.launcher import prepare, run_job
+from training.launch.launcher import run_job, write_job
 from training.launch.local import LocalLauncher
 
 LAUNCHER = LocalLauncher("ranked_program")
@@ -117,7 +117,7 @@ def test_who_is_killed_above_the_ranks_takes_them_along(
 def test_nothing_is_left_of_a_job_whose_launcher_ends(make_job: MakeJob, number: signal.Signals) -> None:
     """SIGINT goes to the process group, as Ctrl-C in a terminal does. Whoever then gets the lock finds nobody at work."""
     job = make_job("train_for_ever", ranks=2)
-    prepare(job)
+    write_job(job)
     launcher = subprocess.Popen(
         [sys.executable, str(LAUNCH), str(job.path), "ranked_program", "-"], start_new_session=True
     )

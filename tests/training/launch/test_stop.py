@@ -9,7 +9,7 @@ import pytest
 from training.contract.events import read_events
 from training.contract.job import Job
 from training.contract.recipe import Training
-from training.launch.launcher import prepare
+from training.launch.launcher import write_job
 from training.launch.local import LocalLauncher
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def wait_for_step(job: Job) -> None:
 def test_a_cancelled_training_saves(tiny_world: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     job = tiny_world.job("policy", SETTINGS, processes_per_node=2, checkpoint_every=4000)
-    prepare(job)
+    write_job(job)
     handle = LocalLauncher().start(job)
     wait_for_step(job)
     handle.cancel()

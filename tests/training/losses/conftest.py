@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from training.contract.loss import Loss
-from training.losses.evidence import PairLogProbs
+from training.losses.inputs import PairLogProbs
 from training.losses.preference import PairLosses, preference_loss
 from training.model.logprobs import LogProbs
 

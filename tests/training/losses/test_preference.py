@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from training.contract.loss import Loss, LossType
-from training.losses.batchwise import RunningMean, among
-from training.losses.evidence import Evidence, PairLogProbs, bounded_exp
+from training.losses.batchwise import RunningMean, batch_context
+from training.losses.inputs import LossInputs, PairLogProbs, bounded_exp
 from training.losses.preference import LOSSES, PairLosses, preference_loss
 
 LOGPROBS = st.floats(-500, 0)
@@ -170,7 +170,7 @@ def test_gradients_are_those_of_finite_differences(kind: LossType, ragged: Any):
     """Of the batch's loss, in float64. The shift of bco_pair is a constant, so it is held."""
     settings = Loss.model_validate(SETTINGS[kind])
     logprobs = ragged(pairs=4).logprobs(settings)
-    held = among(Evidence.of(settings, logprobs), RunningMean()) if settings.keeps_state else None
+    held = batch_context(LossInputs.of(settings, logprobs), RunningMean()) if settings.keeps_state else None
 
     def value(policy_B2: Tensor) -> Tensor:
         moved = PairLogProbs(policy_B2, logprobs.reference_B2, logprobs.tokens_B2)
@@ -209,7 +209,7 @@ def test_a_batch_in_parts_is_the_batch(kind: LossType, ragged: Any):
     whole = PairLogProbs(policy_B2, logprobs.reference_B2, logprobs.tokens_B2)
     losses_B = preference_loss(settings, whole).losses_B
     (expected,) = torch.autograd.grad(losses_B.sum(), policy_B2)
-    peers = among(Evidence.of(settings, whole), RunningMean())
+    peers = batch_context(LossInputs.of(settings, whole), RunningMean())
     for part in (torch.tensor([4, 0, 5]), torch.tensor([2, 1]), torch.tensor([3])):
         cut = PairLogProbs(policy_B2[part], whole.reference_B2[part], whole.tokens_B2[part])
         found_B = preference_loss(settings, cut, peers.take(part)).losses_B

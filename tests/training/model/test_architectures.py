@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from training.model.attention import VERIFIED, refusal
+from training.model.attention import VERIFIED, why_not_shared
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 
@@ -123,7 +123,7 @@ def gradients(model: PreTrainedModel, tokens_N: torch.Tensor) -> dict[str, torch
 @pytest.mark.parametrize(("kind", "changes"), [pytest.param(k, c, id=f"{k}, {what}") for k, what, c in VARIANTS])
 def test_it_is_what_plain_transformers_says_of_each_sequence(kind: str, changes: dict[str, Any]):
     model, together = build(kind, changes), groups()
-    assert refusal(model, training=True) is None
+    assert why_not_shared(model, training=True) is None
     usual = model.config._attn_implementation
     sequences = [sequence for group in together for sequence in group]
     found = response_logprobs(model, sequences, [len(group) for group in together])
@@ -162,7 +162,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("kind", "changes", "why"), REFUSED, ids=[why for _, _, why in REFUSED])
 def test_what_cannot_share_runs_alone_with_the_same_result(kind: str, changes: dict[str, Any], why: str):
     model, sequences = build(kind, changes), [sequence for group in groups() for sequence in group]
-    assert why in str(refusal(model, training=True))
+    assert why in str(why_not_shared(model, training=True))
     found = response_logprobs(model, sequences, [len(group) for group in groups()])
     expected = torch.cat([alone(model, sequence) for sequence in sequences])
     torch.testing.assert_close(found.tokens_N, expected, atol=2e-5, rtol=0)
@@ -170,5 +170,5 @@ def test_what_cannot_share_runs_alone_with_the_same_result(kind: str, changes: d
 
 def test_dropout_keeps_sequences_apart_in_training_only():
     model = build("llama", {"attention_dropout": 0.1})
-    assert refusal(model, training=False) is None
-    assert "dropout" in str(refusal(model, training=True))
+    assert why_not_shared(model, training=False) is None
+    assert "dropout" in str(why_not_shared(model, training=True))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from training.model import attention
-from training.model.prefix import Plan, TokenSequence, lay_out
+from training.model.prefix import Plan, TokenSequence, build_row
 
 CPU = torch.device("cpu")
 HEAD = 8
@@ -166,7 +166,7 @@ def test_one_call_is_plain_attention_of_each_sequence(
     groups, heads: tuple[int, int], window: int | None, scale: float | None
 ):
     """Values and gradients, where each place of the row counts differently."""
-    row = lay_out(groups, CPU)
+    row = build_row(groups, CPU)
     tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
     shapes = [(1, count, tokens, HEAD) for count in (heads[0], heads[1], heads[1])]
     q, k, v = given = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
@@ -181,7 +181,7 @@ def test_one_call_is_plain_attention_of_each_sequence(
 
 def test_both_ways_agree_on_views_as_layers_give_them():
     """Queries, keys and values are transposed views of T x Q x D."""
-    row = lay_out(GROUPS["unlike lengths"], CPU)
+    row = build_row(GROUPS["unlike lengths"], CPU)
     tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
     shapes = [(1, tokens, heads, HEAD) for heads in (4, 2, 2)]
     q, k, v = (torch.randn(s, generator=random, dtype=torch.float64).transpose(1, 2) for s in shapes)
@@ -199,7 +199,7 @@ def test_both_ways_agree_on_views_as_layers_give_them():
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_on_a_gpu_the_kernel_is_plain_attention_of_bfloat16(groups, heads: tuple[int, int], window: int | None):
     """torch's own kernel, and the way a segment at a time, each within 1% of float64 on the same operands."""
-    here, there = (lay_out(groups, device).plan for device in (CPU, torch.device("cuda")))
+    here, there = (build_row(groups, device).plan for device in (CPU, torch.device("cuda")))
     tokens, random = sum(here.lengths), torch.Generator().manual_seed(0)
     given = [torch.randn(1, n, tokens, HEAD, generator=random).bfloat16() for n in (heads[0], heads[1], heads[1])]
     q, k, v = exact = [tensor.double().requires_grad_() for tensor in given]

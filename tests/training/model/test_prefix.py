@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.model.prefix import TokenSequence, common_prefix, lay_out
+from training.model.prefix import TokenSequence, build_row, common_prefix
 
 CPU = torch.device("cpu")
 
@@ -16,18 +16,18 @@ def sequence(ids: list[int], first: int) -> TokenSequence:
 
 def test_by_hand():
     """Prompt 1 2 3; responses 4 5 6 and 4 7: the 4 is shared. The last token of each is predicted, and predicts nothing."""
-    row = lay_out([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 4, 7], 3)], [sequence([8, 9], 1)]], CPU)
+    row = build_row([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 4, 7], 3)], [sequence([8, 9], 1)]], CPU)
     assert row.ids_T.tolist() == [1, 2, 3, 4, 5, 8]
     assert row.positions_T.tolist() == [0, 1, 2, 3, 4, 0]
     assert [(s.start, s.length, s.prefix) for s in row.plan.segments] == [(0, 4, None), (4, 1, 0), (5, 1, None)]
-    assert row.rows_N.tolist() == [2, 3, 4, 2, 3, 5]
+    assert row.predictors_N.tolist() == [2, 3, 4, 2, 3, 5]
     assert row.targets_N.tolist() == [4, 5, 6, 4, 7, 9]
     assert row.counts_S.tolist() == [3, 2, 1]
 
 
 def test_masks_by_hand():
     """A response of 2 after a prefix of 3; with a window of 2 each query sees itself and the token before."""
-    row = lay_out([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 7, 8], 3)]], CPU)
+    row = build_row([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 7, 8], 3)]], CPU)
     assert row.plan.mask(0, None) is None
     assert row.plan.mask(1, None).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
     assert row.plan.mask(1, 2).int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
@@ -36,7 +36,7 @@ def test_masks_by_hand():
 
 
 def test_gathered_keys_by_hand():
-    row = lay_out([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 7, 8], 3)]], CPU)
+    row = build_row([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 7, 8], 3)]], CPU)
     gathered = row.plan.gathered
     assert gathered.key_rows_K.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
     assert gathered.query_bounds.tolist() == [0, 3, 5, 6] and gathered.key_bounds.tolist() == [0, 3, 8, 12]
@@ -51,7 +51,7 @@ IDS = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 def test_every_token_sees_its_own_sequence_and_nothing_else(groups: list[list[list[int]]]):
     """Following the plan from each row that predicts, the ids it sees are those before its target in its sequence."""
     sequences = [[sequence(ids, 0) for ids in group] for group in groups]
-    row = lay_out(sequences, CPU)
+    row = build_row(sequences, CPU)
     seen = {}
     for number, segment in enumerate(row.plan.segments):
         before: list[int] = []
@@ -65,7 +65,7 @@ def test_every_token_sees_its_own_sequence_and_nothing_else(groups: list[list[li
     assert sorted(seen) == list(range(len(row.ids_T)))
     flat = [ids for group in groups for ids in group]
     expected = [(ids[: at + 1], ids[at + 1]) for ids in flat for at in range(len(ids) - 1)]
-    found = [(seen[int(at)], int(target)) for at, target in zip(row.rows_N, row.targets_N, strict=True)]
+    found = [(seen[int(at)], int(target)) for at, target in zip(row.predictors_N, row.targets_N, strict=True)]
     assert found == expected
 
 

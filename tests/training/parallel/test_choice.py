@@ -11,9 +11,9 @@ from training.contract.events import EventWriter
 from training.contract.job import Input
 from training.contract.recipe import Adapter, Parallel
 from training.distributed import Group
-from training.parallel.choice import choose, device_bytes, lay_out_weights
+from training.parallel.choice import choose, choose_layout, device_bytes
 from training.parallel.layout import Layout
-from training.parallel.source import Frozen, Source, Untrained
+from training.parallel.models import FrozenModel, ModelSource, TrainableModel
 
 ALONE = Group(0, 1, torch.device("cpu"))
 
@@ -29,14 +29,14 @@ def folder(tmp_path_factory) -> Path:
     return place
 
 
-def source(folder: Path, kind: str) -> Source:
+def source(folder: Path, kind: str) -> ModelSource:
     weights = Input(kind="reference_model", fingerprint="0" * 64, folder=folder)
-    sources: dict[str, Source] = {
-        "trained in float32": Untrained(folder, "float32"),
-        "trained in bfloat16": Untrained(folder, "bfloat16"),
-        "with an adapter": Untrained(folder, "bfloat16", Adapter()),
-        "scored in float32": Frozen(weights, "float32"),
-        "scored in bfloat16": Frozen(weights, "bfloat16"),
+    sources: dict[str, ModelSource] = {
+        "trained in float32": TrainableModel(folder, "float32"),
+        "trained in bfloat16": TrainableModel(folder, "bfloat16"),
+        "with an adapter": TrainableModel(folder, "bfloat16", Adapter()),
+        "scored in float32": FrozenModel(weights, "float32"),
+        "scored in bfloat16": FrozenModel(weights, "bfloat16"),
     }
     return sources[kind]
 
@@ -71,13 +71,13 @@ def test_an_adapter_takes_what_its_base_takes(folder: Path, tmp_path: Path):
     """A policy that is an adapter has no weights to count but those of the model below it."""
     (tmp_path / "adapter_config.json").write_text("{}")
     adapter, base = (Input(kind=k, fingerprint="0" * 64, folder=f) for k, f in (("policy", tmp_path), ("base", folder)))
-    assert Frozen(adapter, "float32", base).folder == folder
-    assert Frozen(base, "float32", adapter).folder == folder
+    assert FrozenModel(adapter, "float32", base).folder == folder
+    assert FrozenModel(base, "float32", adapter).folder == folder
 
 
 def test_weights_that_cannot_be_read_are_an_error(tmp_path: Path):
     with pytest.raises(ModelError, match="no weights at all"):
-        choose(Untrained(tmp_path, "float32"), "auto", ALONE, 1)
+        choose(TrainableModel(tmp_path, "float32"), "auto", ALONE, 1)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_weights_that_cannot_be_read_are_an_error(tmp_path: Path):
 def test_how_often_six_ranks_hold_the_weights(folder: Path, parallel: Parallel, nodes: int, copies: int):
     """In all, once, or once a machine; where each machine has one rank, that is whole on each."""
     group = Group(0, 6, torch.device("cpu"), nodes)
-    found = lay_out_weights(source(folder, "scored in float32"), parallel, group, EventWriter(None))
+    found = choose_layout(source(folder, "scored in float32"), parallel, group, EventWriter(None))
     assert found == Layout(group, copies)
     assert (found.shards, found.is_sharded) == (6 // copies, copies < 6)
 

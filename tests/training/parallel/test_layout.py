@@ -93,7 +93,7 @@ def test_what_no_config_or_file_tells_arrives_as_well(tmp_path: Path, forker: An
     table = LogProbTable.read(found.folder, len(world.examples))
     plain = AutoModelForCausalLM.from_pretrained(world.model).eval()
     expected = [float(world.plain_logprob(plain, example, "chosen").detach()) for example in world.examples]
-    np.testing.assert_allclose(table.chosen_logprobs, expected, atol=1e-4)
+    np.testing.assert_allclose(table.logprobs_P2[:, 0], expected, atol=1e-4)
 
 
 @pytest.mark.slow

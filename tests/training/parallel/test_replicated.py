@@ -9,16 +9,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.training.runs import ALONE
 from training.contract.recipe import Dtype
 from training.parallel.layout import Layout
+from training.parallel.models import TrainableModel
 from training.parallel.replicated import Replicated
-from training.parallel.source import Untrained
-from training.pieces import Held
+from training.pieces import LocalRows
 
 
 def masters(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replicated:
     config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
-    return Replicated(Untrained(folder, precision), Layout(ALONE, copies=1))
+    return Replicated(TrainableModel(folder, precision), Layout(ALONE, copies=1))
 
 
 def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
@@ -58,4 +58,4 @@ def test_what_is_not_finite_is_noted(tmp_path):
 
 def test_every_rank_writes_its_part_of_the_rows():
     """Seven rows, held by three ranks: 0 and 1; 2 and 3; 4, 5 and 6."""
-    assert [Held(0, 7, 7, copy, 3).own() for copy in range(3)] == [(0, 2), (2, 4), (4, 7)]
+    assert [LocalRows(0, 7, 7, copy, 3).own() for copy in range(3)] == [(0, 2), (2, 4), (4, 7)]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.contract.errors import DataError
-from training.data.batches import PAIRS_SCHEMA, Pairs
+from training.data.tokenized import PAIRS_SCHEMA, Pairs
 
 TOKENS = st.lists(st.tuples(st.integers(0, 2**31 - 1), st.booleans()), max_size=20)
 PAIR = st.fixed_dictionaries({"prompt": TOKENS, "chosen": TOKENS, "rejected": TOKENS, "split": st.sampled_from("ab")})

@@ -1,6 +1,6 @@
-"""A node as the conductor sees it: the local process that reaches it through its prefix, and what came back.
+"""A node as the conductor sees it: the local process that reaches it through its command prefix, and its messages.
 
-ssh closes the files that it inherits, the lock's among them, so a shell before it holds that open as long as ssh lives.
+ssh closes inherited files, and the lock's is one, so a shell runs it, which keeps that open as long as ssh lives.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from training.launch.node import MARK, Order, Word
 from training.launch.nodes_file import Node
 
 _HOLD_OPEN = ("sh", "-c", '"$@"; exit "$?"', "sh")
-_HEAR_OUT_SECONDS = 1.0  # what a prefix leaves running, as ssh's ControlPersist, may hold the pipe open for ever
-_LAST_LINES = 19  # with the line before them as many as the message of a failure shows
-_LINES_TOLD = 5
+_LAST_OUTPUT_SECONDS = 1.0  # what a prefix leaves running, as ssh's ControlPersist, may keep the pipe open for ever
+_LAST_LINES = 19  # with a heading as many as the message of a failure shows
+_LINES_SHOWN = 5
 
 
-class Station:
-    """`word`: the last that the process on the node has said, with its `detail`; None before the first."""
+class RemoteNode:
+    """`word`: the last message of the process on the node, with its `detail`; None before the first."""
 
     def __init__(self, node: Node, order: Order):
         self.number = order.node
@@ -36,46 +36,46 @@ class Station:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            close_fds=False,  # of the open files only the lock can be inherited, and it shall be
+            close_fds=False,  # the lock is the one open file that can be inherited, and it has to be
             start_new_session=True,
         )
         self._copier = threading.Thread(target=self._copy, args=(f"[node {self.number}] ",), daemon=True)
         self._copier.start()
-        self.tell(order.model_dump_json())
+        self.send(order.model_dump_json())
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its status tells
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as its status shows
             self._process.stdin.write(f"{line}\n".encode())
 
     def status(self) -> int | None:
-        """The exit status of the process here, after all that it has said was heard; None while it runs."""
+        """The exit status of the local process, once its output was read; None while it runs."""
         status = self._process.poll()
         if status is not None:
-            self._copier.join(_HEAR_OUT_SECONDS)
+            self._copier.join(_LAST_OUTPUT_SECONDS)
         return status
 
-    def has_done_well(self) -> bool:
-        """By both accounts: not every prefix hands on a status."""
+    def succeeded(self) -> bool:
+        """By its status and by its last message, since not every prefix passes a status on."""
         return (self.status(), self.word, self.detail) == (0, Word.ENDED, "0")
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended, which is forced after `seconds`."""
+        """Wait until it has ended, which is forced after `seconds`."""
         try:
             self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             write(f"{self.name} has not ended in time; its connection is cut")
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._copier.join(_HEAR_OUT_SECONDS)
+        self._copier.join(_LAST_OUTPUT_SECONDS)
 
-    def account(self) -> str | None:
-        """Why it ended badly; None if it is for its ranks, or for torchrun, to say."""
-        status, said = self.status(), " / ".join(list(self.last_lines)[-_LINES_TOLD:]) or "nothing"
+    def problem(self) -> str | None:
+        """Why it failed; None if its ranks, or torchrun, have said so."""
+        status, said = self.status(), " / ".join(list(self.last_lines)[-_LINES_SHOWN:]) or "nothing"
         if self.word == Word.REFUSED:
             return f"{self.name}: {self.detail}"
         if self.word == Word.ENDED:

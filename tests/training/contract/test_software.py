@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import training
-from training.contract.source import source_digest
+from training.contract.software import source_digest
 
 
 def test_another_byte_in_a_source_file_is_another_digest_and_nothing_else_is(tmp_path: Path):

@@ -1,10 +1,11 @@
-"""A policy on held-out pairs: log-probs, loss and rewards of each pair, and what they come to.
+"""Scoring pairs with a policy, without gradients: log-probs, loss and rewards of each pair, and their means.
 
-The pairs are one batch: a loss that couples pairs couples all of them, and the shift of bco_pair is their own mean reward. So
-the outcome is a function of policy, table and pairs, not of the course of a training. Weights of pairs (WPO) are left
-out: they depend on the policy, which could lower a weighted loss by making its responses improbable.
+It serves the evaluation of held-out pairs, the proof of step 0, and `pedigree verify`. The pairs are one batch: a loss that
+couples pairs couples all of them, and bco_pair subtracts their own mean reward. So the outcome is a function of policy, table
+and pairs, not of the course of a training. Weights of pairs (WPO) are left out: they depend on the policy, which could
+lower a weighted loss by making its responses improbable.
 
-Legend: V held-out pairs. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
+Legend: V pairs. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
 
 import math
@@ -22,12 +23,12 @@ from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
-from training.data.batches import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
-from training.losses.evidence import PairLogProbs
+from training.losses.inputs import PairLogProbs
 from training.losses.preference import PairLosses, preference_loss
 from training.model.prefix import TokenSequence
-from training.model.scoring import Prompts, score_in_turns, shared_batches
+from training.model.scoring import Prompts, score_in_rounds, shared_batches
 
 _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
 
@@ -45,13 +46,13 @@ class Accuracy:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Where the accuracy over all such pairs lies, with 95% confidence."""
+        """Its 95% confidence interval."""
         return wilson_interval(self.won, self.pairs)
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Held-out pairs, by their positions among `pairs`, and how the policy does on them."""
+class ScoredPairs:
+    """Pairs at some positions of `pairs`, with their log-probs, losses and rewards."""
 
     pairs: Pairs
     positions_V: npt.NDArray[np.int64]
@@ -97,7 +98,7 @@ class HeldOut:
         }
 
     def columns(self) -> dict[str, list[Any]]:
-        """A row a pair: what a comparison with another policy on the same pairs needs."""
+        """A row a pair, for a comparison with another policy on the same pairs."""
         numbers: Mapping[str, Tensor] = {
             "loss": self.outcome.losses_B,
             "reward_chosen": self.outcome.rewards_B2[:, 0],
@@ -114,7 +115,7 @@ class HeldOut:
         return rows | keys | tokens | {name: values.tolist() for name, values in numbers.items()}
 
 
-def evaluate_pairs(
+def score_pairs(
     policy: PreTrainedModel,
     pairs: Pairs,
     positions_V: npt.NDArray[np.int64],
@@ -122,10 +123,10 @@ def evaluate_pairs(
     loss: Loss,
     group: Group,
     events: EventWriter,
-) -> HeldOut:
-    """Score the pairs at `positions_V` with the policy, every rank its part; the outcome is on every rank's host.
+) -> ScoredPairs:
+    """Score the pairs at `positions_V` with the policy, every rank its part; all ranks get the whole outcome, on the CPU.
 
-    Raises TrainingError for a log-prob that is not finite, CorruptArtifact where the reference's counts are others.
+    Raises TrainingError for a log-prob that is not finite, CorruptArtifact where the table counted other tokens.
     """
     tokens_V2 = reference.tokens_P2[positions_V]
     scores = _score_places(policy, pairs, positions_V, tokens_V2.min(axis=1), group, events)
@@ -139,7 +140,7 @@ def evaluate_pairs(
         policy_tails_B2=tails_V2,
         reference_tails_B2=None if reference_tails_P2 is None else torch.from_numpy(reference_tails_P2[positions_V]),
     )
-    return HeldOut(pairs, positions_V, logprobs, preference_loss(loss, logprobs))
+    return ScoredPairs(pairs, positions_V, logprobs, preference_loss(loss, logprobs))
 
 
 def _score_places(
@@ -150,24 +151,26 @@ def _score_places(
     group: Group,
     events: EventWriter,
 ) -> npt.NDArray[np.float64]:
-    """For each of the 2V places: how many response tokens, their summed log-prob, and that of those after `common_V`."""
+    """For each of the 2V places: number of response tokens, their summed log-prob, and that of the tokens after `common_V`."""
     lengths_2V = np.concatenate([pairs.lengths(side)[positions_V] for side in SIDES])
     of_prompts = (pairs.prompt_numbers(positions_V), pairs.prompt_lengths[positions_V].astype(np.int64))
     batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in of_prompts)))
     progress = Progress(events, 2 * len(positions_V), "sequences")
-    rows = [np.empty((0, 4))]
+    common_2V = torch.from_numpy(common_V).tile(2)
+    rows = [torch.empty(0, 4, dtype=torch.float64)]
 
     def read(place: int) -> TokenSequence:
         side, at = divmod(place, len(positions_V))
         return pairs.sequence(int(positions_V[at]), SIDES[side])
 
-    for scored in score_in_turns(policy, batches, read, group):
+    for scored in score_in_rounds(policy, batches, read, group):
         if scored.own is not None:
             batch, scores = scored.own
-            tails_S = scores.tails_S(np.tile(common_V, 2)[batch.positions].astype(np.int64))
-            rows.append(np.stack([batch.positions, scores.counts_S, scores.sums_S, tails_S], axis=1))
-        progress.advance(len(scored.everyones))
-    all_rows = group.gather_rows(torch.from_numpy(np.concatenate(rows)).to(group.device)).cpu().numpy()
+            places_S = torch.from_numpy(batch.positions)
+            columns = (places_S, scores.counts_S, scores.sums_S, scores.tails_S(common_2V[places_S]))
+            rows.append(torch.stack([column.double() for column in columns], dim=1))
+        progress.advance(len(scored.all_positions))
+    all_rows = group.gather_rows(torch.cat(rows).to(group.device)).cpu().numpy()
     by_place: npt.NDArray[np.float64] = all_rows[all_rows[:, 0].argsort(), 1:]
     return by_place
 

@@ -1,11 +1,11 @@
-"""What a job puts on its ranks: a model that is to be trained, or one that is only run.
+"""What a job loads onto its ranks: a model that is to be trained, or one that only runs.
 
-Each knows the folder that holds most of its weights, how many bytes of a device a parameter of them takes, and how to load
-itself onto a device; onto the meta device without a number (training.parallel.layout).
+Each knows the folder of its (base) weights, how many bytes a parameter of them takes on a device, and how to load itself onto
+a device; onto the meta device without values (training.parallel.layout).
 
 In training a parameter takes 16 bytes: the float32 master, its gradient and two moments of AdamW; two more for a running
-copy in bfloat16. Beside an adapter, which itself is small, a parameter is frozen and takes no more than its value, as in
-a model that is only run.
+copy in bfloat16. Under an adapter, which itself is small, a parameter is frozen and takes only its value, as in a model
+that only runs.
 """
 
 from dataclasses import dataclass
@@ -25,23 +25,23 @@ _VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 _TRAINED_BYTES = {"float32": 16, "bfloat16": 18}
 
 
-class Source(Protocol):
-    """`work` says what is done with the model."""
+class ModelSource(Protocol):
+    """`work`: what is done with the model, for people."""
 
     work: ClassVar[str]
 
     @property
     def folder(self) -> Path:
-        """The weights that count."""
+        """Where most of its weights are."""
 
     @property
     def parameter_bytes(self) -> int:
-        """The memory of a device that a parameter takes where all of them are on each rank."""
+        """What a parameter takes on a device that holds all of them."""
 
 
 @dataclass(frozen=True)
-class Untrained:
-    """What is to be trained, in which precision: the model in `folder`, or a new adapter to it, which follows from `seed`."""
+class TrainableModel:
+    """The model in `folder`, to be trained in `precision`; or a new adapter on it, initialized from `seed`."""
 
     work: ClassVar[str] = "training"
     folder: Path
@@ -54,7 +54,7 @@ class Untrained:
         return (_TRAINED_BYTES if self.adapter is None else _VALUE_BYTES)[self.precision]
 
     def load(self, dtype: Dtype, device: torch.device) -> PreTrainedModel:
-        """The model that runs. With an adapter all of it is frozen but that. Raises ModelError."""
+        """With an adapter everything else is frozen. Raises ModelError."""
         model = load_model(self.folder, dtype, device)
         if self.adapter is not None:
             add_adapter(model, self.adapter, self.seed)
@@ -62,8 +62,8 @@ class Untrained:
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """A model that is only run: `model` by itself, or the adapter it is on `base`, the model it was trained from."""
+class FrozenModel:
+    """A model that only runs: `model` itself, or, where that is an adapter, `base` with it."""
 
     work: ClassVar[str] = "scoring"
     model: Input

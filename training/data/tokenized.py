@@ -1,14 +1,14 @@
-"""Tokenized pairs on disk: one Arrow stream, mapped into memory and read a sequence at a time.
+"""Reading tokenized pairs: one Arrow stream on disk, mapped into memory and read a sequence at a time.
 
     row              int64            row of `preferences.parquet`
     split            string           "train" or "validation"
-    prompt_length    int32            the first so many tokens of both sequences are the prompt
+    prompt_length    int32            tokens of the prompt, with which both sequences begin
     chosen_ids       list<int32>      prompt + response;      rejected_ids the same
     chosen_mask      list<bool>       the trained tokens;     rejected_mask the same
     chosen_key       fixed_size_binary[32]   identity of (ids, mask);   rejected_key the same
 
-The file is a plain Arrow IPC stream, so `datasets.Dataset.from_file` opens it too. Reading touches only the pages of
-the sequences that are asked for; columns of one number a pair are read whole.
+The file is a plain Arrow IPC stream, so `datasets.Dataset.from_file` opens it too. Of tokens and masks only the pages of
+the requested sequences are read; columns with one number a pair are read whole.
 """
 
 import bisect
@@ -43,7 +43,7 @@ PAIRS_SCHEMA = pa.schema(
 
 
 class Pairs:
-    """The pairs of a `tokenized_pairs` artifact, by position 0..len-1; `rows` tells the row each came from."""
+    """The pairs of a `tokenized_pairs` artifact, by position 0..len-1; `rows` are the data rows that they came from."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -52,7 +52,7 @@ class Pairs:
 
     @classmethod
     def open(cls, folder: Path) -> Self:
-        """Map the pairs in `folder`. Raises DataError where the file is missing or of another form."""
+        """Map the pairs in `folder`. Raises DataError where the file is missing or has other columns."""
         path = folder / PAIRS_FILE
         try:
             with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
@@ -94,7 +94,7 @@ class Pairs:
         return [int(token) for token in response]
 
     def prompt_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """A number for each of the pairs at `positions`, the same for two of them if and only if their prompts are."""
+        """A number for the prompt of each of the pairs at `positions`; equal prompts have equal numbers."""
         numbers: dict[bytes, int] = {}
         prompts = (self._list("chosen_ids", int(at))[: self._prompt_lengths[at]].tobytes() for at in positions)
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)

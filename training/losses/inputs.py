@@ -1,4 +1,4 @@
-"""What a loss may look at.
+"""What a loss is computed from.
 
 Legend: B pairs; a last 2 stands for (chosen, rejected).
 
@@ -8,11 +8,10 @@ Legend: B pairs; a last 2 stands for (chosen, rejected).
                    reverse KL of DPO. With rewards r = beta f'(ratio) the normalizer cancels in a difference of two rewards
                    and nowhere else (Wang et al. 2023, "Beyond Reverse KL", arXiv 2309.16240), hence the losses it is for.
 
-LD-DPO (Liu et al. 2024, "Length Desensitization in Direct Preference Optimization", arXiv 2409.06411) counts the tokens
-of the longer response beyond the length of the shorter one `alpha` times only, for policy and reference alike: such a *tail*
-is what a sum is lessened by. Of two equally long responses neither has one.
+LD-DPO (Liu et al. 2024, "Length Desensitization in Direct Preference Optimization", arXiv 2409.06411) gives the tokens of
+the longer response beyond the length of the shorter one, its *tail*, the weight `alpha`, for policy and reference alike.
 
-A loss that looks at other pairs of the batch finds them in `Peers`, as constants.
+What a loss needs of the other pairs of the batch is in `BatchContext`, as constants.
 """
 
 import math
@@ -24,7 +23,7 @@ from torch.nn.functional import logsigmoid
 
 from training.contract.loss import Divergence, Loss
 
-# A gradient of 1e13 is clipped as one of 1e30 is, and its square is a float32 number.
+# e^30 is 1e13: far beyond any useful gradient, and its square still fits float32.
 _LARGEST_EXPONENT = 30.0
 
 
@@ -32,8 +31,8 @@ _LARGEST_EXPONENT = 30.0
 class PairLogProbs:
     """Summed log-probs in nats of both responses of B pairs under policy and reference, and their numbers of tokens.
 
-    `..._tails_B2` are the parts of the sums beyond the common length; only LD-DPO wants them. `weights_B` are constant
-    factors of the pairs' losses.
+    `..._tails_B2` are the parts of the sums beyond the common length, for LD-DPO. `weights_B` are constant factors of the
+    pairs' losses, for WPO.
     """
 
     policy_B2: Tensor
@@ -44,16 +43,16 @@ class PairLogProbs:
     weights_B: Tensor | None = None
 
     def with_policy_at(self, policy_B2: Tensor) -> "PairLogProbs":
-        """The same pairs, had the policy these log-probs and the reference's tails."""
+        """The same pairs with these log-probs of the policy, and with the reference's tails."""
         return replace(self, policy_B2=policy_B2, policy_tails_B2=self.reference_tails_B2)
 
 
 @dataclass(frozen=True)
-class Peers:
-    """What the global batch says to each of B of its pairs; without gradients.
+class BatchContext:
+    """What B pairs of the global batch need to know of all of it; without gradients.
 
-    `mean_chosen_tokens` and `mean_reward` are the whole batch's. `matched_margins_B` and `matched_ratios_B2` are those of
-    the pairs that a pair is compared with (batchwise.py).
+    `mean_chosen_tokens` and `mean_reward` are the whole batch's. `matched_margins_B` and `matched_ratios_B2` belong to the
+    pair that each pair is compared with (batchwise.py).
     """
 
     mean_chosen_tokens: float | Tensor
@@ -61,8 +60,8 @@ class Peers:
     matched_margins_B: Tensor | None = None
     matched_ratios_B2: Tensor | None = None
 
-    def take(self, places_B: Tensor) -> "Peers":
-        """What it says to the pairs at these places of the batch."""
+    def take(self, places_B: Tensor) -> "BatchContext":
+        """The same for the pairs at these places of the batch alone."""
         margins_B, ratios_B2 = self.matched_margins_B, self.matched_ratios_B2
         return replace(
             self,
@@ -72,8 +71,8 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """B pairs as a loss sees them: `policy_B2` and `reference_B2` are the sums with their tails lessened."""
+class LossInputs:
+    """B pairs as a loss takes them: in `policy_B2` and `reference_B2` tails have the weight `ld_alpha`, if one is set."""
 
     beta: float
     policy_B2: Tensor
@@ -83,11 +82,11 @@ class Evidence:
     divergence: Divergence | None
 
     @classmethod
-    def of(cls, settings: Loss, logprobs: PairLogProbs) -> "Evidence":
+    def of(cls, settings: Loss, logprobs: PairLogProbs) -> "LossInputs":
         return cls(
             beta=settings.beta,
-            policy_B2=_lessened(logprobs.policy_B2, logprobs.policy_tails_B2, settings.ld_alpha),
-            reference_B2=_lessened(logprobs.reference_B2, logprobs.reference_tails_B2, settings.ld_alpha),
+            policy_B2=_discount_tails(logprobs.policy_B2, logprobs.policy_tails_B2, settings.ld_alpha),
+            reference_B2=_discount_tails(logprobs.reference_B2, logprobs.reference_tails_B2, settings.ld_alpha),
             tokens_B2=logprobs.tokens_B2,
             whole_chosen_B=logprobs.policy_B2[:, 0],
             divergence=settings.divergence,
@@ -107,7 +106,7 @@ class Evidence:
 
     @cached_property
     def margins_B(self) -> Tensor:
-        """Beta times the difference of both scores: what -log sigmoid is taken of in DPO."""
+        """Beta times the difference of both scores: DPO's loss is -log sigmoid of it."""
         return self.beta * difference(self.scores_B2)
 
 
@@ -116,7 +115,7 @@ def difference(values_B2: Tensor) -> Tensor:
     return values_B2[:, 0] - values_B2[:, 1]
 
 
-def _lessened(sums_B2: Tensor, tails_B2: Tensor | None, alpha: float | None) -> Tensor:
+def _discount_tails(sums_B2: Tensor, tails_B2: Tensor | None, alpha: float | None) -> Tensor:
     if alpha is None:
         return sums_B2
     assert tails_B2 is not None, "a loss with ld_alpha needs the sums beyond the common length"
@@ -139,6 +138,6 @@ def _scores(ratios: Tensor, divergence: Divergence) -> Tensor:
 
 
 def bounded_exp(exponents: Tensor) -> Tensor:
-    """exp, and beyond e^30 its tangent there."""
+    """exp, continued by its tangent above 30, so that loss and gradient stay finite."""
     capped = exponents.clamp(max=_LARGEST_EXPONENT)
     return capped.exp() * (1 + exponents - capped)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from training.data.ahead import ahead
+from training.model.transfer import ahead
 
 
 def test_the_next_is_made_while_one_is_in_use():

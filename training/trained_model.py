@@ -1,0 +1,55 @@
+"""The two ends of a run: a model that is to be trained comes in, and what was trained goes out as files."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from training.contract.events import EventWriter
+from training.contract.job import Input, Job
+from training.contract.recipe import Adapter, Compute
+from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.distributed import Group
+from training.model.adapter import save_adapter, write_merged
+from training.model.load import save_model
+from training.model.prepare import prepare_for_training
+from training.model.selfcheck import demand_exact
+from training.parallel.choice import build_masters
+from training.parallel.masters import Masters
+from training.parallel.models import TrainableModel
+
+
+def load_for_training(
+    trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter, float8_head: bool = False
+) -> Masters:
+    """The model on all ranks, proved exact and prepared as `compute` asks for. Raises ModelError."""
+    masters = build_masters(trainable, compute.parallel, group, events)
+    demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
+    prepare_for_training(masters.model, compute, events, masters.has_dropout, float8_head)
+    return masters
+
+
+def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
+    """Write the model, or its adapter alone, with the tokenizer into `job.staging`; gives its fingerprint.
+
+    The folder is one of Hugging Face, or of peft. `start` is the model that was trained, the base of an adapter. Every rank
+    calls it, since each may hold a part of the weights; rank 0 writes, the others get an empty fingerprint.
+    """
+    weights = masters.full_weights()
+    if not masters.group.is_main:
+        return ""
+    shutil.copytree(job.inputs["tokenized_pairs"].folder / "tokenizer", job.staging, dirs_exist_ok=True)
+    if adapter is None:
+        save_model(masters.model, job.staging, weights, masters.dtype)
+        return weights_fingerprint(weights_identity(job.staging))
+    if not adapter.is_merged:
+        return _write_adapter(masters.model, weights, start, job.staging).fingerprint
+    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
+        return write_merged(_write_adapter(masters.model, weights, start, Path(folder)), start, job.staging)
+
+
+def _write_adapter(model: PreTrainedModel, weights: dict[str, Tensor], start: Input, folder: Path) -> Input:
+    save_adapter(model, weights, folder)
+    return Input(kind="policy", fingerprint=adapter_fingerprint(folder, start.fingerprint), folder=folder)
