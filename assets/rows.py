@@ -79,7 +79,7 @@ class PairReader:
             token_ids=ids,
             texts=[self._tokenizer.decode([token], skip_special_tokens=False) for token in ids],
             mask=mask,
-            reference_logprob=None if self._table is None else float(getattr(self._table, f"{side}_logprobs")[at]),
+            reference_logprob=None if self._table is None else float(self._table.logprobs_P2[at, SIDES.index(side)]),
             reference_token_logprobs=self._token_logprobs(mask, pair[f"{side}_key"]),
         )
 
