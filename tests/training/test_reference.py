@@ -93,7 +93,7 @@ def worst_difference(oracle: Oracle, table: Artifact, field: str, which: Callabl
     """The greatest difference, in nats a sequence, of the rows `which` names."""
     found = LogProbTable.read(table.folder, len(oracle.rows))
     return max(
-        abs(getattr(found, f"{side}_logprobs")[n] - oracle.rows[n][side][field])
+        abs(found.columns()[f"{side}_logprobs"][n] - oracle.rows[n][side][field])
         for n in (n for n, row in enumerate(oracle.rows) if which(row))
         for side in ("chosen", "rejected")
     )
@@ -274,8 +274,8 @@ def test_the_table_is_that_of_plain_transformers(tiny_world, workshop):
     found = LogProbTable.read(made.folder, len(tiny_world.examples))
     plain = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
     for side in ("chosen", "rejected"):
-        np.testing.assert_allclose(getattr(found, f"{side}_logprobs"), getattr(plain, f"{side}_logprobs"), atol=1e-4)
-        np.testing.assert_array_equal(getattr(found, f"{side}_tokens"), getattr(plain, f"{side}_tokens"))
+        np.testing.assert_allclose(found.columns()[f"{side}_logprobs"], plain.columns()[f"{side}_logprobs"], atol=1e-4)
+        np.testing.assert_array_equal(found.columns()[f"{side}_tokens"], plain.columns()[f"{side}_tokens"])
     assert found.dtype == "float32"
 
 
