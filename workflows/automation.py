@@ -10,6 +10,7 @@ A person starts the first run: sensor and conditions ignore a recipe that was ne
 """
 
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,14 +76,16 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
 
 
 def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinition:
-    return dg.AutomationConditionSensorDefinition(
-        name=f"{pipeline.identifier}_automation",
-        target=[pipeline.key(asset) for asset in GRAPH],
-        minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
-        default_status=dg.DefaultSensorStatus.RUNNING,
-        use_user_code_server=True,  # one of the conditions is ours
-        description=f"Materializes what of {pipeline.name} lies below a change of content.",
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dg.BetaWarning)
+        return dg.AutomationConditionSensorDefinition(
+            name=f"{pipeline.identifier}_automation",
+            target=[pipeline.key(asset) for asset in GRAPH],
+            minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
+            default_status=dg.DefaultSensorStatus.RUNNING,
+            use_user_code_server=True,  # one of the conditions is ours
+            description=f"Materializes what of {pipeline.name} lies below a change of content.",
+        )
 
 
 def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:

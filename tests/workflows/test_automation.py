@@ -1,6 +1,7 @@
 """What materializes without anybody asking: what the schedule, the sensor and the conditions ask for, and when."""
 
 import json
+import warnings
 
 import dagster as dg
 import pytest
@@ -313,6 +314,14 @@ def test_what_was_never_materialized_is_not_asked_for(tmp_path):
         assert begun.tick() == set()
         begun.materialize(2, "preference_source")
         assert [begun.tick(), begun.tick()] == [{"raw_preferences"}, set()]
+
+
+def test_nobody_reads_a_warning_of_dagster_s(tmp_path):
+    """The sensor needs what Dagster calls beta, and would say so at every command."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        load_recipe(write_recipe(tmp_path / "small", ATTRIBUTES))
+    assert [str(word.message) for word in said if "dagster" in str(word.category).lower()] == []
 
 
 def test_without_on_change_nothing_asks(tmp_path):
