@@ -82,8 +82,8 @@ class State:
 
     def _read(self, reader: PieceReader, path: str) -> Tensor:
         name = path.split("/", 1)[1]
-        local, shape = self.local_rows(name), reader.shapes.get(path, ())
-        if shape and shape == (local.of, *self.parameters[name].shape[1:]):
+        shape = reader.shapes.get(path, ())
+        if shape and shape == ((local := self.local_rows(name)).of, *self.parameters[name].shape[1:]):
             return reader.read(path, local.first, local.rows)
         return reader.read(path)
 

@@ -374,3 +374,20 @@ def test_the_state_of_an_optimizer_is_named_after_its_parameters():
     names = {f"{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in parameters}
     assert set(optimizer_tensors(optimizer)) == names
     assert optimizer_tensors(optimizer)["exp_avg/b"] == pytest.approx(torch.full((3,), 0.03))
+
+
+def test_a_parameter_without_dimensions_comes_back(tmp_path: Path):
+    """One number, which rank 0 writes and nobody holds rows of; so has its optimizer's state no rows."""
+
+    def state(value: float) -> State:
+        parameters = {"scale": Parameter(torch.tensor(value))}
+        parameters["scale"].grad = torch.tensor(value)
+        optimizer = build_optimizer(AdamW(learning_rate=0.1), parameters, {})
+        optimizer.step()
+        return State(parameters, optimizer, Toy().held)
+
+    saved, found = state(3.0), state(5.0)
+    write_pieces(saved.pieces(main=True), tmp_path / "pieces")
+    found.restore(PieceReader([tmp_path / "pieces"]))
+    assert torch.equal(found.parameters["scale"], saved.parameters["scale"])
+    assert optimizer_tensors(found.optimizer) == optimizer_tensors(saved.optimizer)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.packing import Batches, Tokens, epoch_order, share
+from training.data.packing import Batches, Tokens, epoch_order, seed_sequence, share
 
 TOKENS = st.lists(st.integers(1, 120), min_size=1, max_size=40)
 
@@ -81,6 +81,22 @@ def test_order_is_the_same_in_every_version():
 
 
 GOLDEN = [3, 2, 1, 6, 0, 7, 4, 5]
+
+
+def test_equally_long_items_keep_their_order():
+    """So that the rows of a step are one and the same on every machine, whatever its sort does with equals."""
+    random = np.random.default_rng(0)
+    items, tokens = random.permutation(400), random.integers(1, 4, 400)
+    [[only]] = share(items, tokens, 400 * 4, world=1)
+    assert only.tolist() == sorted(items.tolist(), key=lambda item: -tokens[item])
+
+
+def test_every_combination_of_numbers_is_a_randomness_of_its_own():
+    """Those of dropout are a step and a rank: rank 1 in step 2 is not rank 2 in step 1."""
+    states = {
+        seed_sequence(seed, a, b).generate_state(2).tobytes() for seed in (0, -1) for a in range(4) for b in range(4)
+    }
+    assert len(states) == 2 * 4 * 4
 
 
 def test_nobody_writes_into_the_order_that_others_share():

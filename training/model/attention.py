@@ -31,30 +31,59 @@ from training.model.prefix import Plan
 SHARED_PREFIX = "pedigree_shared_prefix"
 VERIFIED = frozenset(
     {
+        "apertus",
+        "arcee",
         "cohere",
         "cohere2",
+        "cwm",
+        "deepseek_v2",
+        "deepseek_v3",
+        "dots1",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "exaone4",
+        "flex_olmo",
         "gemma",
         "gemma3_text",
+        "glm",
         "glm4",
+        "glm4_moe",
+        "glm4_moe_lite",
         "gpt2",
         "gpt_neox",
         "granite",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "helium",
+        "hunyuan_v1_dense",
+        "hunyuan_v1_moe",
+        "internlm3",
         "llama",
+        "minimax_m2",
+        "ministral",
+        "ministral3",
         "mistral",
         "mixtral",
+        "nanochat",
         "olmo",
         "olmo2",
         "olmo3",
+        "olmoe",
+        "opt",
         "phi",
         "phi3",
+        "phimoe",
         "qwen2",
         "qwen2_moe",
         "qwen3",
         "qwen3_moe",
+        "seed_oss",
         "smollm3",
         "starcoder2",
     }
 )
+_SILENT = {"phimoe", "qwen2_moe"}  # their layers have windows that only transformers' own masks know of
 _LAYERS = {"full_attention", "sliding_attention"}
 _FORBIDDEN = ("softcap", "s_aux", "position_bias")
 _HALF = (torch.float16, torch.bfloat16)
@@ -72,6 +101,8 @@ def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
         return f"{type(model).__name__} does not let its attention be replaced"
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         return f"layers of type {', '.join(sorted(unknown))} are not known"
+    if _has_silent_window(config):
+        return "attention is not told of the sliding window that its layers have"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "attention scores are capped (attn_logit_softcapping)"
     if found := _rope_types(config) & {"dynamic", "longrope"}:
@@ -107,14 +138,15 @@ def attend(
     asked += ["attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if asked:
         raise ModelError(f"{type(module).__name__} asks for {', '.join(asked)}, which shared prefixes do not have")
-    attention = in_one_call if _suits_kernel(query_1QTD) else by_segment
+    attention = in_one_call if _suits_kernel(query_1QTD, value_1KTD) else by_segment
     return attention(query_1QTD, key_1KTD, value_1KTD, plan, scaling, sliding_window), None
 
 
-def _suits_kernel(query_1QTD: Tensor) -> bool:
-    """Whether varlen_attn takes queries of this device, dtype and head size."""
+def _suits_kernel(query_1QTD: Tensor, value_1KTD: Tensor) -> bool:
+    """Whether varlen_attn takes queries and values of this device, dtype and head size, which has to be the same for both."""
     size = query_1QTD.shape[-1]
-    return query_1QTD.is_cuda and query_1QTD.dtype in _HALF and size % 8 == 0 and size <= _LARGEST_HEAD
+    fits = size == value_1KTD.shape[-1] and size % 8 == 0 and size <= _LARGEST_HEAD
+    return fits and query_1QTD.is_cuda and query_1QTD.dtype in _HALF
 
 
 def by_segment(
@@ -163,6 +195,14 @@ def in_one_call(
 def _attention_dropout(model: PreTrainedModel) -> float:
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
     return max(float(getattr(model.config, name, None) or 0.0) for name in names)
+
+
+def _has_silent_window(config: Any) -> bool:
+    """Whether a layer's mask would have a window that the layer does not name when it calls for attention."""
+    silent, kinds = config.model_type in _SILENT, getattr(config, "layer_types", None)
+    if kinds is None:
+        return silent and getattr(config, "sliding_window", None) is not None
+    return "sliding_attention" in kinds and (silent or not getattr(config, "use_sliding_window", True))
 
 
 def _rope_types(config: Any) -> set[str]:

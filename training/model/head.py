@@ -6,16 +6,21 @@ low-rank product is added to its output.
 Legend: N rows, H hidden size, V vocabulary, R rank of an adapter.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from training.contract.errors import ModelError
 
 HEAD_OPTIONS = "head_options"  # the attribute of a model that holds them, set by prepare.py
+# What the configs of transformers' models call the numbers of `Head`; what a name means elsewhere, the self-check finds out.
+_MULTIPLIERS, _DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 @dataclass(frozen=True)
@@ -60,11 +65,14 @@ def head_of(model: PreTrainedModel) -> Head:
             f"the output layer of {type(model).__name__} is {type(head).__name__}; expected one torch.nn.Linear, from "
             f"which log-probs are computed a part of the vocabulary at a time: use another base model"
         )
-    multiplier = getattr(config, "logit_scale", None)
-    divisor = getattr(config, "logits_scaling", None)
-    scale = (1.0 if multiplier is None else multiplier) / (1.0 if divisor is None else divisor)
-    softcap, options = getattr(config, "final_logit_softcapping", None), getattr(model, HEAD_OPTIONS, HeadOptions())
+    scale = _first(config, _MULTIPLIERS, 1.0) / _first(config, _DIVISORS, 1.0)
+    softcap, options = _first(config, _CAPS, None), getattr(model, HEAD_OPTIONS, HeadOptions())
     return Head(head.weight, head.bias, scale, softcap, _low_rank(found), options)
+
+
+def _first(config: PreTrainedConfig, names: Sequence[str], default: Any) -> Any:
+    """The first of these fields that the config has and that is set."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), default)
 
 
 def _low_rank(head: torch.nn.Module) -> LowRank | None:

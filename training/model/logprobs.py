@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from training.distributed import Group
 from training.model.attention import SHARED_PREFIX, use_attention, why_not_shared
 from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, build_row
@@ -109,9 +110,9 @@ def logprobs_of(model: PreTrainedModel, collated: CollatedRows, collisions: bool
     return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N)
 
 
-def hook_passes(model: PreTrainedModel) -> None:
+def hook_passes(model: PreTrainedModel, group: Group) -> None:
     """Register the pass with FSDP, which wraps `model`, as one of its forward passes: FSDP gathers weights for those alone."""
-    setattr(model, _HOOKED, partial(_tokens, model))
+    setattr(model, _HOOKED, partial(_tokens, model, lockstep=group))
     register_fsdp_forward_method(model, _HOOKED)
 
 
@@ -121,23 +122,34 @@ def runs_in_lockstep(model: PreTrainedModel) -> bool:
 
 
 def _tokens(
-    model: PreTrainedModel, rows: Sequence[Row], sharing: bool, collisions: bool
+    model: PreTrainedModel, rows: Sequence[Row], sharing: bool, collisions: bool, lockstep: Group | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights."""
-    hidden_NH = torch.cat([_hidden(model, row, sharing) for row in rows])
+    """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights.
+
+    In `lockstep` all ranks run equally many rows: one with fewer runs its first again, and of that takes no token.
+    """
+    missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
+    parts = [_hidden(model, row, sharing) for row in rows]
+    parts += [_hidden(model, rows[0], sharing)[:0] for _ in range(missing)]
+    hidden_NH = torch.cat(parts)
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
     if collisions:
         return token_logprobs_and_collisions(hidden_NH, targets_N, head)
     return token_logprobs(hidden_NH, targets_N, head), None
 
 
+def _most(count: int, group: Group) -> int:
+    return int(group.gather_rows(torch.tensor([count], device=group.device)).max())
+
+
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
     """The hidden states that predict response tokens, N x H, from the model without its head."""
     inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
+    body = model.base_model if model.base_model is not model else model.get_submodule("model")  # llama4 names another
     if sharing:
         with use_attention(model, SHARED_PREFIX):
-            states_1TH = model.base_model(**inputs, plan=row.plan).last_hidden_state
+            states_1TH = body(**inputs, plan=row.plan).last_hidden_state
     else:
-        states_1TH = model.base_model(**inputs).last_hidden_state
+        states_1TH = body(**inputs).last_hidden_state
     hidden_NH: Tensor = states_1TH[0].index_select(0, row.predictors_N)
     return hidden_NH

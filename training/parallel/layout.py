@@ -9,7 +9,7 @@ Shards are those of FSDP2 (Zhao et al. 2023): each decoder layer gathers its wei
 embedding, last norm and head stay gathered from the forward to the backward pass, since tied weights are the first and the
 last that a pass needs. FSDP gathers for the model's forward pass, and we use the head outside of it: so the part of
 `response_logprobs` that reads weights is registered as a forward pass too (`hook_passes`). Every pass is then collective,
-and all ranks must run equally many.
+and all ranks must run equally many, also of the rows of a model that cannot share prefixes.
 """
 
 import json
@@ -64,7 +64,7 @@ class Layout:
         for part in [*_layers(model), model]:
             broadcast.fill(part)
             fully_shard(part, mesh=mesh, mp_policy=precision or MixedPrecisionPolicy())
-        hook_passes(model)
+        hook_passes(model, self.group)
         return model
 
 
@@ -75,6 +75,7 @@ class _TensorInfo(NamedTuple):
     owner: str
     dtype: str
     shape: list[int]
+    requires_grad: bool
 
 
 class _Broadcast:
@@ -113,7 +114,7 @@ class _Broadcast:
         else:
             whole = torch.empty(info.shape, dtype=getattr(torch, info.dtype), device=self._group.device)
         self._group.broadcast_(whole.view(-1).view(torch.uint8))  # as bytes: not every backend knows every dtype
-        return Parameter(whole, own.requires_grad) if isinstance(own, Parameter) else whole
+        return Parameter(whole, info.requires_grad) if isinstance(own, Parameter) else whole
 
 
 def _load(load: Load, group: Group) -> PreTrainedModel:
@@ -146,7 +147,9 @@ def _tensors_of(model: PreTrainedModel) -> list[_TensorInfo]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     owners: dict[int, str] = {}
     return [
-        _TensorInfo(name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape))
+        _TensorInfo(
+            name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape), t.requires_grad
+        )
         for name, t in named
     ]
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from training.contract.errors import ModelError
 from training.model import attention
 from training.model.prefix import Plan, TokenSequence, build_row
 
@@ -190,6 +191,25 @@ def test_both_ways_agree_on_views_as_layers_give_them():
             way(q, k, v, row.plan, None, window) for way in (attention.in_one_call, attention.by_segment)
         )
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"softcap": 5.0}, "softcap"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+        ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"attention_mask": torch.zeros(1)}, "attention mask"),
+        ({"dropout": 0.1}, "dropout"),
+    ],
+    ids=["softcap", "sinks", "bias", "mask", "dropout"],
+)
+def test_what_would_be_left_out_is_refused(asked: dict[str, Any], named: str):
+    row = build_row(GROUPS["alone"], CPU)
+    tensor = torch.zeros(1, 2, len(row.ids_T), HEAD)
+    given = {"attention_mask": None, "plan": row.plan} | asked
+    with pytest.raises(ModelError, match=f"Module asks for {named}, which shared prefixes do not have"):
+        attention.attend(torch.nn.Module(), tensor, tensor, tensor, **given)
 
 
 @pytest.mark.gpu

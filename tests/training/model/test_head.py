@@ -164,19 +164,35 @@ def test_bfloat16_operands_cost_no_precision_in_the_sum():
 
 
 def test_bfloat16_gradients_are_rounded_once():
-    """The gradients are those of float64 on the same operands, to the precision of the dtype they are given in."""
+    """The gradients are those of float64 on the same operands, to the precision of the dtype they are given in, also where
+    that of the hidden states is the sum of as many products as the vocabulary has entries."""
     hidden, weight, _, targets = operands(torch.bfloat16)
-    ours = torch.autograd.grad(token_logprobs(hidden, targets, Head(weight), TINY_TILE).sum(), (hidden, weight))
+    ours = torch.autograd.grad(token_logprobs(hidden, targets, Head(weight), Budget(1, 0)).sum(), (hidden, weight))
     exact = torch.autograd.grad(plainly(hidden, weight, None, targets, Head(weight)).sum(), (hidden, weight))
     for one, other in zip(ours, exact, strict=True):
         assert one.dtype == torch.bfloat16
-        assert (one.double() - other.double()).norm() < 2**-7 * other.double().norm()
+        assert (one.double() - other.double()).norm() < 2**-8 * other.double().norm()
 
 
 def test_large_logits_do_not_overflow():
     hidden, weight = torch.full((2, 1), 1e4), torch.tensor([[1.0], [-1.0], [0.5]])
     found = token_logprobs(hidden, torch.tensor([0, 1]), Head(weight), Budget(8, 0))
     assert found.tolist() == [0.0, -2e4]
+
+
+@pytest.mark.parametrize("rows", [1, 3, ROWS])
+@pytest.mark.parametrize("tile_bytes", [1, 4 * 3 * 7, 4 * 3 * 7 + 1, 4 * ROWS * VOCABULARY - 1, 4 * ROWS * VOCABULARY])
+def test_no_tile_is_larger_than_its_budget(rows: int, tile_bytes: int):
+    """But one of a single column, and together they are the vocabulary."""
+    hidden, weight, _, targets = operands(rows=max(rows, 2))
+    hidden, targets = hidden[:rows], targets[:rows]
+    widths = tile_widths(token_logprobs(hidden, targets, Head(weight), Budget(tile_bytes, 0)))
+    assert sum(widths) == VOCABULARY
+    assert max(widths) == 1 or max(widths) * rows * 4 <= tile_bytes
+
+
+def tile_widths(logprobs_N: Tensor) -> list[int]:
+    return [end - start for start, end in logprobs_N.grad_fn.tiles]
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])

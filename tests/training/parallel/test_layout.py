@@ -16,7 +16,7 @@ from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
 from training.contract.job import Input, Job
 from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Training
+from training.contract.recipe import SupervisedTuning, Training
 from training.contract.store import Artifact
 from training.model.load import load_model
 
@@ -94,6 +94,33 @@ def test_what_no_config_or_file_tells_arrives_as_well(tmp_path: Path, forker: An
     plain = AutoModelForCausalLM.from_pretrained(world.model).eval()
     expected = [float(world.plain_logprob(plain, example, "chosen").detach()) for example in world.examples]
     np.testing.assert_allclose(table.logprobs_P2[:, 0], expected, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_what_an_architecture_freezes_every_rank_takes_for_the_same(tmp_path: Path, forker: Any):
+    """Ernie's own code freezes a bias of its experts, and transformers thaws what it loads, which rank 0 alone does."""
+    world = build_world(tmp_path, train=8, validation=2)
+    another_architecture("ernie4_5_moe")(world)
+    alone, together = (tuned(world, forker, ranks, "ddp") for ranks in (1, 2))
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_with_unequally_many_rows_run_equally_many(tmp_path: Path, forker: Any):
+    """A model that cannot share prefixes runs each sequence in a row of its own, and each row is an exchange: five sequences
+    a step are three rows on one rank and two on the other."""
+    world = build_world(tmp_path, train=20, validation=2)
+    (world.model / WEIGHTS).unlink()
+    build("stablelm", {}).save_pretrained(world.model)
+    alone, together = (tuned(world, forker, ranks, "fsdp") for ranks in (1, 2))
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+def tuned(world: Any, forker: Any, ranks: int, parallel: str) -> list[float]:
+    """The losses of an epoch of supervised tuning."""
+    settings = SupervisedTuning.model_validate({"epochs": 1, "batch_size": 5}).model_dump(mode="json")
+    job = world.job("sft", settings, f"{parallel}-{ranks}", parallel=parallel)
+    return losses(published(job, forker.run(job, ranks)))
 
 
 @pytest.mark.slow
