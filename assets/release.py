@@ -46,8 +46,7 @@ def released_model(step: Step) -> dg.MaterializeResult:
         step.services.listener({"event": "note", "asset": "released_model", "text": text})
 
     def release() -> dg.MaterializeResult:
-        released = _release(candidate)
-        return _result(candidate, released, changes, time.monotonic() - started)
+        return _result(candidate, _release(candidate), changes, started)
 
     return through_restart(release, tell)
 
@@ -199,10 +198,9 @@ def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
 
 
 def _result(
-    candidate: _Candidate, released: _Released, changes: list[str] | None, seconds: float
+    candidate: _Candidate, released: _Released, changes: list[str] | None, started: float
 ) -> dg.MaterializeResult:
-    version = released.version
-    champion = candidate.registry.champion(version.name)
+    version, champion = released.version, candidate.registry.champion(released.version.name)
     is_champion = champion is not None and champion.number == version.number  # a person may have moved the alias since
     metadata: dict[str, Any] = {
         "outcome": released.outcome,
@@ -216,7 +214,7 @@ def _result(
         "made_from": inputs_table(candidate.derivation),
         "fingerprint": candidate.key,
         "key": candidate.key,
-        "seconds": round(seconds, 3),
+        "seconds": round(time.monotonic() - started, 3),
         "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
     }
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)
