@@ -60,13 +60,13 @@ def environment(hub: Hub, cache: Path, **more: str) -> dict[str, str]:
     return {**kept, **places, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1,localhost", **more}
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def hub() -> Iterator[Hub]:
     with serving() as hub:
         yield hub
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def resident(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Resident]:
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("hf")
     with open(home / "stderr.log", "w") as log:

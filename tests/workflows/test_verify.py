@@ -90,5 +90,5 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
 
 
 def test_nothing_to_verify_is_wrong_use(looking):
-    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(UsageError, match="pedigree run small"):
+    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(UsageError, match=r"pedigree run \S+/small`"):
         verify(looking.pipeline, looking.services, instance, rows=1)

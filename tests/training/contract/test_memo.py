@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.contract import memo as memo_module
-from training.contract.manifest import MANIFEST
+from training.contract.manifest import MANIFEST, Manifest
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Store
 
@@ -134,10 +134,9 @@ def test_of_two_shards_with_one_sequence_the_first_to_be_made_answers(store):
     memo = Memo(store, RULE)
     shards = [add(memo, {key(1): [-1.0 - i / 8]}) for i in range(6)]
     for age, shard in enumerate(shards):
-        manifest = store.folder(memo.kind, shard) / MANIFEST
-        text = manifest.read_text()
-        created = text.split('"created": "')[1][:25]
-        manifest.write_text(text.replace(created, f"2020-01-01T00:00:{age:02}+00:00"))
+        path = store.folder(memo.kind, shard) / MANIFEST
+        aged = Manifest.unseal(path.read_bytes()).model_copy(update={"created": f"2020-01-01T00:00:{age:02}+00:00"})
+        path.write_bytes(aged.sealed())
     assert Memo(store, RULE).lookup(as_array(key(1))).sums_Q[0] == -1.0
 
 
