@@ -1,8 +1,8 @@
-"""What Dagster recorded when an asset was last materialized, and how the artifacts behind that were made."""
+"""What Dagster recorded when an asset was materialized, and how the artifacts behind that were made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import dagster as dg
 
@@ -13,7 +13,7 @@ from training.contract.store import Store
 
 @dataclass(frozen=True)
 class Materialization:
-    """The latest materialization of an asset; all fields are empty where there is none.
+    """A materialization of an asset; all fields are empty where there is none.
 
     `fingerprint` is its data version, `metadata` holds the plain values of what it showed.
     """
@@ -21,6 +21,11 @@ class Materialization:
     fingerprint: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, recorded: dg.AssetMaterialization) -> Self:
+        tags = recorded.tags or {}
+        return cls(tags.get("dagster/data_version"), tags, {name: v.value for name, v in recorded.metadata.items()})
 
     @property
     def key(self) -> str | None:
@@ -41,9 +46,7 @@ def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
     event = instance.get_latest_materialization_event(key)
     if event is None or (recorded := event.asset_materialization) is None:
         return Materialization()
-    tags = recorded.tags or {}
-    metadata = {name: value.value for name, value in recorded.metadata.items()}
-    return Materialization(tags.get("dagster/data_version"), tags, metadata)
+    return Materialization.of(recorded)
 
 
 def latest_derivation(

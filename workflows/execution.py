@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import dagster as dg
 
 from assets.graph import GPU_POOL, GRAPH
-from assets.materialized import latest
+from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
 from training.contract.errors import PedigreeError, UsageError
@@ -92,18 +92,17 @@ def materialize(
         run_config=_QUIET,
         raise_on_error=False,
     )
-    assets = list(_asset_runs(result, pipeline, instance))
-    shown = {a.asset: latest(instance, pipeline.key(a.asset)).metadata for a in assets if a.outcome != "failed"}
-    evaluated = {a.asset: a.fingerprint for a in assets if a.outcome != "failed"}.get("evaluation")
+    done = _materialized(result)
+    evaluated = done.get("evaluation", Materialization()).fingerprint
     details = services.store.open("evaluation", evaluated).details if evaluated else {}
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=result.run_id,
         succeeded=result.success,
-        assets=assets,
+        assets=list(_asset_runs(result, done, pipeline, instance)),
         metrics=details.get("metrics", {}),
-        mlflow_run_id=shown.get("policy", {}).get("mlflow_run_id"),
-        model_version=shown.get("released_model", {}).get("model_version"),
+        mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
+        model_version=done.get("released_model", Materialization()).metadata.get("model_version"),
         samples=details.get("samples", []),
     )
 
@@ -150,20 +149,27 @@ def wait_for_pools(pools: set[str], instance: dg.DagsterInstance, home: Path) ->
             info = instance.event_log_storage.get_concurrency_info(pool)
 
 
+def _materialized(result: dg.ExecuteInProcessResult) -> dict[str, Materialization]:
+    """What this run recorded, by asset: another run of the recipe may have recorded something since."""
+    events = result.get_asset_materialization_events()
+    recorded = [event.step_materialization_data.materialization for event in events]
+    return {each.asset_key.path[-1]: Materialization.of(each) for each in recorded}
+
+
 def _asset_runs(
-    result: dg.ExecuteInProcessResult, pipeline: Pipeline, instance: dg.DagsterInstance
+    result: dg.ExecuteInProcessResult,
+    done: Mapping[str, Materialization],
+    pipeline: Pipeline,
+    instance: dg.DagsterInstance,
 ) -> Iterator[AssetRun]:
-    done = {
-        event.asset_key.path[-1] for event in result.get_asset_materialization_events() if event.asset_key is not None
-    }
     failures = {step: event for event in result.filter_events(lambda e: e.is_step_failure) if (step := event.step_key)}
     for asset in GRAPH:
         failure = failures.get(pipeline.key(asset).to_python_identifier())
-        found = latest(instance, pipeline.key(asset))
         if failure is not None:
-            yield AssetRun(asset, "failed", found.fingerprint, 0.0, _reason(failure))
-        elif asset in done:
-            yield AssetRun(asset, found.metadata["outcome"], found.fingerprint, found.metadata["seconds"])
+            before = latest(instance, pipeline.key(asset))
+            yield AssetRun(asset, "failed", before.fingerprint, 0.0, _reason(failure))
+        elif (made := done.get(asset)) is not None:
+            yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
 
 
 def _reason(failure: dg.DagsterEvent) -> str:

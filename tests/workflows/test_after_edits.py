@@ -19,6 +19,7 @@ from tests.workflows.edits import World, data_lines, field, fields, retokenizer
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
 from training.contract.errors import UsageError
+from training.contract.events import Event
 from training.contract.fingerprint import short
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
@@ -63,6 +64,21 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     )
     version = max(ground.services.registry.versions(), key=lambda version: version.number)
     assert {name: version.tags[f"pedigree.{name}"] for name in now} == now
+
+
+def test_a_report_is_of_its_own_run(ground: Ground, world: World):
+    """While the evaluation is computed, another run records every asset as computed."""
+    field("evaluation.max_new_tokens", 3)(world)
+    heard: list[str] = []
+
+    def meanwhile(event: Event) -> None:
+        if event.get("asset") == "evaluation" and not heard:
+            ground.restore("plain")
+            heard.append(event["event"])
+
+    report = materialize(load_recipe(world.folder), replace(ground.services, listener=meanwhile), ground.instance)
+    outcomes = {asset.asset: asset.outcome for asset in report.assets}
+    assert heard and outcomes["policy"] == "reused" and outcomes["evaluation"] == "computed"
 
 
 def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world: World):
