@@ -12,8 +12,8 @@ import pytest
 from assets.graph import GRAPH
 from assets.realize import record
 from model_registry.registry import ROLLED_BACK_TAG
-from training.contract.job import Job
-from training.contract.manifest import Derivation
+from training.contract.job import Input, Job
+from training.contract.manifest import Derivation, Source
 from training.contract.memo import Memo
 from training.contract.removal import holding
 from workflows.execution import materialize
@@ -29,9 +29,9 @@ def named(looking, kind, delete=False):
     return [item.fingerprint for item in found.garbage if item.kind == kind]
 
 
-def publish(looking, text):
+def publish(looking, text, **inputs):
     """An artifact that nobody refers to."""
-    how = Derivation(kind="training_spec", code_version="1", inputs={}, settings={"text": text})
+    how = Derivation(kind="training_spec", code_version="1", inputs=inputs, settings={"text": text})
     return record(looking.services, how, f"{len(text):064x}", {"spec.json": text}).artifact
 
 
@@ -85,6 +85,24 @@ def test_a_job_in_progress_and_one_to_be_taken_up_keep_their_folders(looking):
         assert named(looking, "staging") == []
     assert running.folder.name in named(looking, "job")
     assert named(looking, "staging") == sorted(folder.name for folder in staging)
+
+
+def test_what_a_job_in_progress_reads_stays_with_what_that_was_made_from(looking):
+    below = publish(looking, "below")
+    read = publish(looking, "read", training_spec=Source(kind="training_spec", fingerprint=below.fingerprint))
+    job = job_of(looking, "policy")
+    spec = Input(kind="training_spec", fingerprint=read.fingerprint, folder=read.folder)
+    job = job.model_copy(update={"inputs": {**job.inputs, "training_spec": spec}})
+    job.write()
+    with holding([looking.services.store.lock_file(job.artifact, job.derivation.key)]):
+        assert named(looking, "training_spec", delete=True) == []
+    assert named(looking, "training_spec") == sorted([below.fingerprint, read.fingerprint])
+
+
+def test_checkpoints_of_a_job_that_has_published_go(looking):
+    job = job_of(looking, "policy")
+    (job.checkpoints / "key" / "step-00000004").mkdir(parents=True)
+    assert job.folder.name in named(looking, "job", delete=True) and not job.folder.exists()
 
 
 def test_what_came_into_use_since_it_was_named_stays(looking):
