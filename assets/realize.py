@@ -24,7 +24,7 @@ from assets.pipeline import Listener, Pipeline, Services, ignore
 from assets.process import sign
 from assets.step import Step
 from assets.world import Found
-from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.events import Event
 from training.contract.fingerprint import short
 from training.contract.job import Input, Job, JobKind
@@ -124,14 +124,22 @@ def record(
 
 
 def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:
-    """What the store has for `derivation`. A corrupt artifact that can be made again is set aside, with a warning."""
+    """What the store has for `derivation`. A corrupt artifact that can be made again is set aside, with a warning.
+
+    A corrupt record is no reason to train again for hours: the manifest says the same.
+    """
+    store, kind, key = services.store, derivation.kind, derivation.key
     try:
-        return services.store.find(derivation.kind, derivation.key)
+        return store.find(kind, key)
+    except CorruptRecord as error:
+        log.warning(f"{error}. Set aside in {store.mend_record(kind, key)}; the manifest of its artifact is believed.")
+        return find_sound(services, derivation, log)
     except CorruptArtifact as error:
         if is_irreplaceable(derivation):
             raise
-        place = services.store.set_aside_key(derivation.kind, derivation.key)
-        log.warning(f"{error}. Set aside in {place}; it is made again.")
+        made = store.record(kind, key)
+        assert made is not None, f"{kind} {key} was never made"
+        log.warning(f"{error}. Set aside in {store.set_aside(kind, made.fingerprint)}; it is made again.")
         return None
 
 

@@ -28,7 +28,7 @@ from assets.realize import is_irreplaceable
 from assets.release import is_decided
 from assets.world import ROOTS, Found, hash_cache, look
 from model_registry.connection import brief_patience
-from training.contract.errors import CorruptArtifact, RegistryError
+from training.contract.errors import CorruptArtifact, CorruptRecord, RegistryError
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation, read_manifest
@@ -125,19 +125,17 @@ def _look_up(
         return Outcome(how, how.key, settings)
     try:
         artifact = services.store.find(how.kind, how.key, cache=cache)
+    except CorruptRecord:
+        return Outcome(how, None, settings, found, CORRUPT_RECORD)
     except CorruptArtifact as error:
         return Outcome(how, None, settings, found, _fault(services.store, how, error))
     return Outcome(how, None if artifact is None else artifact.fingerprint, settings, found)
 
 
 def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
-    try:
-        record = store.record(how.kind, how.key)
-    except CorruptArtifact:
-        text = CORRUPT_RECORD
-    else:
-        assert record is not None, "what was never made cannot be corrupt"
-        text = corrupt_file(store, how.kind, record.fingerprint, error)
+    record = store.record(how.kind, how.key)
+    assert record is not None, "what was never made cannot be corrupt"
+    text = corrupt_file(store, how.kind, record.fingerprint, error)
     return f"{text}; it is refused until it is moved away" if is_irreplaceable(how) else text
 
 
@@ -192,11 +190,11 @@ class _Judge:
             return
         try:
             yield from self._compared(asset, recorded)
-        except CorruptArtifact:
+        except CorruptRecord:
             yield asset, CORRUPT_RECORD
 
     def _compared(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
-        """How what was materialized differs from what a run would give. Raises CorruptArtifact for a corrupt record."""
+        """How what was materialized differs from what a run would give. Raises CorruptRecord."""
         outcome = self._outcomes[asset]
         if outcome.found is not None and not self._is_lost(asset, recorded.key):
             yield from ((asset, words) for words in changes_since(self._store, recorded.key, outcome.found))

@@ -19,7 +19,7 @@ from assets.pipeline import Pipeline, Services
 from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
 from assets.world import look
-from training.contract.errors import CorruptArtifact, PedigreeError, StoreError, UsageError
+from training.contract.errors import CorruptArtifact, CorruptRecord, PedigreeError, StoreError, UsageError
 from training.contract.fingerprint import short
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
@@ -115,7 +115,7 @@ class _Verifier:
     def _record_fault(self, asset: str, key: str | None) -> str | None:
         try:
             return None if key and self._services.store.record(asset, key) else NO_RECORD
-        except CorruptArtifact:
+        except CorruptRecord:
             return CORRUPT_RECORD
 
     def _outside_fault(self, asset: str, fingerprint: str, key: str | None) -> str | None:

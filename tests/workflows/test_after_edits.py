@@ -12,13 +12,15 @@ from mlflow import MlflowClient
 
 from assets.graph import GRAPH
 from assets.materialized import latest
+from assets.pipeline import Pipeline
+from assets.realize import Work, describe_job
 from assets.world import look
 from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.edits import World, data_lines, field, fields, retokenizer
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
-from training.contract.errors import UsageError
+from training.contract.errors import StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
 from workflows.execution import materialize
@@ -26,6 +28,7 @@ from workflows.inspection import inspect_row
 from workflows.lineage import AssetStatus, status
 from workflows.plan import plan
 from workflows.recipes import LoadedRecipe, load_recipe
+from workflows.verify import verify
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +69,10 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     assert {name: version.tags[f"pedigree.{name}"] for name in now} == now
 
 
+def causes(pipeline: Pipeline, ground: Ground) -> dict[str, tuple[str, ...]]:
+    return {asset.asset: asset.causes for asset in status(pipeline, ground.services, ground.instance)}
+
+
 def test_a_report_is_of_its_own_run(ground: Ground, world: World):
     """While the evaluation is computed, another run records every asset as computed."""
     field("evaluation.max_new_tokens", 3)(world)
@@ -86,6 +93,9 @@ def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world
     assert inspect_row(pipeline, ground.services, ground.instance, HELD_OUT).chosen.policy_logprob is not None
     data_lines(edits.reword(HELD_OUT))(world)
     pipeline = run(ground, world, "tokenized_pairs").pipeline
+    old, now = ground.fingerprints["plain"]["tokenized_pairs"], latest(ground.instance, pipeline.key("tokenized_pairs"))
+    words = f"it was made from tokenized_pairs {short(old)}, which is {short(now.fingerprint)} now"
+    assert causes(pipeline, ground)["reference_logprobs"] == (words,)
     found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
     assert (found.split, found.chosen.policy_logprob, found.rejected.policy_logprob) == ("validation", None, None)
     with pytest.raises(UsageError, match="reference_logprobs is of other pairs than plain/tokenized_pairs"):
@@ -108,7 +118,7 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     field("automation.on_change", False)(world)
     registry, name = ground.services.registry, "plain"
     first, weights = registry.champion(name), ground.fingerprints["plain"]["policy"]
-    found = {a.asset: a.causes for a in status(load_recipe(world.folder).pipeline, ground.services, ground.instance)}
+    found = causes(load_recipe(world.folder).pipeline, ground)
     assert f"champion absent -> {short(weights)}" in found["training_spec"]
     pipeline = run(ground, world).pipeline
     made = ground.services.store.open("policy", latest(ground.instance, pipeline.key("policy")).fingerprint or "")
@@ -116,8 +126,7 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(made.details["series"]["rewards/margins"][0]) > 1e-4
     registry.set_alias(name, "champion", registry.find_version(name, {"pedigree.policy": made.fingerprint}).number)
-    after = {a.asset: a.causes for a in status(pipeline, ground.services, ground.instance)}
-    assert after["training_spec"] == (f"champion {short(weights)} -> {short(made.fingerprint)}",)
+    assert causes(pipeline, ground)["training_spec"] == (f"champion {short(weights)} -> {short(made.fingerprint)}",)
     registry.set_alias(name, "champion", first.number)
     assert {a.state for a in status(pipeline, ground.services, ground.instance)} == {"fresh"}
 
@@ -150,23 +159,48 @@ def test_before_there_is_a_champion_a_policy_starts_from_the_reference(ground: G
 
 
 def test_whatever_is_corrupt_and_no_model_is_made_again(ground: Ground, world: World):
-    """A bit of every artifact but the policy, sources, specs and the pointer to the base model included, and of a record."""
+    """A bit of every artifact but the policy, sources, specs and the pointer to the base model included, and of two records.
+
+    That of the policy is no reason to train it again: its manifest says the same.
+    """
     store, before = ground.services.store, ground.fingerprints["plain"]
     pipeline = load_recipe(world.folder).pipeline
     for asset in (name for name in GRAPH if name not in ("policy", "released_model")):
         manifest = store.open(asset, before[asset]).manifest
         flip(store.folder(asset, before[asset]) / next(iter(manifest.files)))
-    key = latest(ground.instance, pipeline.key("evaluation")).key
-    flip(store.root / "keys" / "evaluation" / f"{key}.json")
-    found = {a.asset: a.causes for a in status(pipeline, ground.services, ground.instance)}
+    for asset in ("evaluation", "policy"):
+        flip(store.root / "keys" / asset / f"{latest(ground.instance, pipeline.key(asset)).key}.json")
+    found = causes(pipeline, ground)
     assert found["raw_preferences"] == ("file preferences.parquet of its artifact is corrupt",)
-    assert found["evaluation"] == ("the record of how it was made is corrupt",)
+    assert found["evaluation"] == found["policy"] == ("the record of how it was made is corrupt",)
     report = materialize(load_recipe(world.folder), ground.services, ground.instance)
     assert report.succeeded, report
     assert {asset.asset: asset.fingerprint for asset in report.assets} == before
     assert [asset.asset for asset in report.assets if asset.outcome == "reused"] == ["policy", "released_model"]
     for asset in GRAPH.keys() - {"released_model"}:
         store.open(asset, before[asset])
+
+
+def test_a_corrupt_model_is_refused(ground: Ground, world: World):
+    weights = ground.services.store.folder("policy", ground.fingerprints["plain"]["policy"] or "") / "model.safetensors"
+    flip(weights)
+    loaded = load_recipe(world.folder)
+    words = "file model.safetensors of its artifact is corrupt; it is refused until it is moved away"
+    assert causes(loaded.pipeline, ground)["policy"] == (words,)
+    report = materialize(loaded, ground.services, ground.instance)
+    flip(weights)
+    assert [asset.asset for asset in report.assets if asset.outcome == "failed"] == ["policy"]
+    assert f"{weights} has sha256" in str(report.assets[-1].error)
+
+
+def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Ground, world: World):
+    """A person may materialize one asset alone. So nothing is scored by other weights than those it is recorded with."""
+    pipeline, store = load_recipe(world.folder).pipeline, ground.services.store
+    pointer = store.open("reference_model", ground.fingerprints["plain"]["reference_model"] or "")
+    edits.flip_a_bit(world)
+    told = f"but reference_model was materialized from {short(pointer.fingerprint)}; materialize plain/base_model and"
+    with pytest.raises(StoreError, match=told):
+        describe_job(pipeline, ground.services, "reference_logprobs", Work("reference", {}), {"reference_model": pointer})
 
 
 def flip(path: Path) -> None:
@@ -198,3 +232,5 @@ def test_a_version_that_is_gone_is_told_by_status_and_by_plan(ground: Ground, wo
     assert {asset.state for asset in found[:-1]} == {"fresh"}
     planned = plan(loaded.pipeline, ground.services, ground.instance)[-1]
     assert (planned.asset, planned.action, planned.causes) == ("released_model", "compute", words)
+    fault = verify(loaded.pipeline, ground.services, ground.instance, rows=0).artifacts[-1].fault
+    assert fault == "there is no version of plain for it in the registry any more"

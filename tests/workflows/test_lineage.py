@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
@@ -166,6 +167,25 @@ def test_supervised_tuning_switched_on(looking):
     edit(looking, {**ATTRIBUTES, "reference": {"model": "./base", "sft": {"epochs": 1}}})
     causes = stale(looking)["reference_model"]
     assert "epochs absent -> 1" in causes and "tokenized_pairs is an input now" in causes
+
+
+@pytest.mark.parametrize("asset", ["tokenization_spec", "raw_preferences"])
+def test_another_version_of_an_algorithm(looking, monkeypatch, asset):
+    monkeypatch.setitem(GRAPH, asset, replace(GRAPH[asset], version="2"))
+    found = stale(looking)
+    assert (found[asset], found["tokenized_pairs"]) == (["code version 1 -> 2"], [f"{asset}: code version 1 -> 2"])
+
+
+def test_an_input_that_is_none_any_more(looking, monkeypatch):
+    needs = tuple(name for name in GRAPH["evaluation"].needs if name != "reference_model")
+    monkeypatch.setitem(GRAPH, "evaluation", replace(GRAPH["evaluation"], needs=needs))
+    words = "reference_model is no input any more"
+    assert stale(looking) == {"evaluation": [words], "released_model": [f"evaluation: {words}"]}
+
+
+def test_a_demand_of_the_gate(looking):
+    edit(looking, {**ATTRIBUTES, "release": {"model_name": "small", "gate": {"min_accuracy": 0.25}}})
+    assert stale(looking) == {"released_model": ["gate.min_accuracy null -> 0.25"]}
 
 
 def test_what_the_store_lost_and_what_it_has_corrupt(materialized, small_recipe, tmp_path):

@@ -32,6 +32,15 @@ def test_another_beta_trains_and_scores_nothing(looking):
     assert words.startswith("would train 12 steps, evaluate, decide on the release; reuses ")
 
 
+def test_in_another_dtype_every_sequence_is_scored_again_and_every_epoch_trained(looking):
+    training = {**ATTRIBUTES["training"], "max_steps": None, "epochs": 3}
+    edit(looking, {**ATTRIBUTES, "reference": {"model": "./base", "dtype": "bfloat16"}, "training": training})
+    assets, _ = planned(looking)
+    assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS, "missing": 2 * PAIRS}
+    work = assets["policy"].work
+    assert work["pairs"] < PAIRS and work["steps"] == 3 * -(-work["pairs"] // 16)
+
+
 def test_new_rows_are_counted_as_they_will_be_scored(looking):
     """Three rows more: one repeats a row, one shares a chosen response with a row, one is all new. 3 sequences to score."""
     path = looking.folder / "preferences.jsonl"

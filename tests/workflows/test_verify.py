@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import dagster as dg
 import numpy as np
@@ -58,6 +59,8 @@ def test_what_lies_outside_the_store(looking):
 def test_flipped_bits_and_lost_files(looking, materialized):
     flip(folder_of(looking, materialized, "policy") / "model.safetensors")
     (folder_of(looking, materialized, "evaluation") / "report.html").unlink()
+    flip(folder_of(looking, materialized, "evaluation_spec") / "manifest.json")
+    shutil.rmtree(folder_of(looking, materialized, "training_spec"))
     flip(next((looking.home / "store" / "memo").glob("*/*/*.safetensors")))
     record = looking.home / "store" / "keys" / "raw_preferences"
     flip(next(record.iterdir()))
@@ -67,6 +70,8 @@ def test_flipped_bits_and_lost_files(looking, materialized):
     assert found["tokenized_pairs"] == "the record of how it was made is no longer in the store"
     assert found["policy"] == "file model.safetensors of its artifact is corrupt"
     assert found["evaluation"] == "file report.html of its artifact is corrupt"
+    assert found["evaluation_spec"] == "the manifest of its artifact is corrupt"
+    assert found["training_spec"] == "its files are no longer in the store"
     assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file ")
 
 

@@ -9,6 +9,7 @@
     ├── HubError                  a repository of the Hugging Face hub that cannot be had, or is not what the hub promised
     ├── StoreError                an artifact that cannot be written or published
     │   └── CorruptArtifact       an artifact whose bytes are not those its manifest promises
+    │       └── CorruptRecord     not its bytes but the record of how it was made, which a run can often write again
     ├── TrainingError             a run that must not go on: step-0 proof failed, non-finite loss or gradient
     ├── NodesError                nodes.yaml, or one of the machines it lists, that cannot be used
     ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
@@ -52,6 +53,10 @@ class StoreError(PedigreeError):
 
 
 class CorruptArtifact(StoreError):
+    pass
+
+
+class CorruptRecord(CorruptArtifact):
     pass
 
 

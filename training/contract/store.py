@@ -18,6 +18,7 @@ staging folder whose lock nobody holds; the next process that stages something r
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -37,7 +38,7 @@ from training.contract.durable import (
     write_durably,
     write_error,
 )
-from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import (
@@ -150,16 +151,20 @@ class Store:
         os.rename(self.folder(kind, fingerprint), place / fingerprint)
         return place / fingerprint
 
-    def set_aside_key(self, kind: str, key: str) -> Path:
-        """`set_aside` for the artifact that the derivation `key` gave, or for its record where that cannot be read."""
-        try:
-            record = self._read_record(kind, key)
-        except CorruptArtifact:
-            place = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
-            os.rename(self._record(kind, key), place)
-            return place
-        assert record is not None, f"{kind} {key} was never made"
-        return self.set_aside(kind, record.fingerprint)
+    def mend_record(self, kind: str, key: str) -> Path:
+        """Replace the corrupt record of `key` by what the manifest of its artifact says; gives the place of the corrupt one.
+
+        There is none afterwards if no manifest names `key`: it names the first of the ways that led to its contents.
+        """
+        place = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
+        shutil.copyfile(self._record(kind, key), place)
+        made_so = [manifest for manifest in self._manifests(kind) if manifest.made_from.key == key]
+        if made_so:
+            known = max(made_so, key=lambda manifest: manifest.created)
+            self._write_record(known.made_from, Made(known.fingerprint, known.details))
+        else:
+            self._record(kind, key).unlink()
+        return place
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
@@ -210,9 +215,7 @@ class Store:
             with contextlib.suppress(FileExistsError):  # another process published the same contents meanwhile
                 rename_new(staging, target)
             sync_folder(target.parent)
-        record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
-        with self.staging() as scratch:
-            write_durably(self._record(kind, derivation.key), record.sealed(), scratch)
+        self._write_record(derivation, made)
         return replace(self.open(kind, made.fingerprint, hashes=False), derivation=derivation, details=made.details)
 
     @contextlib.contextmanager
@@ -242,10 +245,21 @@ class Store:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise CorruptArtifact(f"{path} is not the record of a derivation ({error}); remove it") from error
+            raise CorruptRecord(f"{path} is not the record of a derivation ({error}); a run mends it") from error
         if record.derivation.key != key:
-            raise CorruptArtifact(f"{path} is the record of {short(record.derivation.key)}, not of its name; remove it")
+            raise CorruptRecord(f"{path} is the record of {short(record.derivation.key)}, not of its name; a run mends it")
         return record
+
+    def _write_record(self, derivation: Derivation, made: Made) -> None:
+        record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
+        with self.staging() as scratch:
+            write_durably(self._record(derivation.kind, derivation.key), record.sealed(), scratch)
+
+    def _manifests(self, kind: str) -> Iterator[Manifest]:
+        """Every manifest of `kind` that can be read."""
+        for fingerprint in self.fingerprints(kind):
+            with contextlib.suppress(CorruptArtifact):
+                yield read_manifest(self.folder(kind, fingerprint))
 
     def _record(self, kind: str, key: str) -> Path:
         return self.root / "keys" / kind / f"{key}.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from training.contract.durable import write_durably
-from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.manifest import MANIFEST, Derivation
 from training.contract.store import Artifact, Made, Store
 
@@ -56,6 +56,7 @@ def test_what_was_never_made_is_not_found(store):
 def test_two_ways_to_one_content_share_its_files_and_keep_their_own_details(store):
     first, second = publish(store, version="1", way="first"), publish(store, version="2", way="second")
     assert first.folder == second.folder
+    assert (second.details, second.derivation) == ({"way": "second"}, derivation("2"))
     assert store.find(KIND, derivation("1").key).details == {"way": "first"}
     assert store.find(KIND, derivation("2").key).details == {"way": "second"}
     assert store.find(KIND, derivation("2").key).derivation.code_version == "2"
@@ -77,9 +78,10 @@ def test_a_flipped_bit_is_seen_on_open(store):
 
 def test_an_artifact_in_anothers_place_is_refused(store):
     folder = publish(store).folder
-    shutil.copytree(folder, store.folder(KIND, "e" * 64))
-    with pytest.raises(CorruptArtifact, match="expected policy eeeeeeeeeeee"):
-        store.open(KIND, "e" * 64)
+    for kind, fingerprint in ((KIND, "e" * 64), ("merged", FINGERPRINT)):
+        shutil.copytree(folder, store.folder(kind, fingerprint))
+        with pytest.raises(CorruptArtifact, match=f"expected {kind} {fingerprint[:12]}"):
+            store.open(kind, fingerprint)
 
 
 def test_a_link_is_not_published(store):
@@ -129,18 +131,20 @@ def test_a_record_of_another_form_is_refused_by_name(store, content):
         store.find(KIND, derivation().key)
 
 
-def test_a_record_that_is_not_what_was_written_is_refused_and_set_aside(store):
-    """A figure of its details, and the record of another derivation under its name."""
-    publish(store, version="0", accuracy=0.25)
-    publish(store, accuracy=0.25)
-    record = store.root / "keys" / KIND / f"{derivation().key}.json"
-    for content in (record.read_bytes().replace(b"0.25", b"0.75"), record.with_stem(derivation("0").key).read_bytes()):
+@pytest.mark.parametrize(("version", "mended"), [("1", True), ("2", False)])
+def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, version, mended):
+    """A figure of its details, and the record of another derivation under its name; the manifest names the first way only."""
+    for way in ("1", "2"):
+        publish(store, version=way, accuracy=0.25)
+    first, second = (store.root / "keys" / KIND / f"{derivation(way).key}.json" for way in ("1", "2"))
+    record, other = (first, second) if mended else (second, first)
+    whole = record.read_bytes()
+    for content in (whole.replace(b"0.25", b"0.75"), other.read_bytes()):
         record.write_bytes(content)
-        with pytest.raises(CorruptArtifact, match=record.name):
-            store.find(KIND, derivation().key)
-        aside = store.set_aside_key(KIND, derivation().key)
-        assert aside.read_bytes() == content and store.find(KIND, derivation().key) is None
-    assert publish(store, accuracy=0.25).details == store.find(KIND, derivation().key).details
+        with pytest.raises(CorruptRecord, match=record.name):
+            store.find(KIND, record.stem)
+        assert store.mend_record(KIND, record.stem).read_bytes() == content
+        assert record.exists() == mended and (not mended or record.read_bytes() == whole)
 
 
 def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch):
