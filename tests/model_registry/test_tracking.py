@@ -1,7 +1,10 @@
 """Events of a job in a real SQLite database of MLflow: complete, once each, whatever is resumed, repeated or broken."""
 
 import os
+import sqlite3
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -92,8 +95,30 @@ def test_a_resumed_training_continues_its_run(tracker: Tracker, client: MlflowCl
 def test_a_rewound_events_file_adds_no_step_twice(tracker: Tracker, client: MlflowClient):
     with tracker.run(**ABOUT) as run:
         run.replay([step(1), step(2), step(3)])
-        run.replay([step(1), step(2, loss=7.0, at=3000.0), step(4)])
+        run.replay([step(1), step(2, loss=7.0, at=3000.0), step(4), step(4, loss=7.0)])
     assert history(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+
+
+@contextmanager
+def refusing(table: str, uri: str) -> Iterator[None]:
+    """The database takes nothing more into `table`, as if its disk were full."""
+    with closing(sqlite3.connect(uri.removeprefix("sqlite:///"))) as database:
+        database.execute(f"CREATE TRIGGER away BEFORE INSERT ON {table} BEGIN SELECT RAISE(ABORT, 'away'); END")
+        yield
+        database.execute("DROP TRIGGER away")
+
+
+def test_what_an_outage_kept_away_is_delivered_when_it_is_over(tracker: Tracker, client: MlflowClient, uri: str):
+    """Once when the run is there and is to be described, and once while it is fed."""
+    with ExitStack() as stack:
+        with refusing("params", uri):
+            run = stack.enter_context(tracker.run(**ABOUT))
+        assert run.replay([step(1)])
+        with refusing("metrics", uri):
+            assert not run.replay([step(2), step(3)])
+        assert run.replay([step(4)])
+    assert history(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+    assert len(client.get_run(run.run_id).data.params) == 2
 
 
 def test_a_failure_of_the_job_is_the_state_of_the_run_and_goes_on_its_way(tracker: Tracker, client: MlflowClient):
