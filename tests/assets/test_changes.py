@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from assets.changes import changes_since
 from assets.graph import derivation
 from assets.locate import LocatedData, LocatedSource
@@ -32,18 +34,20 @@ def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):
     ]
 
 
-def test_files_of_one_name_and_their_order(tmp_path):
+@pytest.mark.parametrize("apart", [False, True], ids=["one source", "a source each"])
+def test_files_of_one_name_and_their_order(tmp_path, apart):
     """Of files with one name each further one has a number; the order decides which rows come first."""
     services = services_in(tmp_path)
 
     def found(*files: tuple[str, str]) -> FoundData:
         identity = [{"name": name, "bytes": 1, "sha256": digit * 64} for name, digit in files]
-        located = LocatedData([LocatedSource({"hub": None}, identity, [])])
+        sources = [[entry] for entry in identity] if apart else [identity]
+        located = LocatedData([LocatedSource({"hub": None}, source, []) for source in sources])
         how = derivation("preference_source", {}, {"sources": located.identity})
         return FoundData(how, located.fingerprint, {"sources.json": located.identity}, located)
 
     old, other = found(("a.jsonl", "1"), ("b.jsonl", "2")), found(("b.jsonl", "2"), ("a.jsonl", "1"))
-    record(services, old.derivation, old.located.fingerprint, old.files, dict)
+    record(services, old.derivation, old.located.fingerprint, old.files)
     assert old.fingerprint != other.fingerprint
     assert changes_since(services.store, old.derivation.key, other) == ["the order of the files changed"]
     more = found(("a.jsonl", "1"), ("b.jsonl", "2"), ("a.jsonl", "3"))

@@ -211,7 +211,9 @@ def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Groun
     edits.flip_a_bit(world)
     told = f"but reference_model was materialized from {short(pointer.fingerprint)}; materialize plain/base_model and"
     with pytest.raises(StoreError, match=told):
-        describe_job(pipeline, ground.services, "reference_logprobs", Work("reference", {}), {"reference_model": pointer})
+        describe_job(
+            pipeline, ground.services, "reference_logprobs", Work("reference", {}), {"reference_model": pointer}
+        )
 
 
 def flip(path: Path) -> None:

@@ -247,7 +247,9 @@ class Store:
         except ValueError as error:
             raise CorruptRecord(f"{path} is not the record of a derivation ({error}); a run mends it") from error
         if record.derivation.key != key:
-            raise CorruptRecord(f"{path} is the record of {short(record.derivation.key)}, not of its name; a run mends it")
+            raise CorruptRecord(
+                f"{path} is the record of {short(record.derivation.key)}, not of its name; a run mends it"
+            )
         return record
 
     def _write_record(self, derivation: Derivation, made: Made) -> None:

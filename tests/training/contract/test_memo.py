@@ -130,7 +130,7 @@ def test_it_is_a_dictionary(tmp_path_factory, shards, asked):
 
 
 def test_of_two_shards_with_one_sequence_the_first_to_be_made_answers(store):
-    """So that a table made again holds the same bits; whichever fingerprint is the smallest, and however many rows there are."""
+    """So that a table made again holds the same bits; whichever fingerprint is the smallest, however many the rows."""
     memo, keys = Memo(store, RULE), [key(n) for n in range(40)]
     shards = [add(memo, {k: [-1.0 - i / 8] for k in keys}) for i in range(6)]
     for age, shard in enumerate(shards):
