@@ -8,6 +8,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import dagster as dg
 import psutil
 import pytest
 
@@ -88,7 +89,7 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
 
 
 def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_policy, materialized):
-    """The losses of the resumed run are those of the run that was never disturbed, bit for bit."""
+    """The losses of the resumed run are those of the run that was never disturbed, bit for bit. Nothing counts as running."""
     home, (undisturbed, report) = without_policy, materialized
     process = subprocess.Popen(
         [PEDIGREE, "run", str(small_recipe), "--json"],
@@ -100,6 +101,8 @@ def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_poli
     process.kill()
     process.wait(60)
     again = home.run(str(small_recipe))
+    with dg.DagsterInstance.from_config(str(home.path / "dagster")) as instance:
+        assert [run.status.value for run in instance.get_runs()] == ["SUCCESS", "FAILURE", "SUCCESS"]
     assert [steps_of(home, again)] == [steps_of(undisturbed, report)]
     assert fingerprint(again, "policy") == fingerprint(report, "policy")
 

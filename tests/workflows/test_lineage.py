@@ -205,6 +205,9 @@ def test_what_the_store_lost_and_what_it_has_corrupt(materialized, small_recipe,
     with dg.DagsterInstance.from_config(str(found.home / "dagster")) as instance:
         found.instance = instance
         causes = stale(found)
+        shutil.rmtree(found.home / "store" / "tokenization_spec" / fingerprints["tokenization_spec"])
+        later = stale(found)
+    assert later["tokenization_spec"] == ["its files are no longer in the store"]
     assert causes["reference_logprobs"] == ["its files are no longer in the store"]
     assert causes["released_model"] == ["reference_logprobs: its files are no longer in the store"]
     assert "raw_preferences" not in causes
