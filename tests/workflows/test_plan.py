@@ -6,13 +6,18 @@ import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PAIRS, edit
 from training.contract.job import Job
+from workflows.lineage import outlook
 from workflows.plan import plan, sentence
 
 pytestmark = pytest.mark.slow
 
 
 def planned(looking):
+    """The plan; what it calls reused is in the store or, a release, in the registry: a run will find it."""
     found = plan(looking.pipeline, looking.services, looking.instance)
+    store, foreseen = looking.services.store, outlook(looking.pipeline, looking.services)
+    for name in (asset.asset for asset in found if asset.action == "reuse" and asset.asset != "released_model"):
+        assert foreseen[name].fingerprint in store.fingerprints(name)
     return {asset.asset: asset for asset in found}, sentence(found)
 
 

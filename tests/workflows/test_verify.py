@@ -13,7 +13,7 @@ from tests.workflows.homes import Home
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
-from workflows.verify import verify
+from workflows.verify import agrees, verify
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +92,16 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
     [row] = [r for r in found["rescored"] if r["row"] == 0]
     assert row["chosen"]["stored"] - row["chosen"]["live"] == pytest.approx(0.5, abs=1e-3)
     assert row["rejected"]["stored"] == pytest.approx(row["rejected"]["live"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "agree"),
+    [(0.125, -0.125, True), (0.25, 0, False), (0, -0.25, False), (math.nan, 0, False), (0, math.nan, False)],
+)
+def test_a_row_agrees_where_both_sides_do(chosen, rejected, agree):
+    sides = {"chosen": chosen, "rejected": rejected}
+    row = {side: {"stored": -5.0, "live": -5.0 + off, "allowed": 0.125} for side, off in sides.items()}
+    assert agrees(row) == agree
 
 
 def test_nothing_to_verify_is_wrong_use(looking):

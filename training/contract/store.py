@@ -130,19 +130,30 @@ class Store:
 
     def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None:
         """What the derivation `key` gave, verified; None if it was never made. Raises CorruptArtifact."""
-        record = self._read_record(kind, key)
+        record = self.record(kind, key)
         if record is None or not (self.folder(kind, record.fingerprint) / MANIFEST).is_file():
             return None
         artifact = self.open(kind, record.fingerprint, hashes, cache)
         return replace(artifact, derivation=record.derivation, details=record.details)
 
-    def record(self, kind: str, key: str) -> "Record | None":
-        """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptArtifact."""
-        return self._read_record(kind, key)
+    def record(self, kind: str, key: str) -> Record | None:
+        """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptRecord."""
+        path = self._record(kind, key)
+        try:
+            record = Record.unseal(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CorruptRecord(f"{path} is not the record of a derivation ({error}); a run mends it") from error
+        if record.derivation.key != key:
+            raise CorruptRecord(
+                f"{path} is the record of {short(record.derivation.key)}, not of its name; a run mends it"
+            )
+        return record
 
     def derivation(self, kind: str, key: str) -> Derivation | None:
-        """How the artifact of `key` was made; None if it never was. Raises CorruptArtifact."""
-        record = self._read_record(kind, key)
+        """How the artifact of `key` was made; None if it never was. Raises CorruptRecord."""
+        record = self.record(kind, key)
         return None if record is None else record.derivation
 
     def set_aside(self, kind: str, fingerprint: str) -> Path:
@@ -237,20 +248,6 @@ class Store:
                 self.set_aside(kind, fingerprint)
             return False
         return True
-
-    def _read_record(self, kind: str, key: str) -> "Record | None":
-        path = self._record(kind, key)
-        try:
-            record = Record.unseal(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise CorruptRecord(f"{path} is not the record of a derivation ({error}); a run mends it") from error
-        if record.derivation.key != key:
-            raise CorruptRecord(
-                f"{path} is the record of {short(record.derivation.key)}, not of its name; a run mends it"
-            )
-        return record
 
     def _write_record(self, derivation: Derivation, made: Made) -> None:
         record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
