@@ -21,7 +21,7 @@ from tests.workflows import edits
 from tests.workflows.edits import World, data_lines, field, fields, retokenizer
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
-from training.contract.errors import StoreError, UsageError
+from training.contract.errors import CorruptArtifact, StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
 from workflows.execution import materialize
@@ -199,6 +199,8 @@ def test_a_corrupt_model_is_refused(ground: Ground, world: World):
     words = "file model.safetensors of its artifact is corrupt; it is refused until it is moved away"
     assert causes(loaded.pipeline, ground)["policy"] == (words,)
     report = materialize(loaded, ground.services, ground.instance)
+    with pytest.raises(CorruptArtifact, match=f"{weights} has sha256"):
+        materialize_alone("evaluation", loaded, ground)
     flip(weights)
     assert [asset.asset for asset in report.assets if asset.outcome == "failed"] == ["policy"]
     assert f"{weights} has sha256" in str(report.assets[-1].error)
@@ -214,6 +216,12 @@ def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Groun
         describe_job(
             pipeline, ground.services, "reference_logprobs", Work("reference", {}), {"reference_model": pointer}
         )
+
+
+def test_two_jobs_of_one_asset_have_folders_of_their_own(ground: Ground, world: World):
+    """Variants run at the same time, and each writes its events there."""
+    pipeline, works = load_recipe(world.folder).pipeline, [Work("policy", {"seed": seed}) for seed in (0, 1)]
+    assert len({describe_job(pipeline, ground.services, "policy", work, {}).folder for work in works}) == 2
 
 
 def flip(path: Path) -> None:
@@ -238,8 +246,10 @@ def test_a_version_that_is_gone_is_told_by_status_and_by_plan(ground: Ground, wo
     registry = ground.services.registry
     version = registry.find_version("plain", {"pedigree.release": key})
     assert version is not None
-    MlflowClient(registry.tracking_uri).delete_model_version("plain", str(version.number))
-    words = ("its version is no longer in the registry",)
+    client, words = MlflowClient(registry.tracking_uri), ("its version is no longer in the registry",)
+    client.delete_model_version_tag("plain", str(version.number), "pedigree.champion")
+    assert causes(loaded.pipeline, ground)["released_model"] == words, "the gate has not decided on it"
+    client.delete_model_version("plain", str(version.number))
     found = status(loaded.pipeline, ground.services, ground.instance)
     assert found[-1] == AssetStatus("released_model", "stale", words, key)
     assert {asset.state for asset in found[:-1]} == {"fresh"}
