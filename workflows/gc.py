@@ -12,6 +12,7 @@ The rest goes: other artifacts, folders of ended jobs, abandoned staging, what w
 under the lock of whoever would use it, so what came into use since it was found stays.
 """
 
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,17 +30,12 @@ from assets.materialized import latest
 from assets.pipeline import Services
 from training.contract.errors import CorruptArtifact
 from training.contract.job import Job
+from training.contract.locks import holding, is_held
 from training.contract.manifest import Manifest, Source, read_manifest
 from training.contract.memo import scoring_rule
 from training.contract.recipe import Dtype
-from training.contract.removal import (
-    freed_bytes,
-    holding,
-    is_held,
-    keys_by_fingerprint,
-    remove_artifact,
-    remove_folder,
-)
+from training.contract.removal import freed_bytes, keys_by_fingerprint, remove_artifact
+from training.contract.staging import lock_beside
 from workflows.execution import close_dead_runs
 
 Reference = tuple[str, str]  # kind and fingerprint
@@ -115,7 +111,7 @@ class Sweep:
         if item.kind == "staging":
             return self._remove_staging(self._store.root / "staging" / item.fingerprint)
         if item.kind == "corrupt":
-            remove_folder(self._store.root / "corrupt" / item.fingerprint)
+            shutil.rmtree(self._store.root / "corrupt" / item.fingerprint, ignore_errors=True)
             return True
         if item.kind not in self._keys:
             self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
@@ -126,16 +122,16 @@ class Sweep:
         with holding(self._locks_of_job(folder)) as free:
             ended = free and self._has_ended(folder)
             if ended:
-                remove_folder(folder)
+                shutil.rmtree(folder, ignore_errors=True)
         return ended
 
     def _remove_staging(self, folder: Path) -> bool:
         if not self._is_abandoned(folder):
             return False
-        beside = _lock_beside(folder)
+        beside = lock_beside(folder)
         with holding([beside if beside.exists() else self._lock_named(folder.name)]) as free:
             if free:
-                remove_folder(folder)
+                shutil.rmtree(folder, ignore_errors=True)
         return free
 
     @cached_property
@@ -225,14 +221,10 @@ class Sweep:
 
     def _is_abandoned(self, folder: Path) -> bool:
         """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""
-        beside, named = _lock_beside(folder), self._lock_named(folder.name)
+        beside, named = lock_beside(folder), self._lock_named(folder.name)
         if beside.exists() or named.exists():
             return not is_held(beside) and not is_held(named)
         return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
-
-
-def _lock_beside(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.lock")
 
 
 def _folders(parent: Path) -> list[Path]:

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 
-from training.contract.durable import locked, share_databases
+from training.contract.durable import share_databases
 from training.contract.errors import RegistryAway
+from training.contract.locks import locked
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}

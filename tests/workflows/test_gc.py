@@ -13,9 +13,9 @@ from assets.graph import GRAPH
 from assets.realize import record
 from model_registry.registry import ROLLED_BACK_TAG
 from training.contract.job import Input, Job
+from training.contract.locks import holding
 from training.contract.manifest import Derivation, Source
 from training.contract.memo import Memo
-from training.contract.removal import holding
 from workflows.execution import materialize
 from workflows.gc import Sweep, collect
 from workflows.lineage import status

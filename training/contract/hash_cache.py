@@ -27,8 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.contract.durable import locked, write_durably
+from training.contract.durable import write_durably
 from training.contract.fingerprint import canonical_json
+from training.contract.locks import locked
 
 SETTLE_SECONDS = 2.0
 _SCHEMA = 1
