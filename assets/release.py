@@ -19,7 +19,6 @@ from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
 from assets.held_out import accuracy, loss, rows_by_pair, scale_of
-from assets.materialized import ancestry
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
@@ -92,7 +91,7 @@ class _Candidate:
     def lineage(self) -> dict[str, str]:
         """The fingerprints, by kind, of all artifacts that it was made from, directly or not."""
         heads = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        found = ancestry(self.step.context.instance, self.step.pipeline, self.store, heads)
+        found = self.step.history.ancestry(heads)
         return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
 
 

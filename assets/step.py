@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import dagster as dg
 
 from assets.graph import GRAPH, Settings
-from assets.materialized import Materialization, latest
+from assets.materialized import History
 from assets.pipeline import Pipeline, Services
-from training.contract.errors import UsageError
 from training.contract.store import Artifact
 
 
@@ -28,18 +27,10 @@ class Step:
         """The fields of the recipe that the asset reads itself."""
         return GRAPH[self.asset].reads(self.pipeline.recipe)
 
-    def latest(self, asset: str) -> Materialization:
-        return latest(self.context.instance, self.pipeline.key(asset))
-
-    def upstream(self, asset: str) -> Artifact:
-        """The artifact of `asset` as last materialized, verified. Raises UsageError if it never was."""
-        found = self.latest(asset).fingerprint
-        if found is None:
-            raise UsageError(
-                f"{self.pipeline.key(asset).to_user_string()} was never materialized; materialize it first"
-            )
-        return self.services.store.open(asset, found)
+    @property
+    def history(self) -> History:
+        return History(self.context.instance, self.pipeline, self.services.store)
 
     def inputs(self) -> dict[str, Artifact]:
-        """The artifacts that the asset is made from in this recipe, verified."""
-        return {name: self.upstream(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}
+        """The artifacts that the asset is made from in this recipe, verified. Raises UsageError for one that never was made."""
+        return {name: self.history.artifact(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}

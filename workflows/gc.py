@@ -14,7 +14,7 @@ under the lock of whoever would use it, so what came into use since it was found
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -166,7 +166,7 @@ class Sweep:
         for folder in self._jobs:
             job = _read_job(folder)
             if job is not None and self._is_running(job):
-                yield from ((source.kind, source.fingerprint) for source in job.inputs.values())
+                yield from _references(job.inputs)
 
     @cached_property
     def _kept_rules(self) -> set[str]:
@@ -231,7 +231,7 @@ def _folders(parent: Path) -> list[Path]:
     return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
 
 
-def _references(inputs: dict[str, Source]) -> list[Reference]:
+def _references(inputs: Mapping[str, Source]) -> list[Reference]:
     return [(source.kind, source.fingerprint) for source in inputs.values()]
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from assets.changes import changes_since
 from assets.graph import derivation
-from assets.locate import LocatedData, LocatedSource
+from assets.locate import LocatedSource
 from assets.realize import record
 from assets.world import FoundData
 from tests.workflows.in_process import services_in
@@ -13,9 +13,9 @@ from tests.workflows.in_process import services_in
 
 def _source(hub: dict[str, Any]) -> FoundData:
     identity = {"hub": "org/pairs", "config": None, "split": "train", **hub}
-    located = LocatedData([LocatedSource({"hub": "org/pairs", "revision": "c" * 40}, identity, [])])
-    how = derivation("preference_source", {}, {"sources": located.identity})
-    return FoundData(how, "f" * 64, {"sources.json": []}, located)
+    source = LocatedSource({"hub": "org/pairs", "revision": "c" * 40}, identity, [])
+    how = derivation("preference_source", {}, {"sources": [identity]})
+    return FoundData(how, "f" * 64, {"sources.json": []}, [source])
 
 
 def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):

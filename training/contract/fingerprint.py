@@ -18,6 +18,7 @@ from training.contract.machine import cores
 
 SCHEMA_VERSION = 1
 BLOCK_BYTES = 1 << 20
+KEY_BYTES = 32  # of the identity of a sequence
 _MOST_HASHERS = 16
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
@@ -45,7 +46,7 @@ def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
 
 
 def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
-    """The identity of a token sequence, 32 bytes: its token ids and which of them are trained."""
+    """The identity of a token sequence, `KEY_BYTES` of them: its token ids and which of them are trained."""
     assert len(ids) == len(mask), f"{len(ids)} ids and {len(mask)} mask entries"
     digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, "sequence", len(ids)]))
     digest.update(struct.pack(f"<{len(ids)}i", *ids))
@@ -54,8 +55,12 @@ def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of the file's bytes, read once in blocks of 1 MiB."""
-    digest = hashlib.sha256()
+    """sha256 of the file's bytes."""
+    return digest_file(path, hashlib.sha256())
+
+
+def digest_file(path: Path, digest: "hashlib._Hash") -> str:
+    """`digest` updated with the file's bytes, which are read once in blocks of 1 MiB, in hexadecimal."""
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)

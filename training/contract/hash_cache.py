@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from training.contract.durable import write_durably
-from training.contract.fingerprint import canonical_json
+from training.contract.fingerprint import canonical_json, hash_files
 from training.contract.locks import locked
 
 SETTLE_SECONDS = 2.0
@@ -90,6 +90,11 @@ class HashCache:
             _LOG.warning("the hashes of %d files are not remembered: %s", len(fresh), error)
             return
         self._entries = entries
+
+
+def file_hashes(files: Sequence[Path], cache: HashCache | None = None) -> list[str]:
+    """The sha256 of each file; with a `cache`, those that nobody wrote since they were hashed are not read."""
+    return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
 
 
 def _stamp(file: Path) -> Stamp:

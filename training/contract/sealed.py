@@ -9,16 +9,13 @@ import hashlib
 import json
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
-
+from training.contract.fields import Frozen
 from training.contract.fingerprint import canonical_json
 
 SEAL = "sha256"
 
 
-class Sealed(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class Sealed(Frozen):
     def sealed(self) -> bytes:
         """The file's content, for people to read as well."""
         content = json.loads(self.model_dump_json())

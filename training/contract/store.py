@@ -83,6 +83,11 @@ class Made:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def write_json(file: Path, content: Any) -> None:
+    """Write a file of an artifact, which people read as well; `Artifact.json` gives its content."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
 class Record(Sealed):
     """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
 

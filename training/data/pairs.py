@@ -48,7 +48,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     assert group.world == 1, "tokenizing is the work of one process"
     specification = job.inputs["tokenization_spec"].folder
     spec = read_spec(specification)
-    tokenizer = load_tokenizer(str(specification / TOKENIZER_FOLDER))
+    tokenizer = load_tokenizer(specification / TOKENIZER_FOLDER)
     if (found := tokenizer_fingerprint(tokenizer)) != spec["tokenizer_fingerprint"]:
         expected = spec["tokenizer_fingerprint"]
         raise TemplateError(

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.events import EventWriter, Progress
-from training.contract.files import DataFile, data_files
+from training.contract.files import DataFile
 from training.contract.fingerprint import canonical_json, fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.recipe import DataSource
@@ -58,8 +58,8 @@ _QUARANTINE_EXAMPLES, _EXAMPLE_CHARACTERS, _PAIR_EXAMPLES = 20, 300, 3
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Read, convert and split the sources of `job.locations`.
 
-    Its `files` lists those of each source with their sha256; without it they are listed here and compared with nothing.
-    Raises DataError where they hold no pair, or a file is no longer what it was when it was listed.
+    Its `files` lists those of each local source. Raises DataError where they hold no pair, or a file has no longer the sha256
+    that it was listed with.
     """
     assert group.world == 1, "reading preferences is the work of one process"
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
@@ -177,14 +177,10 @@ class _ParquetRows:
 
 def _listed(job: Job, sources: Sequence[DataSource], events: EventWriter) -> list[list[DataFile]]:
     """The files of each source: as listed and hashed before, or those of a data set of the hub, downloaded now."""
-    given = job.locations.get("files", [None] * len(sources))
-    return [_files(source, known, events) for source, known in zip(sources, given, strict=True)]
-
-
-def _files(source: DataSource, given: list[Any] | None, events: EventWriter) -> list[DataFile]:
-    if source.path is None:
-        return hub_files(source, events)
-    return data_files(source.path) if given is None else [DataFile.model_validate(file) for file in given]
+    return [
+        hub_files(source, events) if source.path is None else [DataFile.model_validate(file) for file in files]
+        for source, files in zip(sources, job.locations["files"], strict=True)
+    ]
 
 
 def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:

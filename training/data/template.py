@@ -99,8 +99,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     assert group.world == 1, "freezing a tokenizer is the work of one process"
     events.phase("loading the tokenizer")
     tokenizer = _load(job.locations)
-    if "files" in job.settings:
-        _check_files(job)
+    _check_files(job)
     template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
     events.phase("checking the chat template")
     check_template(template, job.settings["train_on"])
@@ -118,7 +117,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.note(note)
     _write(job.staging, tokenizer, spec)
     identity = {name: spec[name] for name in (*_SPEC_FIELDS, "tokenizer_fingerprint", "template_fingerprint")}
-    return Made(fingerprint("tokenization_spec", identity), {**spec, "files": job.settings.get("files", {})})
+    return Made(fingerprint("tokenization_spec", identity), {**spec, "files": job.settings["files"]})
 
 
 def check_template(template: ChatTemplate, train_on: str) -> None:
@@ -158,9 +157,9 @@ def read_spec(folder: Path) -> dict[str, Any]:
 
 def _load(locations: dict[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer with the chat template that counts: the recipe's, else its own (of several, the default one)."""
-    place = locations["tokenizer"]
-    tokenizer = load_tokenizer(place, locations.get("revision"))
-    if path := locations.get("chat_template"):
+    place = Path(locations["tokenizer"])
+    tokenizer = load_tokenizer(place)
+    if path := locations["chat_template"]:
         tokenizer.chat_template = _template_file(Path(path))
     elif isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = tokenizer.chat_template.get("default")
@@ -227,7 +226,7 @@ def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, end_of_tu
 def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, spec: dict[str, Any]) -> None:
     """Write the spec and the tokenizer, and prove that what was written reads back as the same tokenizer."""
     save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
-    again = tokenizer_fingerprint(load_tokenizer(str(folder / TOKENIZER_FOLDER)))
+    again = tokenizer_fingerprint(load_tokenizer(folder / TOKENIZER_FOLDER))
     if again != spec["tokenizer_fingerprint"]:
         raise TemplateError(
             f"the tokenizer does not survive being saved ({spec['tokenizer_fingerprint'][:12]} became {again[:12]}); "

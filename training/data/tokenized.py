@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 from training.contract.errors import DataError, TemplateError
+from training.contract.fingerprint import KEY_BYTES
 from training.model.prefix import TokenSequence
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
 PAIRS_FILE = "pairs.arrow"
-KEY_BYTES = 32
 PAIRS_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
