@@ -78,7 +78,7 @@ def realize(step: Step, work: Work, found: Found | None = None) -> Realized:
 
 def realize_found(step: Step, found: Found) -> Realized:
     """The artifact of a source or a spec that no job has to make."""
-    return replace(record_found(step.services, found), changes=found_changes(step, found))
+    return replace(record(step.services, found), changes=found_changes(step, found))
 
 
 def make(
@@ -96,29 +96,18 @@ def make(
     return Realized(artifact, reused=known is not None, seconds=time.monotonic() - started)
 
 
-def record_found(services: Services, found: Found) -> Realized:
-    """`realize_found` for `pedigree plan`, without a word about changes; Dagster is told nothing."""
+def record(services: Services, found: Found) -> Realized:
+    """What was found as an artifact of a few small JSON files, without a job; Dagster is told nothing."""
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
-    return record(services, found.derivation, found.fingerprint, found.files, found.details)
-
-
-def record(
-    services: Services,
-    derivation: Derivation,
-    fingerprint: str,
-    files: dict[str, Any],
-    details: Callable[[], dict[str, Any]] = dict,
-) -> Realized:
-    """An artifact of a few small JSON files whose content is known, so that no job is needed."""
-    started = time.monotonic()
+    started, derivation = time.monotonic(), found.derivation
     with services.store.lock(derivation.kind, derivation.key):
-        found = find_sound(services, derivation, _LOG)
-        if found is not None:
-            return Realized(found, reused=True, seconds=time.monotonic() - started)
+        known = find_sound(services, derivation, _LOG)
+        if known is not None:
+            return Realized(known, reused=True, seconds=time.monotonic() - started)
         with services.store.staging() as staging:
-            for name, content in files.items():
+            for name, content in found.files.items():
                 write_json(staging / name, content)
-            artifact = services.store.publish(staging, derivation, Made(fingerprint, details()))
+            artifact = services.store.publish(staging, derivation, Made(found.fingerprint, found.details()))
     return Realized(artifact, reused=False, seconds=time.monotonic() - started)
 
 

@@ -13,6 +13,7 @@ from assets.pipeline import Services
 from assets.realize import Realized, Work, realize, record
 from assets.rows import PairReader
 from assets.step import Step
+from assets.world import Found
 from training.contract.fingerprint import short
 from training.contract.store import Artifact
 
@@ -30,7 +31,7 @@ def reference_model(step: Step) -> dg.MaterializeResult:
 def point_to(services: Services, base_model: str) -> Realized:
     """The reference model that is the base model with this fingerprint, unchanged."""
     how = derivation("reference_model", {"base_model": base_model}, {})
-    return record(services, how, base_model, {"pointer.json": {"base_model": base_model}})
+    return record(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}))
 
 
 def reference_logprobs(step: Step) -> dg.MaterializeResult:

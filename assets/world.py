@@ -34,7 +34,9 @@ ROOTS = tuple(name for name, node in GRAPH.items() if not node.needs)
 
 @dataclass(frozen=True)
 class Found:
-    """How a source or a spec would be made now, and what it would be; this class itself is a spec of the recipe alone.
+    """How a source or a spec would be made now, and what it would be.
+
+    This class itself is for what follows from the recipe alone, and for a pointer to the base model.
 
     `fingerprint` is None where only a job or a download can tell; `files` holds the JSON files of the artifact by name,
     unless a job writes them.

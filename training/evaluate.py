@@ -11,6 +11,7 @@ Legend: V held-out pairs.
 """
 
 import gc
+from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
@@ -85,7 +86,7 @@ def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
 def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
     """Write the four files into the staging folder. The report is not in the fingerprint: its layout may change."""
     metrics, columns = held_out.metrics(), held_out.columns()
-    texts = [sample.texts() for sample in samples]
+    texts = [asdict(sample) for sample in samples]
     write_json(job.staging / "metrics.json", metrics)
     write_json(job.staging / "samples.json", texts)
     pq.write_table(pa.table(columns), job.staging / "pairs.parquet")

@@ -17,7 +17,7 @@ import numpy as np
 
 from assets.data import PAIRS_WORK, preferences_work
 from assets.pipeline import Pipeline, Services
-from assets.realize import Realized, make, record_found
+from assets.realize import Realized, make, record
 from assets.reference import point_to
 from assets.release import is_decided
 from assets.rows import SIDES, read_pairs
@@ -70,9 +70,9 @@ class _Cheap:
     def made(cls, pipeline: Pipeline, services: Services) -> "_Cheap":
         data, model = find_data(pipeline), find_model(pipeline, services)
         tokenizer = find_tokenizer(pipeline, services)
-        source, base_model = record_found(services, data), record_found(services, model)
+        source, base_model = record(services, data), record(services, model)
         for asset in ("training_spec", "evaluation_spec"):
-            record_found(services, look(pipeline, services, asset))
+            record(services, look(pipeline, services, asset))
         spec = make(pipeline, services, "tokenization_spec", tokenizer_work(tokenizer), {}, _LOG)
         reading = preferences_work(pipeline, data)
         rows = make(pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact}, _LOG)

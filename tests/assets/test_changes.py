@@ -22,7 +22,7 @@ def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):
     """Since then its files are part of its identity; whoever looks is told that it differs, and in what."""
     services = services_in(tmp_path)
     old = _source({"commit": "a" * 40})
-    made = record(services, old.derivation, "f" * 64, old.files)
+    made = record(services, old)
     new = _source({"configs": None, "files": {"train.jsonl": "b" * 40}})
     words = changes_since(services.store, made.artifact.derivation.key, replace(new, fingerprint="e" * 64))
     assert words == [

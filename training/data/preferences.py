@@ -13,7 +13,7 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from training.contract.store import Made
 from training.data.formats import FORMATS, detect
 from training.data.hub_files import hub_files
 from training.data.messages import Message, Pair, Quarantined
-from training.data.readers import Record, SourceFile, open_files
+from training.data.readers import Record, read_records
 from training.distributed import Group
 
 PREFERENCES_FILE, QUARANTINE_FILE = "preferences.parquet", "quarantine.parquet"
@@ -66,11 +66,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     listed = _listed(job, sources, events)
     events.phase("reading preferences")
     files = _distinctly_named(
-        [
-            (file, name)
-            for opened, name in zip(listed, job.settings["formats"], strict=True)
-            for file in open_files(opened)
-        ]
+        [(file, form) for files, form in zip(listed, job.settings["formats"], strict=True) for file in files]
     )
     with contextlib.closing(_Collector(job.staging, job.settings["validation_fraction"])) as collector:
         progress = Progress(events, len(files), "files")
@@ -183,16 +179,16 @@ def _listed(job: Job, sources: Sequence[DataSource], events: EventWriter) -> lis
     ]
 
 
-def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:
+def _distinctly_named(files: list[tuple[DataFile, str]]) -> list[tuple[DataFile, str]]:
     """Prefix the names that files of several sources share with their numbers."""
     names = Counter(file.name for file, _ in files)
     return [
-        (replace(file, name=f"{number}:{file.name}") if names[file.name] > 1 else file, form)
+        (file.model_copy(update={"name": f"{number}:{file.name}"}) if names[file.name] > 1 else file, form)
         for number, (file, form) in enumerate(files, start=1)
     ]
 
 
-def _collect(file: SourceFile, wanted: str, collector: _Collector) -> None:
+def _collect(file: DataFile, wanted: str, collector: _Collector) -> None:
     """Convert every record of `file`, in the format `wanted` or the one detected from its first rows."""
     name, records = _recognize(file, wanted)
     collector.formats[file.name] = name
@@ -211,9 +207,9 @@ def _convert(record: Record, name: str) -> Pair:
     return FORMATS[name].convert(record.value)
 
 
-def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
+def _recognize(file: DataFile, wanted: str) -> tuple[str, Iterator[Record]]:
     """The format of `file`, and all of its records, those that were read to detect it included."""
-    records = file.read()
+    records = read_records(file)
     if wanted != "auto":
         return wanted, records
     seen: list[Record] = []
@@ -226,6 +222,6 @@ def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
     if not seen:
         return wanted, records
     if not objects:
-        raise DataError(f"{file.place}: no row of it can be read; line {seen[0].line}: {seen[0].problem}")
-    name = detect([record.value for record in seen if record.problem is None], file.place)
+        raise DataError(f"{file.path}: no row of it can be read; line {seen[0].line}: {seen[0].problem}")
+    name = detect([record.value for record in seen if record.problem is None], str(file.path))
     return name, itertools.chain(seen, records)

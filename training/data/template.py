@@ -57,8 +57,11 @@ class ChatTemplate:
     """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs` and without a clock."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any]) -> None:
-        if not isinstance(tokenizer.chat_template, str):
-            raise TemplateError("the tokenizer has no chat template; set `tokenization.chat_template` to a .jinja file")
+        if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
+            raise TemplateError(
+                f"the tokenizer {tokenizer.name_or_path} has no chat template; set `tokenization.chat_template` to a .jinja "
+                "file, or `tokenization.tokenizer` to a tokenizer that has one"
+            )
         self.text, self.template_kwargs = tokenizer.chat_template, template_kwargs
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
 
@@ -157,17 +160,11 @@ def read_spec(folder: Path) -> dict[str, Any]:
 
 def _load(locations: dict[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer with the chat template that counts: the recipe's, else its own (of several, the default one)."""
-    place = Path(locations["tokenizer"])
-    tokenizer = load_tokenizer(place)
+    tokenizer = load_tokenizer(Path(locations["tokenizer"]))
     if path := locations["chat_template"]:
         tokenizer.chat_template = _template_file(Path(path))
     elif isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = tokenizer.chat_template.get("default")
-    if not tokenizer.chat_template:
-        raise TemplateError(
-            f"the tokenizer {place} has no chat template; set `tokenization.chat_template` to a .jinja file, or "
-            "`tokenization.tokenizer` to a tokenizer that has one"
-        )
     return tokenizer
 
 
