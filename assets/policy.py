@@ -24,7 +24,7 @@ from training.contract.store import Artifact
 
 
 def policy(step: Step) -> dg.MaterializeResult:
-    settings = step.history.artifact("training_spec").json("spec.json")
+    settings = step.settings
     tracking = _Tracking(step)
     start = _start(step, settings["champion"]) if settings.get("champion") else {}
     made = realize(step, Work("policy", settings, start, during=tracking.follow))

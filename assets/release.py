@@ -24,7 +24,7 @@ from assets.pipeline import Pipeline
 from assets.step import Step
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, decide
-from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
+from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
 from training.contract.errors import RegistryAway, RegistryError, StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
@@ -147,7 +147,7 @@ def _register(candidate: _Candidate) -> Version:
         model.folder,
         run_id,
         identity={RELEASE_KEY_TAG: candidate.key},
-        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in lineage.items()},
+        tags=lineage_tags(lineage),
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
         description=_description(candidate, lineage),
     )
@@ -169,7 +169,7 @@ def _decide(candidate: _Candidate, version: Version) -> Decision:
     evaluation = candidate.above["evaluation"]
     theirs = None if champion is None else _evaluation_of(candidate.store, champion)
     same_scale = champion is None or all(
-        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind] for kind in scale_of(evaluation)
+        champion.fingerprint_of(kind) == candidate.lineage[kind] for kind in scale_of(evaluation)
     )
     return decide(
         _losses(evaluation, same_scale),
@@ -180,9 +180,8 @@ def _decide(candidate: _Candidate, version: Version) -> Decision:
 
 
 def _evaluation_of(store: Store, champion: Version) -> Artifact:
-    fingerprint = champion.tags.get("pedigree.evaluation", "")
     try:
-        return store.open("evaluation", fingerprint)
+        return store.open("evaluation", champion.fingerprint_of("evaluation") or "")
     except StoreError as error:
         raise RegistryError(
             f"the evaluation of version {champion.number} of {champion.name}, the champion, is not in this store, so "

@@ -24,8 +24,12 @@ class Step:
 
     @property
     def settings(self) -> Settings:
-        """The fields of the recipe that the asset reads itself."""
-        return GRAPH[self.asset].reads(self.pipeline.recipe)
+        """What it is made with, beside its inputs: the content of its spec, or else the fields of the recipe that it reads."""
+        node = GRAPH[self.asset]
+        if node.spec is None:
+            return node.reads(self.pipeline.recipe)
+        frozen: Settings = self.history.artifact(node.spec).json("spec.json")
+        return frozen
 
     @property
     def history(self) -> History:

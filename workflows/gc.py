@@ -150,8 +150,7 @@ class Sweep:
 
     def _registered(self) -> Iterator[Reference]:
         for version in self._services.registry.versions():
-            tags = {name.removeprefix("pedigree."): value for name, value in version.tags.items()}
-            yield from ((kind, tags[kind]) for kind in _KINDS if kind in tags)
+            yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
 
     def _materialized(self) -> Iterator[Reference]:
         for key in self._instance.get_asset_keys():

@@ -40,8 +40,6 @@ NEVER = "never materialized"
 LOST = "its files are no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt"
 NO_VERSION = "its version is no longer in the registry"
-# The spec that holds the settings of an asset; such an asset reads no fields of the recipe itself.
-_SPECS = {"policy": "training_spec", "evaluation": "evaluation_spec"}
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,9 @@ def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, ca
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return Outcome(None, None, settings)
-    spec = above[_SPECS[asset]].found if asset in _SPECS else None
-    frozen = {} if spec is None else spec.files["spec.json"]
-    return _look_up(services, derivation(asset, known, {**settings, **frozen}), settings, cache)
+    spec = None if (name := GRAPH[asset].spec) is None else above[name].found
+    how = derivation(asset, known, settings if spec is None else spec.files["spec.json"])
+    return _look_up(services, how, settings, cache)
 
 
 def _look_up(
@@ -225,7 +223,7 @@ class _Judge:
 
     def _own_changes(self, asset: str, before: Derivation) -> list[str]:
         """Fields that come out of a spec are the spec's to explain."""
-        known = before.model_copy(update={"settings": {}}) if asset in _SPECS else before
+        known = before.model_copy(update={"settings": {}}) if GRAPH[asset].spec else before
         return own_changes(known, GRAPH[asset].version, self._outcomes[asset].settings)
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:

@@ -145,7 +145,7 @@ class _Verifier:
             found = weights_fingerprint(weights_identity(registry.resolve(f"models:/{name}/{version.number}")))
         except PedigreeError as error:
             return str(error)
-        promised = version.tags.get(f"pedigree.{MERGED}", version.tags.get("pedigree.policy"))
+        promised = version.fingerprint_of(MERGED) or version.fingerprint_of("policy")
         if found == promised:
             return None
         return f"version {version.number} of {name} holds the weights {short(found)}, its policy is {short(promised)}"

@@ -38,6 +38,10 @@ class Version:
     source: str
     tags: Mapping[str, str]
 
+    def fingerprint_of(self, kind: str) -> str | None:
+        """That of the artifact of `kind` in its lineage; None where there was none."""
+        return self.tags.get(_lineage_tag(kind))
+
 
 class Registry:
     """The model registry of a tracking server or database. Its methods raise RegistryError.
@@ -93,9 +97,9 @@ class Registry:
         with self._connection.asking("list the versions of its models") as client:
             found, token = [], None
             while True:
-                page = client.search_model_versions(page_token=token)
-                found += [_version(version) for version in page]
-                if not (token := page.token):
+                some = client.search_model_versions(page_token=token)
+                found += [_version(version) for version in some]
+                if not (token := some.token):
                     return found
 
     def link(self, version: Version) -> str:
@@ -204,6 +208,15 @@ def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise
+
+
+def lineage_tags(lineage: Mapping[str, str]) -> dict[str, str]:
+    """The tags by which a version knows the fingerprints, by kind, of all that it was made from."""
+    return {_lineage_tag(kind): found for kind, found in lineage.items()}
+
+
+def _lineage_tag(kind: str) -> str:
+    return f"pedigree.{kind}"
 
 
 def _folder_name(name: str, identity: Mapping[str, str]) -> str:
