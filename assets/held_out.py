@@ -40,8 +40,12 @@ def margin(row: Row) -> float:
     return float(chosen - rejected)
 
 
-def scale_of(evaluation: Artifact) -> tuple[str, ...]:
-    """The kinds that decide the scale of a held-out loss; among them the pairs if a pair's loss depends on the others."""
+def scale(evaluation: Artifact) -> dict[str, str]:
+    """What its losses depend on beside the policy: those of two evaluations can be compared only where this is equal.
+
+    The settings of the loss, the reference, and the pairs if a pair's loss depends on the others.
+    """
     settings = Loss.model_validate(evaluation.derivation.settings["loss"])
-    of_batch = ("tokenized_pairs",) if settings.depends_on_batch else ()
-    return ("reference_model", "evaluation_spec", *of_batch)
+    kinds = ("reference_model", "tokenized_pairs") if settings.depends_on_batch else ("reference_model",)
+    inputs = evaluation.derivation.inputs
+    return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in kinds}}

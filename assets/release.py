@@ -18,12 +18,12 @@ from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
-from assets.held_out import accuracy, loss, rows_by_pair, scale_of
+from assets.held_out import accuracy, loss, rows_by_pair, scale
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
 from model_registry.connection import shown, through_restart
-from model_registry.gate import Decision, decide
+from model_registry.gate import Decision, Measure, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
 from training.contract.errors import RegistryAway, RegistryError, StoreError
 from training.contract.fingerprint import fingerprint, short
@@ -168,12 +168,11 @@ def _decide(candidate: _Candidate, version: Version) -> Decision:
         return Decision(True, ["it is the champion already"], {})
     evaluation = candidate.above["evaluation"]
     theirs = None if champion is None else _evaluation_of(candidate.store, champion)
-    same_scale = champion is None or all(
-        champion.fingerprint_of(kind) == candidate.lineage[kind] for kind in scale_of(evaluation)
-    )
+    measure = Measure.LOSS if theirs is None or scale(theirs) == scale(evaluation) else Measure.ERROR_RATE
     return decide(
-        _losses(evaluation, same_scale),
-        None if theirs is None else _losses(theirs, same_scale),
+        _by_pair(evaluation, measure),
+        None if theirs is None else _by_pair(theirs, measure),
+        measure,
         accuracy=evaluation.details["metrics"]["eval/rewards/accuracies"],
         min_accuracy=candidate.step.pipeline.recipe.release.gate.min_accuracy,
     )
@@ -189,10 +188,9 @@ def _evaluation_of(store: Store, champion: Version) -> Artifact:
         ) from error
 
 
-def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
-    """Held-out losses by pair; where their scale is not the champion's, 1 for a wrongly ranked pair and 0 for another."""
+def _by_pair(evaluation: Artifact, measure: Measure) -> dict[str, float]:
     rows = rows_by_pair(evaluation)
-    return {pair: loss(row) if same_scale else 1.0 - accuracy(row) for pair, row in rows.items()}
+    return {pair: loss(row) if measure is Measure.LOSS else 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(
