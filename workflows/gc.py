@@ -14,7 +14,7 @@ under the lock of whoever would use it, so what came into use since it was found
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -95,44 +95,31 @@ class Sweep:
         for kind in _KINDS:
             for fingerprint in self._store.fingerprints(kind):
                 if (kind, fingerprint) not in self.kept and not self._is_recent(kind, fingerprint):
-                    yield self._artifact(kind, fingerprint)
+                    yield _garbage(kind, self._store.folder(kind, fingerprint))
         for rule in _folders(self._store.root / "memo"):
             if rule.name not in self._kept_rules:
-                yield from (self._artifact(f"memo/{rule.name}", shard.name) for shard in _folders(rule))
-        yield from (Garbage("job", folder.name, freed_bytes(folder)) for folder in self._jobs if self._is_over(folder))
-        staged = (folder for folder in self._folders["staging"] if self._is_abandoned(folder))
-        yield from (Garbage("staging", folder.name, freed_bytes(folder)) for folder in staged)
-        yield from (Garbage("corrupt", folder.name, freed_bytes(folder)) for folder in self._folders["corrupt"])
+                yield from (_garbage(f"memo/{rule.name}", shard) for shard in _folders(rule))
+        yield from (_garbage("job", folder) for folder in self._jobs if self._is_over(folder))
+        yield from (_garbage("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder))
+        yield from (_garbage("corrupt", folder) for folder in self._folders["corrupt"])
 
     def remove(self, item: Garbage) -> bool:
         """Remove it; False if it came into use meanwhile."""
-        if item.kind == "job":
-            return self._remove_job(self._services.home / "jobs" / item.fingerprint)
-        if item.kind == "staging":
-            return self._remove_staging(self._store.root / "staging" / item.fingerprint)
-        if item.kind == "corrupt":
-            shutil.rmtree(self._store.root / "corrupt" / item.fingerprint, ignore_errors=True)
-            return True
+        match item.kind:
+            case "job":
+                folder = self._services.home / "jobs" / item.fingerprint
+                return _remove(folder, self._locks_of_job(folder), lambda: self._has_ended(folder))
+            case "staging":
+                folder = self._store.root / "staging" / item.fingerprint
+                beside = lock_beside(folder)
+                locks = [beside if beside.exists() else self._lock_named(folder.name)]
+                return self._is_abandoned(folder) and _remove(folder, locks)
+            case "corrupt":
+                return _remove(self._store.root / "corrupt" / item.fingerprint)
         if item.kind not in self._keys:
             self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
         keys = self._keys[item.kind].get(item.fingerprint, [])
         return remove_artifact(self._store, item.kind, item.fingerprint, keys)
-
-    def _remove_job(self, folder: Path) -> bool:
-        with holding(self._locks_of_job(folder)) as free:
-            ended = free and self._has_ended(folder)
-            if ended:
-                shutil.rmtree(folder, ignore_errors=True)
-        return ended
-
-    def _remove_staging(self, folder: Path) -> bool:
-        if not self._is_abandoned(folder):
-            return False
-        beside = lock_beside(folder)
-        with holding([beside if beside.exists() else self._lock_named(folder.name)]) as free:
-            if free:
-                shutil.rmtree(folder, ignore_errors=True)
-        return free
 
     @cached_property
     def kept(self) -> set[Reference]:
@@ -181,9 +168,6 @@ class Sweep:
         except CorruptArtifact:
             return None
 
-    def _artifact(self, kind: str, fingerprint: str) -> Garbage:
-        return Garbage(kind, fingerprint, freed_bytes(self._store.folder(kind, fingerprint)))
-
     def _oldest_unfinished_run(self) -> datetime | None:
         records = self._instance.get_run_records(dg.RunsFilter(statuses=_UNFINISHED))
         return min((record.create_timestamp.astimezone(UTC) for record in records), default=None)
@@ -224,6 +208,19 @@ class Sweep:
         if beside.exists() or named.exists():
             return not is_held(beside) and not is_held(named)
         return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
+
+
+def _garbage(kind: str, folder: Path) -> Garbage:
+    return Garbage(kind, folder.name, freed_bytes(folder))
+
+
+def _remove(folder: Path, locks: Sequence[Path] = (), still: Callable[[], bool] = lambda: True) -> bool:
+    """Remove the folder, holding its `locks`; False if one of them is held, or it is garbage no more."""
+    with holding(locks) as free:
+        removed = free and still()
+        if removed:
+            shutil.rmtree(folder, ignore_errors=True)
+    return removed
 
 
 def _folders(parent: Path) -> list[Path]:

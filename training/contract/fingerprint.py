@@ -31,9 +31,14 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
+def value_digest(value: Any) -> bytes:
+    """sha256 of `value` as canonical JSON."""
+    return hashlib.sha256(canonical_json(value)).digest()
+
+
 def fingerprint(kind: str, content: Any) -> str:
     """The identity of `content` as an artifact of `kind`: 64 hexadecimal digits."""
-    return hashlib.sha256(canonical_json([SCHEMA_VERSION, kind, content])).hexdigest()
+    return value_digest([SCHEMA_VERSION, kind, content]).hex()
 
 
 def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:

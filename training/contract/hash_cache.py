@@ -18,7 +18,6 @@ The cache is a JSON file with a checksum of its own. It is read once, and replac
 the entries of other writers; an unreadable one counts as empty, and failing to write it only costs time.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from training.contract.durable import write_durably
-from training.contract.fingerprint import canonical_json, hash_files
+from training.contract.fingerprint import canonical_json, hash_files, value_digest
 from training.contract.locks import locked
 
 SETTLE_SECONDS = 2.0
@@ -112,7 +111,7 @@ def _without_lost_files(entries: Entries) -> Entries:
 
 def _serialized(entries: Entries) -> bytes:
     content = {"schema": _SCHEMA, "entries": entries}
-    return canonical_json({**content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
+    return canonical_json({**content, "sha256": value_digest(content).hex()})
 
 
 def _read(path: Path) -> Entries:
@@ -120,7 +119,7 @@ def _read(path: Path) -> Entries:
     try:
         content = json.loads(path.read_bytes())
         promised = content.pop("sha256")
-        if content["schema"] != _SCHEMA or hashlib.sha256(canonical_json(content)).hexdigest() != promised:
+        if content["schema"] != _SCHEMA or value_digest(content).hex() != promised:
             return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}

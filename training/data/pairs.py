@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter, Progress
-from training.contract.fingerprint import canonical_json, fingerprint_of_stream
+from training.contract.fingerprint import canonical_json, fingerprint_of_stream, value_digest
 from training.contract.job import Job
 from training.contract.store import Made
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
@@ -93,7 +93,7 @@ class _Tally:
             rejected=len(pair.rejected.ids),
             trained=sum(pair.chosen.mask) + sum(pair.rejected.mask),
         )
-        self.prompts.setdefault(row["split"], set()).add(hashlib.sha256(canonical_json(pair.prompt)).digest())
+        self.prompts.setdefault(row["split"], set()).add(value_digest(pair.prompt))
         if len(self.examples) < _EXAMPLES:
             self.examples.append((row["row"], pair))
         return line

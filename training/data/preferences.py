@@ -9,7 +9,6 @@ numbers and the quarantined rows, in order, not the names of the files they came
 """
 
 import contextlib
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ import pyarrow.parquet as pq
 from training.contract.errors import DataError
 from training.contract.events import EventWriter, Progress
 from training.contract.files import DataFile
-from training.contract.fingerprint import canonical_json, fingerprint_of_stream
+from training.contract.fingerprint import fingerprint_of_stream, value_digest
 from training.contract.job import Job
 from training.contract.recipe import DataSource
 from training.contract.store import Made
@@ -81,8 +80,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 def split_of(prompt: Sequence[Message], validation_fraction: float) -> str:
     """The split of a prompt: its sha256, read as a number in [0, 1), is compared with the fraction."""
-    digest = hashlib.sha256(canonical_json(list(prompt))).digest()
-    return "validation" if int.from_bytes(digest, "big") < int(validation_fraction * 2**256) else "train"
+    return (
+        "validation"
+        if int.from_bytes(value_digest(list(prompt)), "big") < int(validation_fraction * 2**256)
+        else "train"
+    )
 
 
 @dataclass
@@ -111,7 +113,7 @@ class _Collector:
         split = split_of(pair.prompt, self.validation_fraction)
         turns = {"prompt": list(pair.prompt), "chosen": list(pair.chosen), "rejected": list(pair.rejected)}
         self._pairs.add({"row": len(self.digests), **turns, "split": split, "source": source, "line": line})
-        self.digests.append(hashlib.sha256(canonical_json({**turns, "split": split, "line": line})).digest())
+        self.digests.append(value_digest({**turns, "split": split, "line": line}))
         self.splits[split] += 1
         if len(self.examples) < _PAIR_EXAMPLES:
             self.examples.append(turns)
@@ -120,7 +122,7 @@ class _Collector:
         reason, text = problem.reason.value, record.text
         row = {"source": source, "line": record.line, "reason": reason, "detail": problem.detail, "text": text}
         self._quarantine.add(row)
-        self.refused.append(hashlib.sha256(canonical_json([record.line, reason, text])).digest())
+        self.refused.append(value_digest([record.line, reason, text]))
         self.reasons[reason] += 1
         if len(self.quarantine_examples) < _QUARANTINE_EXAMPLES:
             self.quarantine_examples.append({**row, "text": text[:_EXAMPLE_CHARACTERS]})

@@ -10,7 +10,6 @@ fields of the model do not count. Names, folders, padding, truncation and the pa
 change no token of a conversation.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from training.contract.errors import TemplateError
-from training.contract.fingerprint import canonical_json, fingerprint
+from training.contract.fingerprint import fingerprint, value_digest
 
 _ORIGINS = ("name_or_path", "tokenizer_file", "vocab_file", "is_local", "local_files_only")
 _SPECIAL_ROLES = ("bos_token_id", "eos_token_id", "unk_token_id")
@@ -67,7 +66,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     return fingerprint(
         "tokenizer",
         {
-            "serialized": hashlib.sha256(canonical_json(_serialized(tokenizer))).hexdigest(),
+            "serialized": value_digest(_serialized(tokenizer)).hex(),
             "special_ids": special_ids(tokenizer),
             "probes": [_encodings(tokenizer, text) for text in (*_PROBE_TEXTS, _control_text(tokenizer))],
         },
