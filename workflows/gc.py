@@ -36,18 +36,12 @@ from training.contract.memo import scoring_rule
 from training.contract.recipe import Dtype
 from training.contract.removal import freed_bytes, keys_by_fingerprint, remove_artifact
 from training.contract.staging import lock_beside
-from workflows.execution import close_dead_runs
+from workflows.execution import BEGUN, close_dead_runs
 
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
-_UNFINISHED = [
-    dg.DagsterRunStatus.QUEUED,
-    dg.DagsterRunStatus.NOT_STARTED,
-    dg.DagsterRunStatus.STARTING,
-    dg.DagsterRunStatus.STARTED,
-    dg.DagsterRunStatus.CANCELING,
-]
+_UNFINISHED = [dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.NOT_STARTED, *BEGUN]
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 
 

@@ -45,10 +45,7 @@ _MEGABYTE = 10**6
 _TOO_MANY_REQUESTS = 429
 _SHA256_DIGITS, _SHA1_DIGITS = 64, 40
 CARD = "README.md"
-CARD_FILES = (
-    CARD,
-    ".huggingface.yaml",
-)  # configs and splits of a data set; the second file is an alternative place for them
+CARD_FILES = (CARD, ".huggingface.yaml")  # with the configs and splits of a data set: either may have them
 _ABOUT_ALL = (*CARD_FILES, ".gitattributes")
 _LOG = logging.getLogger(__name__)
 

@@ -15,10 +15,9 @@ from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Compute
 
 # Environment variables by which a launcher reaches every process of a job.
-RENDEZVOUS = (
-    "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; if unset, they use torchrun's store
-)
-SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the id of the supervisor's process, with which the job's processes must end
+# RENDEZVOUS: the file through which the ranks find each other; if unset, they use torchrun's store.
+# SUPERVISOR: the id of the supervisor's process, with which the job's processes must end.
+RENDEZVOUS, SUPERVISOR = "PEDIGREE_RENDEZVOUS", "PEDIGREE_SUPERVISOR"
 
 JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof"]
 
