@@ -13,7 +13,7 @@ from tests.workflows.in_process import services_in
 
 def _source(hub: dict[str, Any]) -> FoundData:
     identity = {"hub": "org/pairs", "config": None, "split": "train", **hub}
-    source = LocatedSource({"hub": "org/pairs", "revision": "c" * 40}, identity, [])
+    source = LocatedSource({"hub": "org/pairs", "split": "train", "revision": "c" * 40}, identity, [])
     how = derivation("preference_source", {}, {"sources": [identity]})
     return FoundData(how, "f" * 64, {"sources.json": []}, [source])
 
