@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from assets.rows import SIDES
 from training.contract.loss import Loss
 from training.contract.store import Artifact
 
 Row = Mapping[str, Any]
-_SIDES = ("chosen", "rejected")
 
 
 def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
@@ -36,7 +36,7 @@ def margin(row: Row) -> float:
 
     This is the reward's margin divided by beta, so it is comparable under every beta and loss.
     """
-    chosen, rejected = (row[f"policy_{side}_logprob"] - row[f"reference_{side}_logprob"] for side in _SIDES)
+    chosen, rejected = (row[f"policy_{side}_logprob"] - row[f"reference_{side}_logprob"] for side in SIDES)
     return float(chosen - rejected)
 
 

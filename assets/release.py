@@ -19,13 +19,12 @@ from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
 from assets.held_out import accuracy, loss, rows_by_pair, scale
-from assets.materialized import ancestry
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, Measure, decide
-from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
+from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
 from training.contract.errors import RegistryAway, RegistryError, StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
@@ -92,7 +91,7 @@ class _Candidate:
     def lineage(self) -> dict[str, str]:
         """The fingerprints, by kind, of all artifacts that it was made from, directly or not."""
         heads = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        found = ancestry(self.step.context.instance, self.step.pipeline, self.store, heads)
+        found = self.step.history.ancestry(heads)
         return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
 
 
@@ -148,7 +147,7 @@ def _register(candidate: _Candidate) -> Version:
         model.folder,
         run_id,
         identity={RELEASE_KEY_TAG: candidate.key},
-        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in lineage.items()},
+        tags=lineage_tags(lineage),
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
         description=_description(candidate, lineage),
     )
@@ -180,9 +179,8 @@ def _decide(candidate: _Candidate, version: Version) -> Decision:
 
 
 def _evaluation_of(store: Store, champion: Version) -> Artifact:
-    fingerprint = champion.tags.get("pedigree.evaluation", "")
     try:
-        return store.open("evaluation", fingerprint)
+        return store.open("evaluation", champion.fingerprint_of("evaluation") or "")
     except StoreError as error:
         raise RegistryError(
             f"the evaluation of version {champion.number} of {champion.name}, the champion, is not in this store, so "

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import dagster as dg
 
 from assets.held_out import accuracy, loss, margin, rows_by_pair, scale
-from assets.materialized import Ancestor, ancestry, latest
+from assets.materialized import Ancestor, History, latest
 from assets.pipeline import Pipeline, Services
 from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
 from model_registry.records import flatten
@@ -98,7 +98,7 @@ def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterI
 def _evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: str) -> Evaluated:
     artifact = services.store.open("evaluation", found)
     rows = rows_by_pair(artifact)
-    stood_on = ancestry(instance, pipeline, services.store, {"evaluation": found})
+    stood_on = History(instance, pipeline, services.store).ancestry({"evaluation": found})
     return Evaluated(
         recipe=pipeline.name,
         settings=_settings(stood_on),

@@ -3,28 +3,27 @@
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from assets.changes import changes_since
 from assets.graph import derivation
-from assets.locate import LocatedData, LocatedSource
+from assets.locate import LocatedSource
 from assets.realize import record
 from assets.world import FoundData
 from tests.workflows.in_process import services_in
+from training.contract.store import Made
 
 
 def _source(hub: dict[str, Any]) -> FoundData:
     identity = {"hub": "org/pairs", "config": None, "split": "train", **hub}
-    located = LocatedData([LocatedSource({"hub": "org/pairs", "revision": "c" * 40}, identity, [])])
-    how = derivation("preference_source", {}, {"sources": located.identity})
-    return FoundData(how, "f" * 64, {"sources.json": []}, located)
+    source = LocatedSource({"hub": "org/pairs", "split": "train", "revision": "c" * 40}, identity, [])
+    how = derivation("preference_source", {}, {"sources": [identity]})
+    return FoundData(how, "f" * 64, {"sources.json": []}, [source])
 
 
 def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):
     """Since then its files are part of its identity; whoever looks is told that it differs, and in what."""
     services = services_in(tmp_path)
     old = _source({"commit": "a" * 40})
-    made = record(services, old.derivation, "f" * 64, old.files)
+    made = record(services, old)
     new = _source({"configs": None, "files": {"train.jsonl": "b" * 40}})
     words = changes_since(services.store, made.artifact.derivation.key, replace(new, fingerprint="e" * 64))
     assert words == [
@@ -34,21 +33,21 @@ def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one source", "a source each"])
-def test_files_of_one_name_and_their_order(tmp_path, apart):
+def test_files_of_one_name_and_their_order(tmp_path):
     """Of files with one name each further one has a number; the order decides which rows come first."""
     services = services_in(tmp_path)
 
     def found(*files: tuple[str, str]) -> FoundData:
         identity = [{"name": name, "bytes": 1, "sha256": digit * 64} for name, digit in files]
-        sources = [[entry] for entry in identity] if apart else [identity]
-        located = LocatedData([LocatedSource({"hub": None}, source, []) for source in sources])
-        how = derivation("preference_source", {}, {"sources": located.identity})
-        return FoundData(how, located.fingerprint, {"sources.json": located.identity}, located)
+        how = derivation("preference_source", {}, {"sources": [identity]})
+        return FoundData(how, "f" * 64, {"sources.json": [identity]}, [LocatedSource({"hub": None}, identity, [])])
 
-    old, other = found(("a.jsonl", "1"), ("b.jsonl", "2")), found(("b.jsonl", "2"), ("a.jsonl", "1"))
-    record(services, old.derivation, old.located.fingerprint, old.files)
-    assert old.fingerprint != other.fingerprint
-    assert changes_since(services.store, old.derivation.key, other) == ["the order of the files changed"]
+    with services.store.staging() as staging:
+        key = services.store.publish(
+            staging, found(("a.jsonl", "1"), ("b.jsonl", "2")).derivation, Made("f" * 64)
+        ).derivation.key
+    assert changes_since(services.store, key, found(("b.jsonl", "2"), ("a.jsonl", "1"))) == [
+        "the order of the files changed"
+    ]
     more = found(("a.jsonl", "1"), ("b.jsonl", "2"), ("a.jsonl", "3"))
-    assert changes_since(services.store, old.derivation.key, more) == ["a.jsonl (2) added"]
+    assert changes_since(services.store, key, more) == ["a.jsonl (2) added"]

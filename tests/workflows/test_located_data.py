@@ -2,6 +2,8 @@
 
 import hashlib
 
+import pytest
+
 from assets.data import preferences_work
 from assets.world import find_data
 from tests.workflows.homes import ATTRIBUTES, write_recipe
@@ -26,3 +28,17 @@ def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
     assert [[file["sha256"] for file in source] for source in found.files["sources.json"]] == [
         [file["sha256"] for file in source] for source in told
     ]
+
+
+@pytest.mark.parametrize("paths", [["rows"], ["rows/1.jsonl", "rows/2.jsonl"]], ids=["a folder", "two files"])
+def test_files_in_another_order_are_other_data(tmp_path, paths):
+    """Their rows come in another order, which decides what a batch is made of."""
+    sources = {"data": {"sources": [{"path": path} for path in paths]}}
+    pipeline = load_recipe(write_recipe(tmp_path / "small", {**ATTRIBUTES, **sources})).pipeline
+    found = []
+    for words in (("one", "two"), ("two", "one")):
+        (rows := tmp_path / "small" / "rows").mkdir(exist_ok=True)
+        for number, word in enumerate(words, 1):
+            (rows / f"{number}.jsonl").write_text(f'{{"word": "{word}"}}\n')
+        found.append(find_data(pipeline).fingerprint)
+    assert found[0] != found[1]

@@ -29,7 +29,6 @@ from pydantic import Field
 
 from training.contract.durable import (
     lacks_room,
-    locked,
     new_folder,
     open_as_umask_says,
     rename_new,
@@ -41,6 +40,7 @@ from training.contract.durable import (
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache
+from training.contract.locks import locked
 from training.contract.manifest import (
     MANIFEST,
     Derivation,
@@ -52,7 +52,7 @@ from training.contract.manifest import (
 )
 from training.contract.sealed import Sealed
 from training.contract.software import library_versions
-from training.contract.staging import claim_folder, remove_abandoned
+from training.contract.staging import claim_folder
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class Made:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def write_json(file: Path, content: Any) -> None:
+    """Write a file of an artifact, which people read as well; `Artifact.json` gives its content."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
 class Record(Sealed):
     """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
 
@@ -105,6 +110,9 @@ class Store:
 
     def lock_file(self, kind: str, key: str) -> Path:
         return self.locks / f"{kind.replace('/', '-')}-{key}.lock"
+
+    def record_file(self, kind: str, key: str) -> Path:
+        return self.root / "keys" / kind / f"{key}.json"
 
     def fingerprints(self, kind: str) -> list[str]:
         """Every artifact that was published under `kind`, in order of fingerprint."""
@@ -138,7 +146,7 @@ class Store:
 
     def record(self, kind: str, key: str) -> Record | None:
         """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptRecord."""
-        path = self._record(kind, key)
+        path = self.record_file(kind, key)
         try:
             record = Record.unseal(path.read_bytes())
         except FileNotFoundError:
@@ -168,13 +176,13 @@ class Store:
         There is none afterwards if no manifest names `key`: it names the first of the ways that led to its contents.
         """
         place = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
-        shutil.copyfile(self._record(kind, key), place)
+        shutil.copyfile(self.record_file(kind, key), place)
         made_so = [manifest for manifest in self._manifests(kind) if manifest.made_from.key == key]
         if made_so:
             known = max(made_so, key=lambda manifest: manifest.created)
             self._write_record(known.made_from, Made(known.fingerprint, known.details))
         else:
-            self._record(kind, key).unlink()
+            self.record_file(kind, key).unlink()
         return place
 
     @contextlib.contextmanager
@@ -183,11 +191,8 @@ class Store:
 
         What dead processes left is removed first. Raises StoreError where the disk takes no more.
         """
-        parent = self.root / "staging"
         with self._refused("stage anything"):
-            parent.mkdir(parents=True, exist_ok=True)
-            remove_abandoned(parent)
-            claim = claim_folder(parent)
+            claim = claim_folder(self.root / "staging")
         try:
             yield claim.folder
         except OSError as error:
@@ -252,16 +257,13 @@ class Store:
     def _write_record(self, derivation: Derivation, made: Made) -> None:
         record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
         with self.staging() as scratch:
-            write_durably(self._record(derivation.kind, derivation.key), record.sealed(), scratch)
+            write_durably(self.record_file(derivation.kind, derivation.key), record.sealed(), scratch)
 
     def _manifests(self, kind: str) -> Iterator[Manifest]:
         """Every manifest of `kind` that can be read."""
         for fingerprint in self.fingerprints(kind):
             with contextlib.suppress(CorruptArtifact):
                 yield read_manifest(self.folder(kind, fingerprint))
-
-    def _record(self, kind: str, key: str) -> Path:
-        return self.root / "keys" / kind / f"{key}.json"
 
 
 def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -> Manifest:
