@@ -189,6 +189,8 @@ def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry
     assert registry.rollback("demo").number == 2
     assert registry.champion("demo").number == 2
     assert registry.find_version("demo", {ROLLED_BACK_TAG: "true"}).number == 3
+    for number in (1, 3):  # a candidate replaces nobody
+        registry.set_alias("demo", "candidate", number)
     assert registry.rollback("demo").number == 1
     with pytest.raises(RegistryError, match="version 1 is the first champion of demo"):
         registry.rollback("demo")
