@@ -183,7 +183,7 @@ def test_a_champion_and_the_reference_beside_it_are_in_shards(tmp_path: Path, fo
 
 @pytest.mark.parametrize(("kind", "variant", "fields"), VARIANTS, ids=[f"{v[0]}-{v[1]}" for v in VARIANTS])
 def test_the_form_is_that_of_the_model(tmp_path: Path, kind: str, variant: str, fields: dict[str, Any]):
-    """Names, shapes and dtypes, and that a rank without numbers has made none: what ranks rely on when they exchange tensors."""
+    """Names, shapes and dtypes, and that a rank without numbers has made none: what ranks rely on in exchanging tensors."""
     build(kind, fields).save_pretrained(tmp_path)
     model, form = (load_model(tmp_path, "bfloat16", device) for device in (CPU, META))
     assert forms(form) == forms(model)
