@@ -221,7 +221,7 @@ def inspected(console: Console, found: InspectedRow) -> None:
 
 def addresses(console: Console, dagster: str, mlflow: str) -> None:
     """Where to look."""
-    console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}", soft_wrap=True)
+    console.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
 
 
 def _tokens(side: InspectedSide) -> str:
