@@ -42,13 +42,13 @@ class Precision:
                 )
         return {model.get_submodule(owner): dtype for owner, dtype in apart.items()}
 
-    def _of_weights(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
-        return {name: self.dtypes[name] for name, _ in model.named_parameters() if name in self.dtypes}
-
     def cast_buffers(self, model: PreTrainedModel) -> None:
         """Buffers have no masters: they are kept as they run."""
         for name, buffer in model.named_buffers():
             buffer.data = buffer.data.to(self.dtypes.get(name, buffer.dtype))
+
+    def _of_weights(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
+        return {name: self.dtypes[name] for name, _ in model.named_parameters() if name in self.dtypes}
 
 
 AS_LOADED = Precision()
