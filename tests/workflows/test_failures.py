@@ -36,10 +36,13 @@ def folder(tmp_path, demo_maker) -> Path:
     return tmp_path / "split"
 
 
-def run(folder, services, asset: str | None, fraction: float = 0.1, model: str = "./base") -> RunReport:
+def run(
+    folder, services, asset: str | None, fraction: float = 0.1, model: str = "./base", sft=None, training=None
+) -> RunReport:
     attributes = {
         "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": fraction},
-        "reference": {"model": model},
+        "reference": {"model": model, "sft": sft},
+        "training": training or {},
         "release": {"model_name": "split"},
         "compute": {"device": "cpu"},
     }
@@ -63,6 +66,14 @@ def test_a_run_that_needs_the_empty_split_ends_before_any_model(folder, services
 def test_a_run_that_does_not_need_it_goes_on(folder, services):
     report = run(folder, services, "tokenized_pairs", 0.0)
     assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
+
+
+@pytest.mark.parametrize(("sft", "asset"), [(None, "reference_logprobs"), ({"epochs": 1}, "reference_model")])
+def test_layers_that_an_adapter_names_and_nothing_has_are_told_before_any_model_runs(folder, services, sft, asset):
+    failures = failures_of(run(folder, services, None, sft=sft, training={"adapter": {"target_modules": ["q_prj"]}}))
+    assert failures.keys() == {asset}
+    assert failures[asset].startswith("`training.adapter.target_modules` names 'q_prj', and in LlamaForCausalLM")
+    assert not list(services.store.root.glob("memo/*/*")) and not list(services.home.glob("jobs/*/checkpoints"))
 
 
 def test_the_report_has_our_words_not_those_of_the_library_below(folder, services, monkeypatch):

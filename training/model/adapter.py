@@ -16,6 +16,7 @@ fingerprint is part of its own.
 import copy
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -55,6 +56,12 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     _inject(model, config, seed)
+
+
+def demand_targets(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
+    """Raise ModelError where training by `recipe` would, for targets `model` does not have: before anything is computed."""
+    if settings := recipe.get("training", {}).get("adapter"):
+        _targets(model, Adapter.model_validate(settings))
 
 
 def merge_adapter(model: PreTrainedModel) -> None:
