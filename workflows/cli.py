@@ -104,7 +104,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
         with show.Progress(_people) as progress, dagster_instance() as instance:
             reports.append(materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select))
         if not as_json:
-            show.run_report(Console(highlight=False), reports[-1])
+            show.run_report(Console(highlight=False), reports[-1], with_samples=not variants)
         if reports[-1].interrupted:
             break
     if as_json:

@@ -34,6 +34,7 @@ _COLOURS = {
     "ok": "green",
     "differs": "red",
 }
+_SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
 
 
 class Progress:
@@ -76,8 +77,8 @@ class Progress:
         return self._tasks[asset]
 
 
-def run_report(console: Console, report: RunReport) -> None:
-    """The assets with their outcome, then the held-out metrics, then answers before and after."""
+def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
+    """The assets with their outcome, answers before and after, held-out metrics; last what failed, or became champion."""
     table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
     for asset in report.assets:
         table.add_row(
@@ -88,29 +89,41 @@ def run_report(console: Console, report: RunReport) -> None:
             f"{asset.seconds:.1f}",
         )
     console.print(table)
-    for asset in report.assets:
-        if asset.error is not None:
-            console.print(f"[red]{asset.asset} failed:[/] {escape(asset.error)}")
-    if report.samples:
+    if with_samples and report.samples:
         _samples(console, report.samples)
     if report.metrics:
         _metrics(console, report)
+    if report.model_version:
+        verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
+        console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
+    failed = [asset for asset in report.assets if asset.error is not None]
+    for error in dict.fromkeys(
+        asset.error for asset in failed
+    ):  # one cause may fail several, such as a model not there
+        names = ", ".join(asset.asset for asset in failed if asset.error == error)
+        console.print(f"[red]{names} failed:[/] {escape(error or '')}", soft_wrap=True)
 
 
 def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
     table = Table("prompt", "before", "after", title="Held-out answers", show_lines=True)
     for sample in samples:
-        table.add_row(*(escape(sample[column]) for column in ("prompt", "before", "after")))
+        table.add_row(*(escape(_beginning(sample[column])) for column in ("prompt", "before", "after")))
     console.print(table)
+
+
+def _beginning(text: str) -> str:
+    """Enough to recognize it by: the report of the evaluation has all of it."""
+    return text.strip() if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS].strip()} ..."
 
 
 def _metrics(console: Console, report: RunReport) -> None:
-    table = Table("held-out metric", "value", title=f"Evaluation (MLflow run {report.mlflow_run_id or 'none'})")
+    """The MLflow run is told below, since a title that is longer than the table would be broken up."""
+    table = Table("held-out metric", "value", title="Evaluation")
     for name, value in report.metrics.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
-    if report.model_version:
-        table.add_row("model version", report.model_version)
     console.print(table)
+    if report.mlflow_run_id:
+        console.print(f"MLflow run {report.mlflow_run_id}")
 
 
 def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:
