@@ -179,13 +179,17 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
 
 
 def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logger) -> Artifact:
-    """Run `job` to its end and give what it published; the log, the services' listener and that of `work` hear its events."""
-    events = EventLog(log, job.artifact)
+    """Run `job` to its end and give what it published; the log, the services' listener and that of `work` hear its events.
+
+    A job that is taken up again repeats those of its earlier attempts, which were told to people then.
+    """
+    events, started = EventLog(log, job.artifact), time.time()
     with work.during(job) if work.during else nullcontext(ignore) as listener:
 
         def hear(event: Event) -> None:
-            events.hear(event)
-            services.listener({**event, "asset": job.artifact})
+            if event["time"] >= started:
+                events.hear(event)
+                services.listener({**event, "asset": job.artifact})
             listener(event)
 
         run_job(services.launcher, job, hear, lock)

@@ -90,7 +90,12 @@ def main() -> None:
 
 @main.command()
 @_recipe
-@click.option("--select", type=click.Choice(list(GRAPH)), help="Only this asset and what it stands on.")
+@click.option(
+    "--select",
+    type=click.Choice(list(GRAPH)),
+    metavar="ASSET",
+    help=f"Only this asset and what it stands on; one of {', '.join(GRAPH)}.",
+)
 @click.option("--variants", is_flag=True, help="The recipe, then its variants; one that fails does not stop the rest.")
 @_as_json
 @_reporting
@@ -121,7 +126,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
 @_as_json
 @_reporting
 def status(recipe: str, as_json: bool) -> None:
-    """Which assets are fresh, stale or missing, and why, as the files are at this moment."""
+    """Which assets are fresh, stale or missing, and why. Files are looked at as they are at this moment."""
     loaded = _found(recipe)[0]
     with dagster_instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
@@ -136,7 +141,7 @@ def status(recipe: str, as_json: bool) -> None:
 @_as_json
 @_reporting
 def plan(recipe: str, as_json: bool) -> None:
-    """What a run would compute and reuse, with counts; rows and tokens are made for it, no model runs."""
+    """What a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
     loaded = _found(recipe)[0]
     with show.Progress(_people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
@@ -152,7 +157,7 @@ def plan(recipe: str, as_json: bool) -> None:
 @_as_json
 @_reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
-    """Hash everything the recipe stands on again, and score some pairs again with the reference model."""
+    """Hash everything the recipe stands on, and score some pairs again."""
     loaded = _found(recipe)[0]
     with show.Progress(_people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
@@ -190,9 +195,9 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
 @_as_json
 @_reporting
 def compare(recipes: tuple[str, ...], as_json: bool) -> None:
-    """What was last evaluated, side by side: settings that differ, results, and the paired differences to the first.
+    """What was last evaluated, side by side.
 
-    One RECIPE alone stands for itself and all its variants.
+    Settings that differ, results, and the paired differences to the first. One RECIPE alone stands for itself and all its variants.
     """
     found = _found(recipes[0]) if len(recipes) == 1 else [_found(recipe)[0] for recipe in recipes]
     names = [loaded.pipeline.name for loaded in found]
@@ -212,7 +217,7 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
 @_as_json
 @_reporting
 def rollback(name: str, as_json: bool) -> None:
-    """Make the previous champion of the registered model NAME champion again."""
+    """Make the previous champion of the model NAME champion again. NAME is a recipe's `release.model_name`."""
     settle(pedigree_home())
     services = build_services(pedigree_home())
     with sole_decision(services.store, name):
@@ -233,7 +238,10 @@ def rollback(name: str, as_json: bool) -> None:
 @_as_json
 @_reporting
 def gc(delete: bool, as_json: bool) -> None:
-    """Find what no registered version, no latest materialization and no running job refers to."""
+    """Find what nothing refers to any more, and delete it if asked to.
+
+    What counts are registered versions, latest materializations and running jobs.
+    """
     with dagster_instance() as instance:
         found = collect(build_services(pedigree_home()), instance, delete)
     if as_json:
@@ -248,7 +256,7 @@ def gc(delete: bool, as_json: bool) -> None:
 @click.option("--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server.")
 @_reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
-    """Start Dagster's and MLflow's web servers on loopback, until Ctrl-C.
+    """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
 
     RECIPES are further recipe folders to show beside those of the project.
     """

@@ -1,5 +1,6 @@
 """Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -74,6 +75,21 @@ def test_layers_that_an_adapter_names_and_nothing_has_are_told_before_any_model_
     assert failures.keys() == {asset}
     assert failures[asset].startswith("`training.adapter.target_modules` names 'q_prj', and in LlamaForCausalLM")
     assert not list(services.store.root.glob("memo/*/*")) and not list(services.home.glob("jobs/*/checkpoints"))
+
+
+def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(folder, services):
+    """MLflow hears it again, so the policy keeps it: an event of 1970, in a job's folder that has checkpoints."""
+    run(folder, services, "policy", 0.3)
+    [job] = services.home.glob("jobs/policy-*")
+    for place in ("store/policy", "store/keys/policy"):
+        shutil.rmtree(services.home / place)
+    (job / "checkpoints").mkdir()
+    (job / "events.jsonl").write_text('{"event": "note", "time": 1.0, "text": "of an earlier attempt"}\n')
+    heard: list[dict[str, Any]] = []
+    assert run(folder, replace(services, listener=heard.append), "policy", 0.3).succeeded
+    [policy] = services.home.glob("store/policy/*")
+    assert "of an earlier attempt" in (policy / "events.jsonl").read_text()
+    assert {event["event"] for event in heard} >= {"phase", "step"} and all(event["time"] > 1.0 for event in heard)
 
 
 def test_the_report_has_our_words_not_those_of_the_library_below(folder, services, monkeypatch):
