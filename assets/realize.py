@@ -183,7 +183,7 @@ def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logg
 
     A job that is taken up again repeats those of its earlier attempts, which were told to people then.
     """
-    events, started = EventLog(log, job.artifact), time.time()
+    events, started = EventLog(log.info, job.artifact), time.time()
     with work.during(job) if work.during else nullcontext(ignore) as listener:
 
         def hear(event: Event) -> None:

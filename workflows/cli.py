@@ -197,7 +197,8 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
 def compare(recipes: tuple[str, ...], as_json: bool) -> None:
     """What was last evaluated, side by side.
 
-    Settings that differ, results, and the paired differences to the first. One RECIPE alone stands for itself and all its variants.
+    Settings that differ, results, and the paired differences to the first. One RECIPE alone stands for itself and all
+    its variants.
     """
     found = _found(recipes[0]) if len(recipes) == 1 else [_found(recipe)[0] for recipe in recipes]
     names = [loaded.pipeline.name for loaded in found]

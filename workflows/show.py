@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from assets.event_log import EventLog
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline
 from training.contract.events import Event
@@ -34,19 +35,26 @@ _COLOURS = {
     "ok": "green",
     "differs": "red",
 }
+_SECONDS_BETWEEN_LINES = 60.0
 _SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
 
 
 class Progress:
-    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left."""
+    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left.
+
+    Where the console is no terminal, as in CI, a line for each phase, and one a minute.
+    """
 
     def __init__(self, console: Console):
+        self._console = console
+        self._logs: dict[str, EventLog] = {}
         self._bars = RichProgress(
             TextColumn("{task.description:<20}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}  {task.fields[left]}  {task.fields[detail]}"),
             console=console,
+            disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 
@@ -58,6 +66,9 @@ class Progress:
         self._bars.stop()
 
     def hear(self, event: Event) -> None:
+        if not self._console.is_terminal:
+            self._log(event["asset"]).hear(event)
+            return
         task = self._task(event["asset"])
         match event["event"]:
             case "phase":
@@ -70,6 +81,14 @@ class Progress:
                 seconds = event["seconds_left"]
                 left = "" if seconds is None else f"{seconds:.0f} s left"
                 self._bars.update(task, completed=event["done"], total=event["total"], unit=event["unit"], left=left)
+
+    def _log(self, asset: str) -> EventLog:
+        if asset not in self._logs:
+            self._logs[asset] = EventLog(self._print, asset, _SECONDS_BETWEEN_LINES)
+        return self._logs[asset]
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
 
     def _task(self, asset: str) -> TaskID:
         if asset not in self._tasks:

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from workflows.execution import AssetRun, RunReport
-from workflows.show import run_report
+from workflows.show import Progress, run_report
 
 PATH = f"/home/somebody/{'a-long-folder-name/' * 8}base"
 MADE = AssetRun("tokenization_spec", "computed", "ab" * 32, 1.0)
@@ -42,3 +42,23 @@ def test_of_long_prompts_and_answers_the_beginnings_are_shown_and_in_a_sweep_non
     lines = shown(report([MADE], samples=[page]))
     assert len(lines) < 30 and any("..." in line for line in lines)
     assert not any("word" in line for line in shown(report([MADE], samples=[page]), with_samples=False))
+
+
+def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute():
+    """Three hours of training in CI would else say nothing until its end. A path in brackets is no markup."""
+    console = Console(width=40, record=True, file=open("/dev/null", "w"))
+    steps = [
+        {"event": "progress", "done": n, "total": 300, "unit": "steps", "seconds_left": 300.0 - n, "time": 1000.0 + n}
+        for n in range(1, 131)
+    ]
+    with Progress(console) as progress:
+        for event in [{"event": "phase", "phase": "training", "time": 1000.0}, *steps]:
+            progress.hear({**event, "asset": "policy"})
+        progress.hear({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
+    assert console.export_text().splitlines() == [
+        "policy: training",
+        "policy: 1 of 300 steps, 299 s left",
+        "policy: 62 of 300 steps, 238 s left",
+        "policy: 123 of 300 steps, 177 s left",
+        "policy: [/a/path] is a file",
+    ]
