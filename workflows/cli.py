@@ -85,6 +85,7 @@ def main() -> None:
     """
     warnings.filterwarnings("ignore", module=r"dagster.*")
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)  # it waits for no version here
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
 
 
