@@ -1,7 +1,7 @@
 """The command `pedigree`.
 
-Exit codes: 0 done, 1 failed, 2 wrong use. With `--json`, stdout holds one JSON object and nothing else; whatever people
-read goes to stderr.
+Exit codes: 0 done, 1 failed, 2 wrong use. With `--json`, stdout holds one JSON object and nothing else, of a command that
+failed one with `error`; whatever people read goes to stderr.
 """
 
 import json
@@ -59,18 +59,22 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(command)
     def reported(*args: P.args, **kwargs: P.kwargs) -> None:
+        message, code = "", PedigreeError.exit_code
         try:
-            command(*args, **kwargs)
+            return command(*args, **kwargs)
         except PedigreeError as error:
-            _fail(str(error), error.exit_code)
+            message, code = str(error), error.exit_code
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
-            _fail(INTERRUPTED, PedigreeError.exit_code)
+            message = INTERRUPTED
         except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
             raise
         except OSError as error:
-            _fail(_refused(str(error)), PedigreeError.exit_code)
+            message = _refused(str(error))
         except OperationalError as error:
-            _fail(_refused(f"a database refuses: {error.orig}"), PedigreeError.exit_code)
+            message = _refused(f"a database refuses: {error.orig}")
+        if kwargs.get("as_json"):
+            _print_json({"error": message})
+        _fail(message, code)
 
     return reported
 

@@ -69,11 +69,21 @@ def test_a_run_that_does_not_need_it_goes_on(folder, services):
     assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
 
 
-@pytest.mark.parametrize(("sft", "asset"), [(None, "reference_logprobs"), ({"epochs": 1}, "reference_model")])
-def test_layers_that_an_adapter_names_and_nothing_has_are_told_before_any_model_runs(folder, services, sft, asset):
-    failures = failures_of(run(folder, services, None, sft=sft, training={"adapter": {"target_modules": ["q_prj"]}}))
-    assert failures.keys() == {asset}
-    assert failures[asset].startswith("`training.adapter.target_modules` names 'q_prj', and in LlamaForCausalLM")
+TYPO = {"adapter": {"target_modules": ["q_prj"]}}
+FLOAT8 = {"precision": "bfloat16", "head_precision": "float8"}
+
+
+@pytest.mark.parametrize(
+    ("sft", "training", "asset", "told"),
+    [
+        (None, TYPO, "reference_logprobs", "`training.adapter.target_modules` names 'q_prj', and in LlamaForCausalLM"),
+        ({"epochs": 1}, TYPO, "reference_model", "`training.adapter.target_modules` names 'q_prj'"),
+        (None, FLOAT8, "reference_logprobs", "`training.head_precision: float8` needs a GPU"),
+    ],
+)
+def test_what_training_would_refuse_is_told_before_any_model_runs(folder, services, sft, training, asset, told):
+    failures = failures_of(run(folder, services, None, sft=sft, training=training))
+    assert failures.keys() == {asset} and failures[asset].startswith(told)
     assert not list(services.store.root.glob("memo/*/*")) and not list(services.home.glob("jobs/*/checkpoints"))
 
 

@@ -16,7 +16,6 @@ fingerprint is part of its own.
 import copy
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -52,16 +51,10 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_targets(model, settings),
+        target_modules=targets(model, settings),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     _inject(model, config, seed)
-
-
-def demand_targets(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
-    """Raise ModelError where training by `recipe` would, for targets `model` does not have: before anything is computed."""
-    if settings := recipe.get("training", {}).get("adapter"):
-        _targets(model, Adapter.model_validate(settings))
 
 
 def merge_adapter(model: PreTrainedModel) -> None:
@@ -143,7 +136,7 @@ def _file_name(parameter: str) -> str:
     return _FILE_PREFIX + parameter.replace(f".{_NAME}.", ".")
 
 
-def _targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
+def targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
     """Names for peft: of all linear layers but the head, or the given ones. Raises ModelError for one that matches none.
 
     Experts that share one tensor are not linear layers, and get no adapter.
