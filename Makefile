@@ -20,7 +20,7 @@ demo: install
 	$(BIN)/python workflows/defs/demo/make.py
 	$(BIN)/pedigree run demo
 	@echo "Look at it: type 'make ui', then open"
-	@echo "  Dagster  http://127.0.0.1:3000/asset-groups"
+	@echo "  Dagster  http://127.0.0.1:3000/asset-groups (Alt+E opens the groups)"
 	@echo "  MLflow   http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"
 
 ui: install

@@ -32,20 +32,20 @@ _MOST_FILES = 5
 
 def found_changes(step: Step, found: Found) -> list[str] | None:
     """How `found` differs from the latest materialization of the asset; None if there is none."""
-    key = step.latest(found.asset).key
+    key = step.history.latest(found.asset).key
     return None if key is None else changes_since(step.services.store, key, found)
 
 
 def input_changes(step: Step) -> list[str] | None:
     """Which inputs, and whether the code version, differ from the latest materialization; None if there is none."""
-    latest, node = step.latest(step.asset), GRAPH[step.asset]
+    latest, node = step.history.latest(step.asset), GRAPH[step.asset]
     if latest.fingerprint is None:
         return None
     words = []
     if latest.code_version != (new := node.code_version(step.pipeline.recipe)):
         words.append(f"code version {latest.code_version} -> {new}")
     for name in node.inputs(step.pipeline.recipe):
-        old, now = latest.input_version(step.pipeline.key(name)), step.latest(name).fingerprint
+        old, now = latest.input_version(step.pipeline.key(name)), step.history.latest(name).fingerprint
         if old != now:
             words.append(f"{name} {short(old)} -> {short(now)}")
     return words
@@ -88,7 +88,7 @@ def _code_version(before: Derivation, now: str) -> Iterator[str]:
 
 
 def _data_changes(record: Record, found: FoundData) -> Iterator[str]:
-    old, new = record.derivation.settings["sources"], found.located.identity
+    old, new = record.derivation.settings["sources"], found.identity
     old_files, new_files = named_files(old), named_files(new)
     known, rows = record.details.get("rows", {}), None
     for name in sorted(old_files.keys() | new_files.keys()):

@@ -19,17 +19,16 @@ PAIRS_WORK = Work("pairs", settings={})
 
 def preferences_work(pipeline: Pipeline, found: FoundData) -> Work:
     """The job that reads the files in `found`: those that were hashed, and no others."""
-    sources = found.located.sources
     locations = {
-        "sources": [source.settings for source in sources],
-        "files": [[file.model_dump(mode="json") for file in source.files] for source in sources],
+        "sources": [source.settings for source in found.sources],
+        "files": [[file.model_dump(mode="json") for file in source.files] for source in found.sources],
     }
     return Work("preferences", GRAPH["raw_preferences"].reads(pipeline.recipe), locations)
 
 
 def raw_preferences(step: Step) -> dg.MaterializeResult:
     found = find_data(step.pipeline)
-    observed = step.latest("preference_source").fingerprint
+    observed = step.history.latest("preference_source").fingerprint
     if observed is not None and observed != found.fingerprint:
         raise DataError(
             f"the preference files are {short(found.fingerprint)}, but {step.pipeline.name}/preference_source recorded "

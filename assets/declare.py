@@ -1,4 +1,4 @@
-"""The Dagster assets of a pipeline: declared by `GRAPH` and `CHECKS`, materialized by one body each."""
+"""The Dagster assets of a pipeline: declared by `GRAPH` and the checks, materialized by one body each."""
 
 from collections.abc import Callable
 

@@ -13,8 +13,7 @@ from training.contract.store import Artifact
 
 
 def evaluation(step: Step) -> dg.MaterializeResult:
-    settings = step.upstream("evaluation_spec").json("spec.json")
-    made = realize(step, Work("evaluation", settings))
+    made = realize(step, Work("evaluation", step.settings))
     details = made.artifact.details
     metadata = {
         **details["metrics"],

@@ -10,7 +10,7 @@ from training.contract.events import Event
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class EventLog:
+class EventLines:
     """Writes phases and notes at once, and progress every so many `seconds`."""
 
     def __init__(self, write: Callable[[str], object], asset: str, seconds: float = _SECONDS_BETWEEN_LINES):
@@ -30,11 +30,11 @@ class EventLog:
 
 
 def with_log(services: Services, log: Logger, asset: str) -> Services:
-    """The same services with a listener that also writes the events of `asset` into `log`."""
-    events = EventLog(log.info, asset)
+    """The same services; their listener hears of which asset the events are, and `log` has them as lines."""
+    lines = EventLines(log.info, asset)
 
     def hear(event: Event) -> None:
-        events.hear(event)
-        services.listener(event)
+        lines.hear(event)
+        services.listener({**event, "asset": asset})
 
     return replace(services, listener=hear)

@@ -44,8 +44,9 @@ def _scoring(recipe: Recipe) -> Settings:
 class Node:
     """An asset: `needs` are its direct dependencies, `reads` gives the fields of the recipe that it reads itself.
 
-    `needs_if_tuned` are further dependencies in a recipe with `reference.sft`. `version` is that of the asset's
-    algorithm: raise it when the same inputs shall give another result.
+    `spec` is the one among its dependencies that holds its settings; such an asset reads no fields itself. `needs_if_tuned`
+    are further dependencies in a recipe with `reference.sft`. `version` is that of the asset's algorithm: raise it when the
+    same inputs shall give another result.
     """
 
     group: str
@@ -54,6 +55,7 @@ class Node:
     needs: tuple[str, ...] = ()
     needs_if_tuned: tuple[str, ...] = ()
     reads: Callable[[Recipe], Settings] = lambda recipe: {}
+    spec: str | None = None
     pool: str | None = None
     version: str = "1"
 
@@ -128,6 +130,7 @@ GRAPH: dict[str, Node] = {
         "The model trained with Direct Preference Optimization. A reward is beta times the log-prob over the reference's; "
         "`loss` and `rewards/...` are of the last step, `eval/...` of the held-out pairs after it; memory in MB.",
         needs=("tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"),
+        spec="training_spec",
         pool=GPU_POOL,
     ),
     "evaluation": Node(
@@ -135,6 +138,7 @@ GRAPH: dict[str, Node] = {
         ("pytorch", "mlflow"),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
         needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
+        spec="evaluation_spec",
         pool=GPU_POOL,
         version="3",
     ),

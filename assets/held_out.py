@@ -9,11 +9,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
+from assets.rows import SIDES
 from training.contract.loss import Loss
 from training.contract.store import Artifact
 
 Row = Mapping[str, Any]
-_SIDES = ("chosen", "rejected")
 
 
 def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
@@ -36,12 +36,16 @@ def margin(row: Row) -> float:
 
     This is the reward's margin divided by beta, so it is comparable under every beta and loss.
     """
-    chosen, rejected = (row[f"policy_{side}_logprob"] - row[f"reference_{side}_logprob"] for side in _SIDES)
+    chosen, rejected = (row[f"policy_{side}_logprob"] - row[f"reference_{side}_logprob"] for side in SIDES)
     return float(chosen - rejected)
 
 
-def scale_of(evaluation: Artifact) -> tuple[str, ...]:
-    """The kinds that decide the scale of a held-out loss; among them the pairs if a pair's loss depends on the others."""
+def scale(evaluation: Artifact) -> dict[str, str]:
+    """What its losses depend on beside the policy: those of two evaluations can be compared only where this is equal.
+
+    The settings of the loss, the reference, and the pairs if a pair's loss depends on the others.
+    """
     settings = Loss.model_validate(evaluation.derivation.settings["loss"])
-    of_batch = ("tokenized_pairs",) if settings.depends_on_batch else ()
-    return ("reference_model", "evaluation_spec", *of_batch)
+    kinds = ("reference_model", "tokenized_pairs") if settings.depends_on_batch else ("reference_model",)
+    inputs = evaluation.derivation.inputs
+    return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in kinds}}

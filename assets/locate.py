@@ -20,8 +20,7 @@ from assets.named_model import NamedModel
 from model_registry.registry import Registry
 from training.contract.errors import DataError, HubError, ModelError
 from training.contract.files import TOKENIZER_FILES, DataFile, data_files, is_readable, tokenizer_files
-from training.contract.fingerprint import fingerprint, hash_files
-from training.contract.hash_cache import HashCache
+from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hub import CARD, CARD_FILES, Emit, Repository
 from training.contract.recipe import DataSource, Recipe
 from training.contract.weights import weights_fingerprint, weights_identity
@@ -78,24 +77,6 @@ class LocatedSource:
     files: list[DataFile]
 
 
-@dataclass(frozen=True)
-class LocatedData:
-    """The preference sources, in the order of the recipe."""
-
-    sources: list[LocatedSource]
-
-    @property
-    def identity(self) -> list[Any]:
-        return [source.identity for source in self.sources]
-
-    @property
-    def fingerprint(self) -> str:
-        """File names give the order and nothing else: a renamed or moved file is the same data."""
-        return fingerprint(
-            "preference_source", [[f["sha256"] for f in s] if isinstance(s, list) else s for s in self.identity]
-        )
-
-
 def locate_base_model(recipe: Recipe, registry: Registry, emit: Emit | None = None) -> LocatedModel:
     """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors.
 
@@ -146,21 +127,17 @@ def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None
     if template is not None and not Path(template).is_file():
         raise DataError(f"there is no file {template}; `tokenization.chat_template` names a Jinja file or is null")
     text = Path(template) if template else None
-    hashes = dict(zip(files, _hashed(list(files.values()), cache), strict=True))
-    identity = {"files": hashes, "chat_template": _hashed([text], cache)[0] if text else None}
+    hashes = dict(zip(files, file_hashes(list(files.values()), cache), strict=True))
+    identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None}
     return LocatedTokenizer(folder, text, identity)
 
 
-def locate_data(recipe: Recipe, cache: HashCache | None = None) -> LocatedData:
-    """The preference sources. Raises DataError for a path without files and a hub data set that cannot be reached."""
-    return LocatedData([_locate_source(source, cache) for source in recipe.data.sources])
-
-
-def _locate_source(source: DataSource, cache: HashCache | None) -> LocatedSource:
+def locate_source(source: DataSource, cache: HashCache | None = None) -> LocatedSource:
+    """The files of a preference source. Raises DataError for a path without files and a hub data set that cannot be reached."""
     settings = source.model_dump(mode="json")
     if source.path is not None:
         found = data_files(source.path)
-        hashes = zip(found, _hashed([file.path for file in found], cache), strict=True)
+        hashes = zip(found, file_hashes([file.path for file in found], cache), strict=True)
         files = [file.model_copy(update={"sha256": sha}) for file, sha in hashes]
         identity = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
         return LocatedSource(settings, identity, files)
@@ -192,11 +169,6 @@ def _configs(card: str) -> Any:
     except yaml.YAMLError:
         return header[1]
     return json.loads(json.dumps(said.get("configs"), default=str)) if isinstance(said, dict) else None
-
-
-def _hashed(files: list[Path], cache: HashCache | None) -> list[str]:
-    """The sha256 of each file, remembered ones included if there is a `cache`."""
-    return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
 
 
 def _named_model(recipe: Recipe) -> NamedModel:

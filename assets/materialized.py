@@ -7,8 +7,9 @@ from typing import Any, Self
 import dagster as dg
 
 from assets.pipeline import Pipeline
+from training.contract.errors import UsageError
 from training.contract.manifest import Derivation
-from training.contract.store import Store
+from training.contract.store import Artifact, Store
 
 
 @dataclass(frozen=True)
@@ -49,22 +50,6 @@ def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
     return Materialization.of(recorded)
 
 
-def latest_derivation(
-    instance: dg.DagsterInstance, pipeline: Pipeline, store: Store, asset: str, fingerprint: str
-) -> Derivation:
-    """How the artifact `fingerprint` of `asset` was made when it was last materialized.
-
-    Its manifest names the first way that led to its content. That is the answer where the latest way is unknown: another
-    artifact was materialized since, or its record is gone. Raises StoreError if there is no such artifact either.
-    """
-    found = latest(instance, pipeline.key(asset))
-    if found.fingerprint == fingerprint and found.key is not None:
-        derivation = store.derivation(asset, found.key)
-        if derivation is not None:
-            return derivation
-    return store.open(asset, fingerprint, hashes=False).manifest.made_from
-
-
 @dataclass(frozen=True)
 class Ancestor:
     """An artifact that another one was made from, directly or not, and how it was made when it was last materialized."""
@@ -73,16 +58,51 @@ class Ancestor:
     derivation: Derivation
 
 
-def ancestry(
-    instance: dg.DagsterInstance, pipeline: Pipeline, store: Store, heads: Mapping[str, str]
-) -> dict[str, Ancestor]:
-    """The `heads` (fingerprints by kind) and all their ancestors, by kind. Raises StoreError if one is gone."""
-    found: dict[str, Ancestor] = {}
-    waiting = list(heads.items())
-    while waiting:
-        kind, fingerprint = waiting.pop()
-        if kind not in found:
-            derivation = latest_derivation(instance, pipeline, store, kind, fingerprint)
-            found[kind] = Ancestor(fingerprint, derivation)
-            waiting += [(source.kind, source.fingerprint) for source in derivation.inputs.values()]
-    return found
+@dataclass(frozen=True)
+class History:
+    """What was materialized of a pipeline, as Dagster recorded it, and the artifacts behind that in the store."""
+
+    instance: dg.DagsterInstance
+    pipeline: Pipeline
+    store: Store
+
+    def latest(self, asset: str) -> Materialization:
+        return latest(self.instance, self.pipeline.key(asset))
+
+    def find(self, asset: str) -> Artifact | None:
+        """The artifact of `asset` as last materialized, verified; None if it never was. Raises StoreError."""
+        found = self.latest(asset).fingerprint
+        return None if found is None else self.store.open(asset, found)
+
+    def artifact(self, asset: str) -> Artifact:
+        """The same. Raises UsageError if it never was materialized, StoreError."""
+        if (found := self.find(asset)) is None:
+            raise UsageError(
+                f"{self.pipeline.name}/{asset} was never materialized; run `pedigree run {self.pipeline.argument}` first"
+            )
+        return found
+
+    def derivation(self, asset: str, fingerprint: str) -> Derivation:
+        """How the artifact `fingerprint` of `asset` was made when it was last materialized.
+
+        Its manifest names the first way that led to its content. That is the answer where the latest way is unknown: another
+        artifact was materialized since, or its record is gone. Raises StoreError if there is no such artifact either.
+        """
+        found = self.latest(asset)
+        if found.fingerprint == fingerprint and found.key is not None:
+            derivation = self.store.derivation(asset, found.key)
+            if derivation is not None:
+                return derivation
+        return self.store.open(asset, fingerprint, hashes=False).manifest.made_from
+
+    def ancestry(self, heads: Mapping[str, str]) -> dict[str, Ancestor]:
+        """The `heads` (fingerprints by kind) and all their ancestors, by kind. Raises StoreError if one is gone."""
+        found: dict[str, Ancestor] = {}
+        waiting = list(heads.items())
+        while waiting:
+            kind, fingerprint = waiting.pop()
+            if kind not in found:
+                derivation = self.derivation(kind, fingerprint)
+                found[kind] = Ancestor(fingerprint, derivation)
+                waiting += [(source.kind, source.fingerprint) for source in derivation.inputs.values()]
+        return found

@@ -9,7 +9,6 @@ import dagster as dg
 
 from assets import checks
 from assets.locate import locate_champion
-from assets.materialized import latest_derivation
 from assets.metadata import reward_curves
 from assets.pipeline import Listener
 from assets.realize import Work, realize
@@ -25,7 +24,7 @@ from training.contract.store import Artifact
 
 
 def policy(step: Step) -> dg.MaterializeResult:
-    settings = step.upstream("training_spec").json("spec.json")
+    settings = step.settings
     tracking = _Tracking(step)
     start = _start(step, settings["champion"]) if settings.get("champion") else {}
     made = realize(step, Work("policy", settings, start, during=tracking.follow))
@@ -57,9 +56,7 @@ def _start(step: Step, champion: str) -> dict[str, Any]:
 
 def delivered_run(step: Step, policy: Artifact) -> str | None:
     """The MLflow run of a policy that was trained before, after what it misses was delivered; None if there is none."""
-    derivation = latest_derivation(
-        step.context.instance, step.pipeline, step.services.store, "policy", policy.fingerprint
-    )
+    derivation = step.history.derivation("policy", policy.fingerprint)
     return _Tracking(step).deliver(replace(policy, derivation=derivation))
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import dagster as dg
 
-from training.contract.removal import is_held
-from training.contract.staging import Claim, claim_folder, remove_abandoned
+from training.contract.locks import is_held
+from training.contract.staging import Claim, claim_folder
 
 PROCESS_TAG = "pedigree/process"
 
@@ -37,6 +37,4 @@ def is_alive(process: str, home: Path) -> bool:
 @functools.cache
 def _claim(place: Path) -> Claim:
     """Held until this process ends, when the kernel releases the lock."""
-    place.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(place)
     return claim_folder(place)

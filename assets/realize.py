@@ -4,7 +4,6 @@ Dagster executes every explicit materialization, so it is the body that must fin
 The key's lock is held from the question to the answer, and by the job's own processes as long as one of them lives.
 """
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from typing import Any, BinaryIO
 import dagster as dg
 
 from assets.changes import found_changes, input_changes
-from assets.event_log import EventLog
+from assets.event_log import with_log
 from assets.graph import GRAPH
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
@@ -29,7 +28,7 @@ from training.contract.events import Event
 from training.contract.fingerprint import short
 from training.contract.job import Input, Job, JobKind
 from training.contract.manifest import Derivation
-from training.contract.store import Artifact, Made
+from training.contract.store import Artifact, Made, write_json
 from training.launch.launcher import run_job
 
 _LOG = getLogger(__name__)
@@ -79,7 +78,7 @@ def realize(step: Step, work: Work, found: Found | None = None) -> Realized:
 
 def realize_found(step: Step, found: Found) -> Realized:
     """The artifact of a source or a spec that no job has to make."""
-    return replace(record_found(step.services, found), changes=found_changes(step, found))
+    return replace(record(step.services, found), changes=found_changes(step, found))
 
 
 def make(
@@ -97,29 +96,18 @@ def make(
     return Realized(artifact, reused=known is not None, seconds=time.monotonic() - started)
 
 
-def record_found(services: Services, found: Found) -> Realized:
-    """`realize_found` for `pedigree plan`, without a word about changes; Dagster is told nothing."""
+def record(services: Services, found: Found) -> Realized:
+    """What was found as an artifact of a few small JSON files, without a job; Dagster is told nothing."""
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
-    return record(services, found.derivation, found.fingerprint, found.files, found.details)
-
-
-def record(
-    services: Services,
-    derivation: Derivation,
-    fingerprint: str,
-    files: dict[str, Any],
-    details: Callable[[], dict[str, Any]] = dict,
-) -> Realized:
-    """An artifact of a few small JSON files whose content is known, so that no job is needed."""
-    started = time.monotonic()
+    started, derivation = time.monotonic(), found.derivation
     with services.store.lock(derivation.kind, derivation.key):
-        found = find_sound(services, derivation, _LOG)
-        if found is not None:
-            return Realized(found, reused=True, seconds=time.monotonic() - started)
+        known = find_sound(services, derivation, _LOG)
+        if known is not None:
+            return Realized(known, reused=True, seconds=time.monotonic() - started)
         with services.store.staging() as staging:
-            for name, content in files.items():
-                (staging / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
-            artifact = services.store.publish(staging, derivation, Made(fingerprint, details()))
+            for name, content in found.files.items():
+                write_json(staging / name, content)
+            artifact = services.store.publish(staging, derivation, Made(found.fingerprint, found.details()))
     return Realized(artifact, reused=False, seconds=time.monotonic() - started)
 
 
@@ -183,13 +171,12 @@ def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logg
 
     A job that is taken up again repeats those of its earlier attempts, which were told to people then.
     """
-    events, started = EventLog(log.info, job.artifact), time.time()
+    told, started = with_log(services, log, job.artifact).listener, time.time()
     with work.during(job) if work.during else nullcontext(ignore) as listener:
 
         def hear(event: Event) -> None:
             if event["time"] >= started:
-                events.hear(event)
-                services.listener({**event, "asset": job.artifact})
+                told(event)
             listener(event)
 
         run_job(services.launcher, job, hear, lock)

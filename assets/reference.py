@@ -13,6 +13,7 @@ from assets.pipeline import Services
 from assets.realize import Realized, Work, realize, record
 from assets.rows import PairReader
 from assets.step import Step
+from assets.world import Found
 from training.contract.fingerprint import short
 from training.contract.store import Artifact
 
@@ -21,7 +22,7 @@ _SHOWN_ROWS = 8
 
 def reference_model(step: Step) -> dg.MaterializeResult:
     if step.pipeline.recipe.reference.sft is None:
-        made = point_to(step.services, step.upstream("base_model").fingerprint)
+        made = point_to(step.services, step.history.artifact("base_model").fingerprint)
         return replace(made, changes=input_changes(step)).result({"made_by": "pointer to the base model"})
     made = realize(step, Work("sft", step.settings))
     return made.result({"made_by": "supervised tuning on chosen responses", **_numbers(made)})
@@ -30,12 +31,12 @@ def reference_model(step: Step) -> dg.MaterializeResult:
 def point_to(services: Services, base_model: str) -> Realized:
     """The reference model that is the base model with this fingerprint, unchanged."""
     how = derivation("reference_model", {"base_model": base_model}, {})
-    return record(services, how, base_model, {"pointer.json": {"base_model": base_model}})
+    return record(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}))
 
 
 def reference_logprobs(step: Step) -> dg.MaterializeResult:
     made = realize(step, Work("reference", step.settings))
-    pairs = step.upstream("tokenized_pairs")
+    pairs = step.history.artifact("tokenized_pairs")
     metadata = {
         "dagster/row_count": made.artifact.details["pairs"],
         "page": dg.MetadataValue.path(str(_page(step, pairs, made.artifact))),

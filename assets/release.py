@@ -18,14 +18,13 @@ from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
-from assets.held_out import accuracy, loss, rows_by_pair, scale_of
-from assets.materialized import ancestry
+from assets.held_out import accuracy, loss, rows_by_pair, scale
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
 from model_registry.connection import shown, through_restart
-from model_registry.gate import Decision, decide
-from model_registry.registry import ROLLED_BACK_TAG, Registry, Version
+from model_registry.gate import Decision, Measure, decide
+from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
 from training.contract.errors import RegistryAway, RegistryError, StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
@@ -92,7 +91,7 @@ class _Candidate:
     def lineage(self) -> dict[str, str]:
         """The fingerprints, by kind, of all artifacts that it was made from, directly or not."""
         heads = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        found = ancestry(self.step.context.instance, self.step.pipeline, self.store, heads)
+        found = self.step.history.ancestry(heads)
         return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
 
 
@@ -148,7 +147,7 @@ def _register(candidate: _Candidate) -> Version:
         model.folder,
         run_id,
         identity={RELEASE_KEY_TAG: candidate.key},
-        tags={f"pedigree.{kind}": fingerprint for kind, fingerprint in lineage.items()},
+        tags=lineage_tags(lineage),
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
         description=_description(candidate, lineage),
     )
@@ -169,21 +168,19 @@ def _decide(candidate: _Candidate, version: Version) -> Decision:
         return Decision(True, ["it is the champion already"], {})
     evaluation = candidate.above["evaluation"]
     theirs = None if champion is None else _evaluation_of(candidate.store, champion)
-    same_scale = champion is None or all(
-        champion.tags.get(f"pedigree.{kind}") == candidate.lineage[kind] for kind in scale_of(evaluation)
-    )
+    measure = Measure.LOSS if theirs is None or scale(theirs) == scale(evaluation) else Measure.ERROR_RATE
     return decide(
-        _losses(evaluation, same_scale),
-        None if theirs is None else _losses(theirs, same_scale),
+        _by_pair(evaluation, measure),
+        None if theirs is None else _by_pair(theirs, measure),
+        measure,
         accuracy=evaluation.details["metrics"]["eval/rewards/accuracies"],
         min_accuracy=candidate.step.pipeline.recipe.release.gate.min_accuracy,
     )
 
 
 def _evaluation_of(store: Store, champion: Version) -> Artifact:
-    fingerprint = champion.tags.get("pedigree.evaluation", "")
     try:
-        return store.open("evaluation", fingerprint)
+        return store.open("evaluation", champion.fingerprint_of("evaluation") or "")
     except StoreError as error:
         raise RegistryError(
             f"the evaluation of version {champion.number} of {champion.name}, the champion, is not in this store, so "
@@ -191,10 +188,9 @@ def _evaluation_of(store: Store, champion: Version) -> Artifact:
         ) from error
 
 
-def _losses(evaluation: Artifact, same_scale: bool) -> dict[str, float]:
-    """Held-out losses by pair; where their scale is not the champion's, 1 for a wrongly ranked pair and 0 for another."""
+def _by_pair(evaluation: Artifact, measure: Measure) -> dict[str, float]:
     rows = rows_by_pair(evaluation)
-    return {pair: loss(row) if same_scale else 1.0 - accuracy(row) for pair, row in rows.items()}
+    return {pair: loss(row) if measure is Measure.LOSS else 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(

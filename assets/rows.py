@@ -46,8 +46,7 @@ class PairReader:
     """Reads pairs of one `tokenized_pairs`, with the log-probs of the `reference_logprobs` made from it, if there are any."""
 
     def __init__(self, store: Store, pairs: Artifact, table: Artifact | None) -> None:
-        with pa.memory_map(str(pairs.file("pairs.arrow"))) as source, pa.ipc.open_stream(source) as stream:
-            self._pairs = stream.read_all()
+        self._pairs = read_pairs(pairs)
         self._tokenizer = Tokenizer.from_file(str(pairs.file("tokenizer/tokenizer.json")))
         self._table = None if table is None else LogProbTable.read(table.folder, len(self._pairs))
         self._memo = None if self._table is None else Memo(store, self._table.rule)
@@ -92,6 +91,12 @@ class PairReader:
             for at, value in zip(scored, known, strict=True):
                 values[at] = float(value)
         return values
+
+
+def read_pairs(pairs: Artifact) -> pa.Table:
+    """The table of `tokenized_pairs`, memory-mapped."""
+    with pa.memory_map(str(pairs.file("pairs.arrow"))) as source, pa.ipc.open_stream(source) as stream:
+        return stream.read_all()
 
 
 def find_row(table: pa.Table, row: int) -> int | None:

@@ -21,11 +21,11 @@ def preference_source(step: Step) -> dg.MaterializeResult:
     rows = made.artifact.details["rows"]
     files = [
         {**entry, "name": name, "rows": rows.get(name), "sha256": short(entry["sha256"])}
-        for name, entry in named_files(found.located.identity).items()
+        for name, entry in named_files(found.identity).items()
     ]
     return made.result(
         {
-            "sources": dg.MetadataValue.json([source.settings for source in found.located.sources]),
+            "sources": dg.MetadataValue.json([source.settings for source in found.sources]),
             "files": table(files, ("name", "bytes", "rows", "sha256")),
         }
     )

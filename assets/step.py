@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import dagster as dg
 
 from assets.graph import GRAPH, Settings
-from assets.materialized import Materialization, latest
+from assets.materialized import History
 from assets.pipeline import Pipeline, Services
-from training.contract.errors import UsageError
 from training.contract.store import Artifact
 
 
@@ -25,21 +24,17 @@ class Step:
 
     @property
     def settings(self) -> Settings:
-        """The fields of the recipe that the asset reads itself."""
-        return GRAPH[self.asset].reads(self.pipeline.recipe)
+        """What it is made with, beside its inputs: the content of its spec, or else the fields of the recipe that it reads."""
+        node = GRAPH[self.asset]
+        if node.spec is None:
+            return node.reads(self.pipeline.recipe)
+        frozen: Settings = self.history.artifact(node.spec).json("spec.json")
+        return frozen
 
-    def latest(self, asset: str) -> Materialization:
-        return latest(self.context.instance, self.pipeline.key(asset))
-
-    def upstream(self, asset: str) -> Artifact:
-        """The artifact of `asset` as last materialized, verified. Raises UsageError if it never was."""
-        found = self.latest(asset).fingerprint
-        if found is None:
-            raise UsageError(
-                f"{self.pipeline.key(asset).to_user_string()} was never materialized; materialize it first"
-            )
-        return self.services.store.open(asset, found)
+    @property
+    def history(self) -> History:
+        return History(self.context.instance, self.pipeline, self.services.store)
 
     def inputs(self) -> dict[str, Artifact]:
-        """The artifacts that the asset is made from in this recipe, verified."""
-        return {name: self.upstream(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}
+        """The artifacts that the asset is made from in this recipe, verified. Raises UsageError for one that never was made."""
+        return {name: self.history.artifact(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}

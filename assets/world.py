@@ -13,13 +13,13 @@ from assets.counting import count_rows
 from assets.graph import GRAPH, derivation
 from assets.locate import (
     AbsentModel,
-    LocatedData,
     LocatedModel,
+    LocatedSource,
     LocatedTokenizer,
     glimpse_base_model,
     locate_base_model,
     locate_champion,
-    locate_data,
+    locate_source,
     locate_tokenizer,
 )
 from assets.pipeline import Listener, Pipeline, Services
@@ -34,7 +34,9 @@ ROOTS = tuple(name for name, node in GRAPH.items() if not node.needs)
 
 @dataclass(frozen=True)
 class Found:
-    """How a source or a spec would be made now, and what it would be; this class itself is a spec of the recipe alone.
+    """How a source or a spec would be made now, and what it would be.
+
+    This class itself is for what follows from the recipe alone, and for a pointer to the base model.
 
     `fingerprint` is None where only a job or a download can tell; `files` holds the JSON files of the artifact by name,
     unless a job writes them.
@@ -55,18 +57,24 @@ class Found:
 
 @dataclass(frozen=True)
 class FoundData(Found):
-    located: LocatedData
+    """`sources`: in the order of the recipe."""
+
+    sources: list[LocatedSource]
+
+    @property
+    def identity(self) -> list[Any]:
+        return [source.identity for source in self.sources]
 
     @property
     def paths(self) -> dict[str, Path]:
         """The local files of all sources, by the names that `named_files` gives them."""
-        paths = [file.path for source in self.located.sources for file in source.files]
-        return dict(zip(named_files(self.located.identity), paths, strict=True))
+        paths = [file.path for source in self.sources for file in source.files]
+        return dict(zip(named_files(self.identity), paths, strict=True))
 
     @property
     def hubs(self) -> list[dict[str, Any]]:
         """The sources that are data sets of the hub."""
-        return [source.settings for source in self.located.sources if source.settings["hub"]]
+        return [source.settings for source in self.sources if source.settings["hub"]]
 
     def count_rows(self) -> dict[str, int | None]:
         """The rows of every file by name, and of every hub data set, whose rows are unknown until a job reads it."""
@@ -125,9 +133,12 @@ def hash_cache(services: Services) -> HashCache:
 
 
 def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
-    located = locate_data(pipeline.recipe, cache)
-    how = derivation("preference_source", {}, {"sources": located.identity})
-    return FoundData(how, located.fingerprint, {"sources.json": located.identity}, located)
+    """The preference sources. File names give the order and nothing else: a renamed or moved file is the same data."""
+    sources = [locate_source(source, cache) for source in pipeline.recipe.data.sources]
+    identity = [source.identity for source in sources]
+    contents = [[file["sha256"] for file in each] if isinstance(each, list) else each for each in identity]
+    how = derivation("preference_source", {}, {"sources": identity})
+    return FoundData(how, fingerprint("preference_source", contents), {"sources.json": identity}, sources)
 
 
 def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundModel:

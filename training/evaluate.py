@@ -11,9 +11,7 @@ Legend: V held-out pairs.
 """
 
 import gc
-import json
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +24,7 @@ from training.contract.events import EventWriter
 from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.loss import Loss
-from training.contract.store import Made
+from training.contract.store import Made, write_json
 from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
@@ -48,7 +46,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     positions_V = held_out_positions(pairs)
     loss = Loss.model_validate(job.settings["loss"])
     reference = read_table(job, pairs, positions_V, loss, group, events)
-    tokenizer = load_tokenizer(str(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER))
+    tokenizer = load_tokenizer(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER)
     shown = spread_prompts(pairs, positions_V, job.settings["samples"])
     prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
 
@@ -88,8 +86,9 @@ def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
 def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
     """Write the four files into the staging folder. The report is not in the fingerprint: its layout may change."""
     metrics, columns = held_out.metrics(), held_out.columns()
-    _write_json(job.staging / "metrics.json", metrics)
-    _write_json(job.staging / "samples.json", [sample.texts() for sample in samples])
+    texts = [asdict(sample) for sample in samples]
+    write_json(job.staging / "metrics.json", metrics)
+    write_json(job.staging / "samples.json", texts)
     pq.write_table(pa.table(columns), job.staging / "pairs.parquet")
     report = Report(
         policy=short(job.inputs["policy"].fingerprint),
@@ -103,7 +102,6 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
         worst=_worst_pairs(held_out, tokenizer),
     )
     (job.staging / "report.html").write_text(render(report), encoding="utf-8")
-    texts = [sample.texts() for sample in samples]
     details = {
         "metrics": metrics,
         "interval": list(held_out.accuracy().interval),
@@ -129,7 +127,3 @@ def _worst_pairs(held_out: ScoredPairs, tokenizer: PreTrainedTokenizerBase) -> l
             )
         )
     return worst
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False), encoding="utf-8")

@@ -13,7 +13,6 @@ The same code runs in one process or in many; results differ by rounding only.
 """
 
 import gc
-import json
 import math
 import shutil
 import time
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import TrainingSpec
-from training.contract.store import Made
+from training.contract.store import Made, write_json
 from training.data.packing import Batches, Positions, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
@@ -140,9 +139,9 @@ class _Tuning:
         if not self.group.is_main:
             return Made(fingerprint)
         summary = self._summary()
-        written = {"training.json": self.job.settings, "recipe.json": self.job.recipe, "metrics.json": summary}
-        for name, content in written.items():
-            (staging / name).write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+        write_json(staging / "training.json", self.job.settings)
+        write_json(staging / "recipe.json", self.job.recipe)
+        write_json(staging / "metrics.json", summary)
         if self.job.events.is_file():
             shutil.copyfile(self.job.events, staging / "events.jsonl")
         return Made(fingerprint, summary)

@@ -5,8 +5,7 @@ forbids scripts and requests in case an escape were ever forgotten.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
@@ -27,9 +26,6 @@ class Sample:
     before: str
     after: str
     chosen: str
-
-    def texts(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

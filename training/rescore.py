@@ -7,7 +7,6 @@ that made the table; only the batches are others.
 `rescored.json` holds a row a pair:  {"row", "chosen": {"stored", "live", "allowed"}, "rejected": {...}}, in nats.
 """
 
-import json
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from training.contract.fingerprint import fingerprint
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
-from training.contract.store import Made
+from training.contract.store import Made, write_json
 from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
 from training.model.selfcheck import demand_exact
@@ -58,7 +57,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         for at, row in enumerate(pairs.rows[positions])
     ]
     if group.is_main:
-        (job.staging / RESULT_FILE).write_text(json.dumps(rows, indent=2), encoding="utf-8")
+        write_json(job.staging / RESULT_FILE, rows)
     return Made(fingerprint("proof", rows), {"tolerance": TOLERANCE_NATS[table.dtype], "dtype": table.dtype})
 
 

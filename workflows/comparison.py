@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import dagster as dg
 
-from assets.held_out import accuracy, loss, margin, rows_by_pair, scale_of
-from assets.materialized import Ancestor, ancestry, latest
+from assets.held_out import accuracy, loss, margin, rows_by_pair, scale
+from assets.materialized import Ancestor, History, latest
 from assets.pipeline import Pipeline, Services
 from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
 from model_registry.records import flatten
@@ -98,12 +98,11 @@ def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterI
 def _evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: str) -> Evaluated:
     artifact = services.store.open("evaluation", found)
     rows = rows_by_pair(artifact)
-    stood_on = ancestry(instance, pipeline, services.store, {"evaluation": found})
-    own_loss = str(stood_on["evaluation"].derivation.settings["loss"])
+    stood_on = History(instance, pipeline, services.store).ancestry({"evaluation": found})
     return Evaluated(
         recipe=pipeline.name,
         settings=_settings(stood_on),
-        scale={kind: stood_on[kind].fingerprint for kind in scale_of(artifact)} | {"evaluation_spec": own_loss},
+        scale=scale(artifact),
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
         notes=_edited(pipeline, services, instance),
     )

@@ -23,6 +23,8 @@ T = TypeVar("T")
 # Progress bars and reports tell what happens; Dagster's own log of a run is in its event log.
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
+# The states of a run that a process is working on, or was before it died.
+BEGUN = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _OURS = f"{PedigreeError.__module__}."
 Outcome = Literal["computed", "reused", "failed"]
 
@@ -138,8 +140,7 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
 
     A killed process cannot do so itself: its run would count as started, and its slot in the pool `gpu` as taken, for ever.
     """
-    unfinished = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
-    for run in instance.get_runs(dg.RunsFilter(statuses=unfinished)):
+    for run in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
         if PROCESS_TAG in run.tags and not is_alive(run.tags[PROCESS_TAG], home):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)

@@ -12,8 +12,9 @@ The rest goes: other artifacts, folders of ended jobs, abandoned staging, what w
 under the lock of whoever would use it, so what came into use since it was found stays.
 """
 
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -29,29 +30,18 @@ from assets.materialized import latest
 from assets.pipeline import Services
 from training.contract.errors import CorruptArtifact
 from training.contract.job import Job
+from training.contract.locks import holding, is_held
 from training.contract.manifest import Manifest, Source, read_manifest
 from training.contract.memo import scoring_rule
 from training.contract.recipe import Dtype
-from training.contract.removal import (
-    freed_bytes,
-    holding,
-    is_held,
-    keys_by_fingerprint,
-    remove_artifact,
-    remove_folder,
-)
-from workflows.execution import close_dead_runs
+from training.contract.removal import freed_bytes, keys_by_fingerprint, remove_artifact
+from training.contract.staging import lock_beside
+from workflows.execution import BEGUN, close_dead_runs
 
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
-_UNFINISHED = [
-    dg.DagsterRunStatus.QUEUED,
-    dg.DagsterRunStatus.NOT_STARTED,
-    dg.DagsterRunStatus.STARTING,
-    dg.DagsterRunStatus.STARTED,
-    dg.DagsterRunStatus.CANCELING,
-]
+_UNFINISHED = [dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.NOT_STARTED, *BEGUN]
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 
 
@@ -99,44 +89,31 @@ class Sweep:
         for kind in _KINDS:
             for fingerprint in self._store.fingerprints(kind):
                 if (kind, fingerprint) not in self.kept and not self._is_recent(kind, fingerprint):
-                    yield self._artifact(kind, fingerprint)
+                    yield _garbage(kind, self._store.folder(kind, fingerprint))
         for rule in _folders(self._store.root / "memo"):
             if rule.name not in self._kept_rules:
-                yield from (self._artifact(f"memo/{rule.name}", shard.name) for shard in _folders(rule))
-        yield from (Garbage("job", folder.name, freed_bytes(folder)) for folder in self._jobs if self._is_over(folder))
-        staged = (folder for folder in self._folders["staging"] if self._is_abandoned(folder))
-        yield from (Garbage("staging", folder.name, freed_bytes(folder)) for folder in staged)
-        yield from (Garbage("corrupt", folder.name, freed_bytes(folder)) for folder in self._folders["corrupt"])
+                yield from (_garbage(f"memo/{rule.name}", shard) for shard in _folders(rule))
+        yield from (_garbage("job", folder) for folder in self._jobs if self._is_over(folder))
+        yield from (_garbage("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder))
+        yield from (_garbage("corrupt", folder) for folder in self._folders["corrupt"])
 
     def remove(self, item: Garbage) -> bool:
         """Remove it; False if it came into use meanwhile."""
-        if item.kind == "job":
-            return self._remove_job(self._services.home / "jobs" / item.fingerprint)
-        if item.kind == "staging":
-            return self._remove_staging(self._store.root / "staging" / item.fingerprint)
-        if item.kind == "corrupt":
-            remove_folder(self._store.root / "corrupt" / item.fingerprint)
-            return True
+        match item.kind:
+            case "job":
+                folder = self._services.home / "jobs" / item.fingerprint
+                return _remove(folder, self._locks_of_job(folder), lambda: self._has_ended(folder))
+            case "staging":
+                folder = self._store.root / "staging" / item.fingerprint
+                beside = lock_beside(folder)
+                locks = [beside if beside.exists() else self._lock_named(folder.name)]
+                return self._is_abandoned(folder) and _remove(folder, locks)
+            case "corrupt":
+                return _remove(self._store.root / "corrupt" / item.fingerprint)
         if item.kind not in self._keys:
             self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
         keys = self._keys[item.kind].get(item.fingerprint, [])
         return remove_artifact(self._store, item.kind, item.fingerprint, keys)
-
-    def _remove_job(self, folder: Path) -> bool:
-        with holding(self._locks_of_job(folder)) as free:
-            ended = free and self._has_ended(folder)
-            if ended:
-                remove_folder(folder)
-        return ended
-
-    def _remove_staging(self, folder: Path) -> bool:
-        if not self._is_abandoned(folder):
-            return False
-        beside = _lock_beside(folder)
-        with holding([beside if beside.exists() else self._lock_named(folder.name)]) as free:
-            if free:
-                remove_folder(folder)
-        return free
 
     @cached_property
     def kept(self) -> set[Reference]:
@@ -154,8 +131,7 @@ class Sweep:
 
     def _registered(self) -> Iterator[Reference]:
         for version in self._services.registry.versions():
-            tags = {name.removeprefix("pedigree."): value for name, value in version.tags.items()}
-            yield from ((kind, tags[kind]) for kind in _KINDS if kind in tags)
+            yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
 
     def _materialized(self) -> Iterator[Reference]:
         for key in self._instance.get_asset_keys():
@@ -170,7 +146,7 @@ class Sweep:
         for folder in self._jobs:
             job = _read_job(folder)
             if job is not None and self._is_running(job):
-                yield from ((source.kind, source.fingerprint) for source in job.inputs.values())
+                yield from _references(job.inputs)
 
     @cached_property
     def _kept_rules(self) -> set[str]:
@@ -185,9 +161,6 @@ class Sweep:
             return read_manifest(self._store.folder(kind, fingerprint))
         except CorruptArtifact:
             return None
-
-    def _artifact(self, kind: str, fingerprint: str) -> Garbage:
-        return Garbage(kind, fingerprint, freed_bytes(self._store.folder(kind, fingerprint)))
 
     def _oldest_unfinished_run(self) -> datetime | None:
         records = self._instance.get_run_records(dg.RunsFilter(statuses=_UNFINISHED))
@@ -225,21 +198,30 @@ class Sweep:
 
     def _is_abandoned(self, folder: Path) -> bool:
         """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""
-        beside, named = _lock_beside(folder), self._lock_named(folder.name)
+        beside, named = lock_beside(folder), self._lock_named(folder.name)
         if beside.exists() or named.exists():
             return not is_held(beside) and not is_held(named)
         return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
 
 
-def _lock_beside(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.lock")
+def _garbage(kind: str, folder: Path) -> Garbage:
+    return Garbage(kind, folder.name, freed_bytes(folder))
+
+
+def _remove(folder: Path, locks: Sequence[Path] = (), still: Callable[[], bool] = lambda: True) -> bool:
+    """Remove the folder, holding its `locks`; False if one of them is held, or it is garbage no more."""
+    with holding(locks) as free:
+        removed = free and still()
+        if removed:
+            shutil.rmtree(folder, ignore_errors=True)
+    return removed
 
 
 def _folders(parent: Path) -> list[Path]:
     return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
 
 
-def _references(inputs: dict[str, Source]) -> list[Reference]:
+def _references(inputs: Mapping[str, Source]) -> list[Reference]:
     return [(source.kind, source.fingerprint) for source in inputs.values()]
 
 

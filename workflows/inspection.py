@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from assets.adapters import base_of
-from assets.materialized import latest, latest_derivation
+from assets.materialized import History
 from assets.page import render_page
 from assets.pipeline import Pipeline, Services
 from assets.rescoring import rescore
@@ -48,7 +48,32 @@ def inspect_row(
 
     Raises UsageError where the row is not there, was dropped, or nothing was materialized.
     """
-    return _Inspector(pipeline, services, instance).read(row, score)
+    history = History(instance, pipeline, services.store)
+    raw = history.artifact("raw_preferences")
+    table = pq.read_table(raw.file("preferences.parquet"))
+    messages = _row(table, row)
+    if messages is None:
+        raise UsageError(
+            f"there is no row {row} in raw_preferences {short(raw.fingerprint)}; its {len(table):,} rows are numbered from 0"
+        )
+    pairs = history.artifact("tokenized_pairs")
+    reader = PairReader(services.store, pairs, _table_of(pairs, history))
+    tokens = reader.read(row)
+    if tokens is None:
+        raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized")
+    policy = _evaluated(row, reader.keys(row), history)
+    if policy is None and score:
+        inputs = _scoring_inputs(row, pairs, history)
+        found = in_gpu_pool("inspect", services, instance, lambda: rescore(pipeline, services, inputs, [row]))
+        policy = found.rows[0]["chosen"]["live"], found.rows[0]["rejected"]["live"]
+    chosen, rejected = policy or (None, None)
+    return InspectedRow(
+        row,
+        tokens.split,
+        messages,
+        InspectedSide(**vars(tokens.chosen), policy_logprob=chosen),
+        InspectedSide(**vars(tokens.rejected), policy_logprob=rejected),
+    )
 
 
 def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
@@ -58,84 +83,35 @@ def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
     return render_page(f"{pipeline.name}: row {found.row}", [row], policy)
 
 
-class _Inspector:
-    def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance):
-        self._pipeline, self._services, self._instance = pipeline, services, instance
+def _table_of(pairs: Artifact, history: History) -> Artifact | None:
+    """The table of log-probs, unless it belongs to other pairs, as it may after a run that ended early."""
+    table = history.find("reference_logprobs")
+    if table is None:
+        return None
+    how = history.derivation("reference_logprobs", table.fingerprint)
+    return table if how.inputs["tokenized_pairs"].fingerprint == pairs.fingerprint else None
 
-    def read(self, row: int, score: bool) -> InspectedRow:
-        raw = self._demanded("raw_preferences")
-        table = pq.read_table(raw.file("preferences.parquet"))
-        messages = _row(table, row)
-        if messages is None:
-            raise UsageError(
-                f"there is no row {row} in raw_preferences {short(raw.fingerprint)}; "
-                f"its {len(table):,} rows are numbered from 0"
-            )
-        pairs = self._demanded("tokenized_pairs")
-        reader = PairReader(self._services.store, pairs, self._table_of(pairs))
-        tokens = reader.read(row)
-        if tokens is None:
-            raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized")
-        policy = self._evaluated(row, reader.keys(row))
-        if policy is None and score:
-            policy = self._scored(pairs, row)
-        chosen, rejected = policy or (None, None)
-        return InspectedRow(
-            row,
-            tokens.split,
-            messages,
-            InspectedSide(**vars(tokens.chosen), policy_logprob=chosen),
-            InspectedSide(**vars(tokens.rejected), policy_logprob=rejected),
+
+def _evaluated(row: int, keys: tuple[str, str] | None, history: History) -> tuple[float, float] | None:
+    """The policy's log-probs of the pair, unless the row had other tokens when the policy was evaluated."""
+    evaluation = history.find("evaluation")
+    found = None if evaluation is None else _row(pq.read_table(evaluation.file("pairs.parquet")), row)
+    if found is None or (found["chosen_key"], found["rejected_key"]) != keys:
+        return None
+    return found["policy_chosen_logprob"], found["policy_rejected_logprob"]
+
+
+def _scoring_inputs(row: int, pairs: Artifact, history: History) -> dict[str, Artifact]:
+    inputs = {name: history.artifact(name) for name in _TO_SCORE}
+    if _table_of(pairs, history) is None:
+        name = history.pipeline.name
+        raise UsageError(
+            f"{name}/reference_logprobs is of other pairs than {name}/tokenized_pairs {short(pairs.fingerprint)}, so "
+            f"row {row} cannot be scored; run `pedigree run {history.pipeline.argument}` first"
         )
-
-    def _table_of(self, pairs: Artifact) -> Artifact | None:
-        """The table of log-probs, unless it belongs to other pairs, as it may after a run that ended early."""
-        table = self._materialized("reference_logprobs")
-        if table is None:
-            return None
-        how = latest_derivation(
-            self._instance, self._pipeline, self._services.store, "reference_logprobs", table.fingerprint
-        )
-        return table if how.inputs["tokenized_pairs"].fingerprint == pairs.fingerprint else None
-
-    def _evaluated(self, row: int, keys: tuple[str, str] | None) -> tuple[float, float] | None:
-        """The policy's log-probs of the pair, unless the row had other tokens when the policy was evaluated."""
-        evaluation = self._materialized("evaluation")
-        found = None if evaluation is None else _row(pq.read_table(evaluation.file("pairs.parquet")), row)
-        if found is None or (found["chosen_key"], found["rejected_key"]) != keys:
-            return None
-        return found["policy_chosen_logprob"], found["policy_rejected_logprob"]
-
-    def _scored(self, pairs: Artifact, row: int) -> tuple[float, float]:
-        inputs = {name: self._demanded(name) for name in _TO_SCORE}
-        if self._table_of(pairs) is None:
-            name = self._pipeline.name
-            raise UsageError(
-                f"{name}/reference_logprobs is of other pairs than {name}/tokenized_pairs {short(pairs.fingerprint)}, so "
-                f"row {row} cannot be scored; run `pedigree run {self._pipeline.argument}` first"
-            )
-        if (base := base_of(inputs["policy"], self._services.store)) is not None:
-            inputs["reference_model"] = base
-        [scored] = in_gpu_pool(
-            "inspect",
-            self._services,
-            self._instance,
-            lambda: rescore(self._pipeline, self._services, inputs, [row]).rows,
-        )
-        return scored["chosen"]["live"], scored["rejected"]["live"]
-
-    def _demanded(self, asset: str) -> Artifact:
-        artifact = self._materialized(asset)
-        if artifact is None:
-            name = self._pipeline.name
-            raise UsageError(
-                f"{name}/{asset} was never materialized; run `pedigree run {self._pipeline.argument}` first"
-            )
-        return artifact
-
-    def _materialized(self, asset: str) -> Artifact | None:
-        found = latest(self._instance, self._pipeline.key(asset)).fingerprint
-        return None if found is None else self._services.store.open(asset, found)
+    if (base := base_of(inputs["policy"], history.store)) is not None:
+        inputs["reference_model"] = base
+    return inputs
 
 
 def _row(table: pa.Table, row: int) -> dict[str, Any] | None:

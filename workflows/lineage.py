@@ -22,7 +22,7 @@ import dagster as dg
 
 from assets.changes import NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH, derivation
-from assets.materialized import Materialization, latest
+from assets.materialized import History, Materialization
 from assets.pipeline import Pipeline, Services
 from assets.realize import is_irreplaceable
 from assets.release import is_decided
@@ -40,8 +40,6 @@ NEVER = "never materialized"
 LOST = "its files are no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt"
 NO_VERSION = "its version is no longer in the registry"
-# The spec that holds the settings of an asset; such an asset reads no fields of the recipe itself.
-_SPECS = {"policy": "training_spec", "evaluation": "evaluation_spec"}
 
 
 @dataclass(frozen=True)
@@ -113,9 +111,9 @@ def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, ca
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return Outcome(None, None, settings)
-    spec = above[_SPECS[asset]].found if asset in _SPECS else None
-    frozen = {} if spec is None else spec.files["spec.json"]
-    return _look_up(services, derivation(asset, known, {**settings, **frozen}), settings, cache)
+    spec = None if (name := GRAPH[asset].spec) is None else above[name].found
+    how = derivation(asset, known, settings if spec is None else spec.files["spec.json"])
+    return _look_up(services, how, settings, cache)
 
 
 def _look_up(
@@ -156,12 +154,12 @@ class _Judge:
     """Judges assets in the order of the graph: the causes of those above are known when those below ask for them."""
 
     def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, outcomes: Outlook):
-        self._pipeline, self._instance, self._outcomes = pipeline, instance, outcomes
-        self._store, self._registry = services.store, services.registry
+        self._pipeline, self._services, self._outcomes = pipeline, services, outcomes
+        self._history = History(instance, pipeline, services.store)
         self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
 
     def asset(self, asset: str) -> AssetStatus:
-        recorded = latest(self._instance, self._pipeline.key(asset))
+        recorded = self._history.latest(asset)
         if recorded.fingerprint is None:
             self._causes[asset] = [(asset, NEVER)]
             return AssetStatus(asset, "missing", (NEVER,), None)
@@ -179,7 +177,7 @@ class _Judge:
         """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
             with brief_patience():
-                decided = is_decided(self._registry, self._pipeline, key)
+                decided = is_decided(self._services.registry, self._pipeline, key)
         except RegistryError as error:
             return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
         if decided:
@@ -199,7 +197,7 @@ class _Judge:
         """How what was materialized differs from what a run would give. Raises CorruptArtifact for a corrupt record."""
         outcome = self._outcomes[asset]
         if outcome.found is not None and not self._is_lost(asset, recorded.key):
-            yield from ((asset, words) for words in changes_since(self._store, recorded.key, outcome.found))
+            yield from ((asset, words) for words in changes_since(self._services.store, recorded.key, outcome.found))
             return
         before = self._before(asset, recorded)
         own = [] if before is None else self._own_changes(asset, before)
@@ -221,11 +219,11 @@ class _Judge:
         if asset == "released_model":  # its artifact is in the registry, so its derivation is with the materialization
             told = recorded.metadata.get("derivation")
             return None if told is None else Derivation.model_validate(told)
-        return self._store.derivation(asset, recorded.key)
+        return self._services.store.derivation(asset, recorded.key)
 
     def _own_changes(self, asset: str, before: Derivation) -> list[str]:
         """Fields that come out of a spec are the spec's to explain."""
-        known = before.model_copy(update={"settings": {}}) if asset in _SPECS else before
+        known = before.model_copy(update={"settings": {}}) if GRAPH[asset].spec else before
         return own_changes(known, GRAPH[asset].version, self._outcomes[asset].settings)
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:

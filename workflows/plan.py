@@ -14,17 +14,17 @@ from typing import Any, Literal
 
 import dagster as dg
 import numpy as np
-import pyarrow as pa
 
 from assets.data import PAIRS_WORK, preferences_work
 from assets.pipeline import Pipeline, Services
-from assets.realize import Realized, make, record_found
+from assets.realize import Realized, make, record
 from assets.reference import point_to
 from assets.release import is_decided
+from assets.rows import SIDES, read_pairs
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
+from training.contract.fingerprint import KEY_BYTES
 from training.contract.memo import Memo, scoring_rule
-from training.contract.shard import KEY_BYTES
 from training.contract.store import Artifact
 from workflows.lineage import AssetStatus, Outlook, judge, outlook
 
@@ -70,9 +70,9 @@ class _Cheap:
     def made(cls, pipeline: Pipeline, services: Services) -> "_Cheap":
         data, model = find_data(pipeline), find_model(pipeline, services)
         tokenizer = find_tokenizer(pipeline, services)
-        source, base_model = record_found(services, data), record_found(services, model)
+        source, base_model = record(services, data), record(services, model)
         for asset in ("training_spec", "evaluation_spec"):
-            record_found(services, look(pipeline, services, asset))
+            record(services, look(pipeline, services, asset))
         spec = make(pipeline, services, "tokenization_spec", tokenizer_work(tokenizer), {}, _LOG)
         reading = preferences_work(pipeline, data)
         rows = make(pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact}, _LOG)
@@ -139,9 +139,8 @@ class _Planner:
 
 def distinct_sequences(pairs: Artifact) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The keys of all sequences of `tokenized_pairs`, each once: uint8[S, 32]."""
-    with pa.memory_map(str(pairs.file("pairs.arrow"))) as source, pa.ipc.open_stream(source) as stream:
-        table = stream.read_all().select(["chosen_key", "rejected_key"])
-        joined = b"".join(key for column in table.columns for key in column.to_pylist())
+    table = read_pairs(pairs)
+    joined = b"".join(key for side in SIDES for key in table[f"{side}_key"].to_pylist())
     keys: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(joined, np.uint8).reshape(-1, KEY_BYTES)
     return np.unique(keys, axis=0)
 

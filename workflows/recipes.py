@@ -23,13 +23,11 @@ class LoadedRecipe:
     definitions: dg.Definitions
 
 
-def find_recipe(text: str) -> LoadedRecipe:
-    """The recipe that `text` names, or the variant. Raises what loading raises."""
-    return find_recipes(text)[0]
-
-
 def find_recipes(text: str) -> list[LoadedRecipe]:
-    """The recipe that `text` names and its variants; where `/` and a name stand behind it, that variant alone."""
+    """The recipe that `text` names and its variants; where `/` and a name stand behind it, that variant alone.
+
+    Raises what loading raises.
+    """
     above, _, variant = text.rstrip("/").rpartition("/")
     if _folder(text) is None and (folder := _folder(above)) is not None:
         return [load_recipe(folder, variant)]

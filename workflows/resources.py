@@ -15,8 +15,9 @@ from assets.pipeline import Listener, Services, ignore
 from model_registry.moved import follow_move
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
-from training.contract.durable import locked, share_databases
+from training.contract.durable import share_databases
 from training.contract.errors import StoreError
+from training.contract.locks import locked
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
 from training.launch.nodes_file import NODES_FILE

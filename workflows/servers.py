@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_registry.tracking import artifact_root
 from training.contract.errors import PedigreeError
 from training.launch.processes import die_with_parent
 
@@ -55,7 +56,7 @@ def dagster_server(home: Path, port: int) -> Server:
 
 def mlflow_server(home: Path, tracking_uri: str, port: int) -> Server:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
-    command += ["--default-artifact-root", (home / "mlflow" / "artifacts").as_uri(), "--no-serve-artifacts"]
+    command += ["--default-artifact-root", artifact_root(home).as_uri(), "--no-serve-artifacts"]
     command += ["--host", HOST, "--port", str(port), "--workers", "1"]
     address = f"http://{HOST}:{port}"
     return Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log")

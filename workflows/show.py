@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from assets.event_log import EventLog
+from assets.event_log import EventLines
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline
 from training.contract.events import Event
@@ -47,7 +47,7 @@ class Progress:
 
     def __init__(self, console: Console):
         self._console = console
-        self._logs: dict[str, EventLog] = {}
+        self._lines: dict[str, EventLines] = {}
         self._bars = RichProgress(
             TextColumn("{task.description:<20}"),
             BarColumn(bar_width=24),
@@ -67,7 +67,7 @@ class Progress:
 
     def hear(self, event: Event) -> None:
         if not self._console.is_terminal:
-            self._log(event["asset"]).hear(event)
+            self._lines_of(event["asset"]).hear(event)
             return
         task = self._task(event["asset"])
         match event["event"]:
@@ -82,10 +82,10 @@ class Progress:
                 left = "" if seconds is None else f"{seconds:.0f} s left"
                 self._bars.update(task, completed=event["done"], total=event["total"], unit=event["unit"], left=left)
 
-    def _log(self, asset: str) -> EventLog:
-        if asset not in self._logs:
-            self._logs[asset] = EventLog(self._print, asset, _SECONDS_BETWEEN_LINES)
-        return self._logs[asset]
+    def _lines_of(self, asset: str) -> EventLines:
+        if asset not in self._lines:
+            self._lines[asset] = EventLines(self._print, asset, _SECONDS_BETWEEN_LINES)
+        return self._lines[asset]
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
@@ -253,7 +253,7 @@ def inspected(console: Console, found: InspectedRow) -> None:
 
 def addresses(console: Console, dagster: str, mlflow: str) -> None:
     """Where to look."""
-    console.print(f"Dagster: {dagster}/asset-groups\nMLflow:  {mlflow}", soft_wrap=True)
+    console.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
 
 
 def _tokens(side: InspectedSide) -> str:

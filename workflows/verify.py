@@ -14,7 +14,7 @@ import dagster as dg
 from assets.adapters import MERGED
 from assets.changes import NO_RECORD, changes_since
 from assets.graph import GRAPH
-from assets.materialized import latest
+from assets.materialized import History
 from assets.pipeline import Pipeline, Services
 from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
@@ -74,11 +74,12 @@ def agrees(row: dict[str, Any]) -> bool:
 
 class _Verifier:
     def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance):
-        self._pipeline, self._services, self._instance = pipeline, services, instance
+        self._pipeline, self._services = pipeline, services
+        self._history = History(instance, pipeline, services.store)
 
     def asset(self, asset: str) -> VerifiedAsset | None:
         """The asset as last materialized; None if it never was."""
-        recorded = latest(self._instance, self._pipeline.key(asset))
+        recorded = self._history.latest(asset)
         fingerprint = recorded.fingerprint
         if fingerprint is None:
             return None
@@ -94,7 +95,7 @@ class _Verifier:
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
         """The latest table with the pairs and the model that it was made from; None if there is no table."""
-        key = latest(self._instance, self._pipeline.key("reference_logprobs")).key
+        key = self._history.latest("reference_logprobs").key
         table = None if key is None else self._services.store.find("reference_logprobs", key)
         if table is None:
             return None
@@ -144,7 +145,7 @@ class _Verifier:
             found = weights_fingerprint(weights_identity(registry.resolve(f"models:/{name}/{version.number}")))
         except PedigreeError as error:
             return str(error)
-        promised = version.tags.get(f"pedigree.{MERGED}", version.tags.get("pedigree.policy"))
+        promised = version.fingerprint_of(MERGED) or version.fingerprint_of("policy")
         if found == promised:
             return None
         return f"version {version.number} of {name} holds the weights {short(found)}, its policy is {short(promised)}"

@@ -1,6 +1,7 @@
 """The connection to MLflow: opened on first use, with short timeouts, so that an outage does not hold up other work."""
 
 import contextlib
+import logging
 import os
 import re
 import time
@@ -11,9 +12,12 @@ from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
 
-from training.contract.durable import locked, share_databases
-from training.contract.errors import RegistryAway
+from training.contract.durable import share_databases
+from training.contract.errors import RegistryAway, RegistryError
+from training.contract.locks import locked
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 _BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
@@ -27,22 +31,33 @@ _WORDS = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Connection:
-    """A tracking server or database that may be away; `warn` gets a sentence for each failure.
+    """A tracking server or database that may be away: `asking` raises then, `attempt` tells `warn` and goes on.
 
     After a failure that took long, every attempt fails at once for as long again, so that ten calls do not wait ten times.
     """
 
-    def __init__(self, uri: str, warn: Callable[[str], None]) -> None:
+    def __init__(self, uri: str, warn: Callable[[str], None] = _LOG.warning) -> None:
         self.uri, self.warn = uri, warn
         self._away_until = 0.0
 
     @cached_property
     def client(self) -> MlflowClient:
         return connect(self.uri)
+
+    @contextlib.contextmanager
+    def asking(self, what: str, patient: bool = False) -> Iterator[MlflowClient]:
+        """The client, with short timeouts unless `patient`, as for files. Raises RegistryError, RegistryAway."""
+        started = time.monotonic()
+        try:
+            with contextlib.nullcontext() if patient else brief_patience():
+                yield self.client
+        except (MlflowException, SQLAlchemyError, OSError) as error:
+            raise self._failure(what, error, time.monotonic() - started) from error
 
     def attempt(self, what: str, work: Callable[[MlflowClient], None], quiet: bool = False) -> bool:
         """Do `work` with short timeouts; returns whether it succeeded, and warns of a failure unless `quiet`."""
@@ -54,12 +69,17 @@ class Connection:
                 work(self.client)
         except Exception as error:  # whatever a database, a network or a disk can do
             ended = time.monotonic()
-            if is_away(error) and ended - started > _LONG_SECONDS:
+            failure = self._failure(what, error, ended - started)
+            if isinstance(failure, RegistryAway) and ended - started > _LONG_SECONDS:
                 self._away_until = ended + (ended - started)
             if not quiet:
-                self.warn(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, ended - started)}")
+                self.warn(str(failure))
             return False
         return True
+
+    def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
+        kind = RegistryAway if is_away(error) else RegistryError
+        return kind(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, seconds)}")
 
 
 def connect(uri: str) -> MlflowClient:

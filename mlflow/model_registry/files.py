@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import RegistryError
-from training.contract.staging import claim_folder, remove_abandoned
+from training.contract.staging import claimed
 
 MODEL_FOLDER = "model"
 _TOKENIZER_FOLDER = "components/tokenizer"
@@ -44,17 +44,9 @@ def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator
         yield folder
 
 
-@contextlib.contextmanager
-def scratch(parent: Path) -> Iterator[Path]:
-    """An empty temporary folder on the filesystem of `parent`; those that killed processes left are removed first."""
-    place = parent / ".staging"
-    place.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(place)
-    claim = claim_folder(place)
-    try:
-        yield claim.folder
-    finally:
-        claim.give_up()
+def scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
+    """An empty temporary folder on the filesystem of `parent`."""
+    return claimed(parent / ".staging")
 
 
 def move_into_place(folder: Path, target: Path, scratch: Path) -> None:

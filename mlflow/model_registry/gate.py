@@ -8,19 +8,34 @@ rounded to a multiple of 1/n. The error of the best score then grows with the lo
 not with a power of it.
 
 Two losses are compared for the same pair only, so data may grow between champion and candidate. Both must have been
-computed with the same loss settings and the same reference log-probabilities; the caller sees to that. The comparison
-uses the champion's exact mean, not its rounded one: else a copy of the champion could pass by the rounding alone.
+computed with the same loss settings and the same reference log-probabilities; where they were not, the caller gives what
+is comparable still, 1 for a pair that is ranked wrongly and 0 for another. The comparison uses the champion's exact mean,
+not its rounded one: else a copy of the champion could pass by the rounding alone.
 """
 
 import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 # Below this a standard error says too little about itself to decide anything.
 MIN_PAIRS = 10
 
 Losses = Mapping[str, float]
+
+
+class Measure(StrEnum):
+    """What of a pair is compared, the lower the better; in sentences the value stands for its mean."""
+
+    LOSS = "loss"
+    ERROR_RATE = "share of wrongly ranked pairs"
+
+    @property
+    def why(self) -> str:
+        if self is Measure.LOSS:
+            return ""
+        return "the champion's losses are of another loss or reference and cannot be compared; "
 
 
 @dataclass(frozen=True)
@@ -48,9 +63,13 @@ class Decision:
 
 
 def decide(
-    candidate: Losses, champion: Losses | None, accuracy: float | None = None, min_accuracy: float | None = None
+    candidate: Losses,
+    champion: Losses | None,
+    measure: Measure = Measure.LOSS,
+    accuracy: float | None = None,
+    min_accuracy: float | None = None,
 ) -> Decision:
-    """Compare the held-out losses of a candidate, by the pair's identity, with the champion's.
+    """Compare the held-out losses of a candidate (or what `measure` says), by the pair's identity, with the champion's.
 
     `accuracy` is the candidate's held-out reward accuracy; below `min_accuracy` nothing is released. If there is no
     champion, a candidate that is not below it is promoted.
@@ -58,11 +77,11 @@ def decide(
     figures = {"candidate_pairs": float(len(candidate))}
     reasons = _unfit(candidate, "candidate") + _below_floor(accuracy, min_accuracy, figures)
     if champion is not None:
-        beaten, compared = _compare(candidate, champion, figures)
+        beaten, compared = _compare(candidate, champion, measure, figures)
         return Decision(beaten and not reasons, [*reasons, *compared], figures)
     if reasons:
         return Decision(False, reasons, figures)
-    figures["candidate_loss"] = rounded(statistics.fmean(candidate.values()), len(candidate))
+    figures[f"candidate_{measure.name.lower()}"] = rounded(statistics.fmean(candidate.values()), len(candidate))
     return Decision(True, ["there is no champion yet"], figures)
 
 
@@ -90,7 +109,9 @@ def _below_floor(accuracy: float | None, floor: float | None, figures: dict[str,
     return [] if accuracy >= floor else [f"held-out accuracy {accuracy:.4g} is below the recipe's floor of {floor:.4g}"]
 
 
-def _compare(candidate: Losses, champion: Losses, figures: dict[str, float]) -> tuple[bool, list[str]]:
+def _compare(
+    candidate: Losses, champion: Losses, measure: Measure, figures: dict[str, float]
+) -> tuple[bool, list[str]]:
     """Whether the candidate is better by more than one standard error on the pairs both have, and the reason."""
     shared = sorted(candidate.keys() & champion.keys())
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
@@ -103,13 +124,13 @@ def _compare(candidate: Losses, champion: Losses, figures: dict[str, float]) -> 
     better = paired_difference(theirs, ours)
     gain, error = better.mean, better.standard_error
     figures |= {
-        "candidate_loss": rounded(statistics.fmean(ours.values()), len(shared)),
-        "champion_loss": rounded(statistics.fmean(theirs.values()), len(shared)),
+        f"candidate_{measure.name.lower()}": rounded(statistics.fmean(ours.values()), len(shared)),
+        f"champion_{measure.name.lower()}": rounded(statistics.fmean(theirs.values()), len(shared)),
         "gain": gain,
         "standard_error": error,
     }
-    direction = "lower" if gain > 0 else "higher"
+    found = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
     return gain > error, [
-        f"on {len(shared)} shared pairs the loss is {abs(gain):.4g} {direction} than the champion's; "
+        f"{measure.why}on {len(shared)} shared pairs the {measure} is {found} the champion's; "
         f"to be released it must be lower by more than one standard error, {error:.4g}"
     ]

@@ -5,12 +5,9 @@ whole lineage as tags and is found by them, so registering a policy twice gives 
 the version it replaces, so a rollback needs no record outside the registry.
 """
 
-import contextlib
 import re
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +15,11 @@ from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
 
-from model_registry.connection import brief_patience, connect, is_away, page, reason, shown, unrepeated
+from model_registry.connection import Connection, page, shown, unrepeated
 from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged, scratch
 from model_registry.records import tags_of
-from training.contract.errors import RegistryAway, RegistryError
+from training.contract.errors import RegistryError
 from training.contract.fingerprint import fingerprint, short
 
 Alias = Literal["candidate", "champion"]
@@ -42,6 +38,10 @@ class Version:
     source: str
     tags: Mapping[str, str]
 
+    def fingerprint_of(self, kind: str) -> str | None:
+        """That of the artifact of `kind` in its lineage; None where there was none."""
+        return self.tags.get(_lineage_tag(kind))
+
 
 class Registry:
     """The model registry of a tracking server or database. Its methods raise RegistryError.
@@ -51,6 +51,7 @@ class Registry:
 
     def __init__(self, tracking_uri: str, downloads: Path) -> None:
         self.tracking_uri, self._downloads = tracking_uri, downloads
+        self._connection = Connection(tracking_uri)
 
     def register(
         self,
@@ -71,9 +72,9 @@ class Registry:
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
             return found
-        with self._asking(f"store the files of {name}", patient=True) as client:
+        with self._connection.asking(f"store the files of {name}", patient=True) as client:
             source = self._store_files(client, name, policy, tokenizer or policy, run_id, _folder_name(name, identity))
-        with self._asking(f"register {name}") as client, unrepeated():
+        with self._connection.asking(f"register {name}") as client, unrepeated():
             if _registered(client, name) is None:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
@@ -87,18 +88,18 @@ class Registry:
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
         """The latest version of `name` that carries all of `tags`."""
         wanted = tags_of(tags).items()
-        with self._asking(f"look for versions of {name}") as client:
+        with self._connection.asking(f"look for versions of {name}") as client:
             versions = [_version(found) for found in client.search_model_versions(f"name = '{name}'")]
         return max((v for v in versions if wanted <= v.tags.items()), key=lambda v: v.number, default=None)
 
     def versions(self) -> list[Version]:
         """Every version of every registered model."""
-        with self._asking("list the versions of its models") as client:
+        with self._connection.asking("list the versions of its models") as client:
             found, token = [], None
             while True:
-                page = client.search_model_versions(page_token=token)
-                found += [_version(version) for version in page]
-                if not (token := page.token):
+                some = client.search_model_versions(page_token=token)
+                found += [_version(version) for version in some]
+                if not (token := some.token):
                     return found
 
     def link(self, version: Version) -> str:
@@ -106,7 +107,7 @@ class Registry:
         return page(self.tracking_uri, f"models/{version.name}/versions/{version.number}")
 
     def champion(self, name: str) -> Version | None:
-        with self._asking(f"look for the champion of {name}") as client:
+        with self._connection.asking(f"look for the champion of {name}") as client:
             registered = _registered(client, name)
             number = registered and registered.get("champion")
             return _version(client.get_model_version(name, number)) if number else None
@@ -114,7 +115,7 @@ class Registry:
     def set_alias(self, name: str, alias: Alias, number: int) -> None:
         """Point `alias` at the version. A new champion first records which version it replaces."""
         replaced = self.champion(name) if alias == "champion" else None
-        with self._asking(f"make version {number} of {name} its {alias}") as client:
+        with self._connection.asking(f"make version {number} of {name} its {alias}") as client:
             if replaced and replaced.number != number:
                 client.set_model_version_tag(name, str(number), PREVIOUS_TAG, str(replaced.number))
             client.set_registered_model_alias(name, alias, str(number))
@@ -122,7 +123,7 @@ class Registry:
     def tag(self, version: Version, tags: Mapping[str, str]) -> Version:
         """Add tags to a version; gives it with them."""
         added = tags_of(tags)
-        with self._asking(f"tag version {version.number} of {version.name}") as client:
+        with self._connection.asking(f"tag version {version.number} of {version.name}") as client:
             for name, value in added.items():
                 client.set_model_version_tag(version.name, str(version.number), name, value)
         return replace(version, tags={**version.tags, **added})
@@ -137,7 +138,7 @@ class Registry:
         previous = champion.tags.get(PREVIOUS_TAG)
         if previous is None:
             raise RegistryError(f"version {champion.number} is the first champion of {name}; there is none before it")
-        with self._asking(f"roll {name} back to version {previous}") as client:
+        with self._connection.asking(f"roll {name} back to version {previous}") as client:
             restored = _version(client.get_model_version(name, previous))
             client.set_model_version_tag(name, str(champion.number), ROLLED_BACK_TAG, "true")
             client.set_registered_model_alias(name, "champion", previous)
@@ -150,7 +151,7 @@ class Registry:
             raise RegistryError(
                 f"{address} is not an address of a model; expected models:/name@champion or models:/name/3"
             )
-        with self._asking(f"find {address}") as client:
+        with self._connection.asking(f"find {address}") as client:
             version = _version(
                 client.get_model_version_by_alias(match["name"], match["alias"])
                 if match["alias"]
@@ -161,22 +162,6 @@ class Registry:
         if not (folder / "config.json").is_file():
             raise RegistryError(f"{address} leads to {folder}, which has no config.json; expected a Hugging Face model")
         return folder
-
-    @cached_property
-    def _client(self) -> MlflowClient:
-        return connect(self.tracking_uri)
-
-    @contextlib.contextmanager
-    def _asking(self, what: str, patient: bool = False) -> Iterator[MlflowClient]:
-        """The client, with short timeouts unless `patient`, as for files. Raises RegistryError, RegistryAway."""
-        started = time.monotonic()
-        try:
-            with contextlib.nullcontext() if patient else brief_patience():
-                yield self._client
-        except (MlflowException, SQLAlchemyError, OSError) as error:
-            cause = reason(error, self.tracking_uri, time.monotonic() - started)
-            kind = RegistryAway if is_away(error) else RegistryError
-            raise kind(f"MLflow at {shown(self.tracking_uri)} cannot {what}: {cause}") from error
 
     def _store_files(
         self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str, place: str
@@ -205,7 +190,7 @@ class Registry:
         if target.is_dir():
             return target
         with (
-            self._asking(f"download version {version.number} of {version.name}", patient=True),
+            self._connection.asking(f"download version {version.number} of {version.name}", patient=True),
             scratch(self._downloads) as staging,
         ):
             source = f"{version.source}/{MODEL_FOLDER}"
@@ -223,6 +208,15 @@ def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise
+
+
+def lineage_tags(lineage: Mapping[str, str]) -> dict[str, str]:
+    """The tags by which a version knows the fingerprints, by kind, of all that it was made from."""
+    return {_lineage_tag(kind): found for kind, found in lineage.items()}
+
+
+def _lineage_tag(kind: str) -> str:
+    return f"pedigree.{kind}"
 
 
 def _folder_name(name: str, identity: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from assets.counting import count_rows
 from training.contract.files import data_files
-from training.data.readers import open_files
+from training.data.readers import read_records
 
 JSON_LINES = b'{"a": 1}\n\n{"a": 2}\n{"a": 3}'
 
@@ -33,8 +33,8 @@ CONTENTS = {
 def test_as_many_rows_are_counted_as_are_read(tmp_path, name, packed):
     place = tmp_path / (name + ".gz" if packed else name)
     place.write_bytes(gzip.compress(CONTENTS[name]) if packed else CONTENTS[name])
-    [file] = open_files(data_files(str(place)))
-    assert count_rows(place) == len(list(file.read())) > 1
+    [file] = data_files(str(place))
+    assert count_rows(place) == len(list(read_records(file))) > 1
 
 
 def test_what_cannot_be_read_is_not_counted(tmp_path):

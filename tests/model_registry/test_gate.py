@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from model_registry.gate import MIN_PAIRS, decide, paired_difference, rounded
+from model_registry.gate import MIN_PAIRS, Measure, decide, paired_difference, rounded
 
 losses = st.lists(st.floats(0, 50), min_size=MIN_PAIRS, max_size=60)
 
@@ -55,6 +55,22 @@ def test_a_worse_candidate_is_told_so():
     assert "0.2 higher than the champion's" in decision.reasons[0]
 
 
+def test_a_candidate_that_is_no_better_and_no_worse_is_told_so():
+    assert decide(BETTER, BETTER).reasons[0].startswith("on 16 shared pairs the loss is the same as the champion's; ")
+
+
+def test_another_measure_is_told_with_why():
+    """Four wrong pairs of sixteen instead of eight: a gain of 1/4 in the mean, s = sqrt(16 * (3/16) / 15) = 0.44721."""
+    decision = decide(named([1.0] * 4 + [0.0] * 12), named([1.0] * 8 + [0.0] * 8), Measure.ERROR_RATE)
+    assert decision.promote
+    assert (decision.figures["candidate_error_rate"], decision.figures["champion_error_rate"]) == (0.25, 0.5)
+    assert decision.reasons == [
+        "the champion's losses are of another loss or reference and cannot be compared; on 16 shared pairs the share of "
+        "wrongly ranked pairs is 0.25 lower than the champion's; "
+        "to be released it must be lower by more than one standard error, 0.1118"
+    ]
+
+
 def test_the_first_candidate_is_promoted():
     decision = decide(BETTER, None)
     assert decision.promote
@@ -65,10 +81,10 @@ def test_the_first_candidate_is_promoted():
 @pytest.mark.parametrize("champion", [None, CHAMPION])
 @pytest.mark.parametrize("accuracy", [0.5999, math.nan, None])
 def test_nothing_below_the_floor_is_promoted(champion: dict[str, float] | None, accuracy: float | None):
-    decision = decide(BETTER, champion, accuracy, min_accuracy=0.6)
+    decision = decide(BETTER, champion, accuracy=accuracy, min_accuracy=0.6)
     assert not decision.promote
     assert "0.6" in decision.reasons[0]
-    assert decide(BETTER, champion, 0.6, min_accuracy=0.6).promote
+    assert decide(BETTER, champion, accuracy=0.6, min_accuracy=0.6).promote
 
 
 @pytest.mark.parametrize(("candidate", "champion"), [({}, None), ({}, CHAMPION)])

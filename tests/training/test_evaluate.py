@@ -193,7 +193,7 @@ def greedy_by_hand(model: PreTrainedModel, prompt: list[int], stop: int, length:
 @pytest.mark.shared
 def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
     data = Pairs.open(world.pairs.folder)
-    tokenizer = load_tokenizer(str(world.model))
+    tokenizer = load_tokenizer(world.model)
     row_of = {int(row): index for index, row in enumerate(data.rows)}
     samples = evaluation.json("samples.json")
     assert len(samples) == 3
@@ -213,7 +213,7 @@ def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
 @pytest.mark.shared
 def test_generation_stops_at_the_end_of_a_turn(world):
     """tiny-chat answers a greeting within a few dozen tokens; what it says ends where it says so."""
-    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
     prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, Pairs.open(world.pairs.folder), [0]), 300)
     assert tokens == greedy_by_hand(model, prompt, tokenizer.eos_token_id, 300)
@@ -222,7 +222,7 @@ def test_generation_stops_at_the_end_of_a_turn(world):
 
 @pytest.mark.shared
 def test_what_the_config_calls_the_end_counts_and_there_may_be_several(world):
-    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
     for configured, stops in ((None, [2]), (2, [2]), (5, [2, 5]), ([7, 5], [2, 5, 7])):
         model.config.eos_token_id = configured
         model.generation_config.eos_token_id = 11
@@ -243,7 +243,7 @@ def test_what_the_config_calls_the_end_counts_and_there_may_be_several(world):
 )
 def test_an_answer_ends_where_answers_of_the_data_do(world, response, ends):
     """By tiny-chat's vocabulary, of which 0 to 2 are the control tokens; the tokenizer's own end is made token 0."""
-    tokenizer = load_tokenizer(str(world.model))
+    tokenizer = load_tokenizer(world.model)
     assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
     ids = [100, 101, *tokenizer(response)["input_ids"]]
@@ -264,7 +264,7 @@ def test_generation_settings_of_the_model_blur_nothing(world):
 @pytest.mark.shared
 @pytest.mark.parametrize(("length", "left"), [(1020, 4), (1024, 0), (1030, 0)])
 def test_a_prompt_that_fills_the_model_gets_what_is_left(world, length, left):
-    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(str(world.model))
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
     assert len(greedy(model, [300] * length, [], 50)) == left
     assert len(answers(model, [[300] * length], [], tokenizer, 50, ALONE)) == 1
 

@@ -12,10 +12,11 @@ import pyarrow as pa
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from training.contract.fingerprint import KEY_BYTES
 from training.contract.job import Input, Job, JobKind
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import Compute
-from training.data.tokenized import KEY_BYTES, PAIRS_FILE, PAIRS_SCHEMA, SIDES
+from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES
 
 VOCABULARY = 64
 Examples = list[dict[str, Any]]

@@ -19,7 +19,7 @@ from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
-from training.contract.removal import is_held
+from training.contract.locks import is_held
 from workflows.execution import RunReport, materialize
 from workflows.recipes import load_recipe
 

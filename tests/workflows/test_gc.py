@@ -11,11 +11,12 @@ import pytest
 
 from assets.graph import GRAPH
 from assets.realize import record
+from assets.world import Found
 from model_registry.registry import ROLLED_BACK_TAG
 from training.contract.job import Input, Job
+from training.contract.locks import holding
 from training.contract.manifest import Derivation, Source
 from training.contract.memo import Memo
-from training.contract.removal import holding
 from workflows.execution import materialize
 from workflows.gc import Sweep, collect
 from workflows.lineage import status
@@ -32,7 +33,7 @@ def named(looking, kind, delete=False):
 def publish(looking, text, **inputs):
     """An artifact that nobody refers to."""
     how = Derivation(kind="training_spec", code_version="1", inputs=inputs, settings={"text": text})
-    return record(looking.services, how, f"{len(text):064x}", {"spec.json": text}).artifact
+    return record(looking.services, Found(how, f"{len(text):064x}", {"spec.json": text})).artifact
 
 
 def score(looking, rule):

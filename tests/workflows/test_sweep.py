@@ -1,7 +1,10 @@
 """A recipe with two variants, run through and compared: one computation of all that they share, each its own policy."""
 
 import json
+import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,6 +16,7 @@ import model_registry.files
 from assets.graph import GRAPH
 from assets.materialized import latest
 from model_registry.package import package
+from tests.workflows import edits
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
@@ -165,3 +169,29 @@ def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: 
     assert own.means and same.differences and not hinge.means
     [note] = hinge.notes
     assert note.startswith("its evaluation cannot be used: there is no evaluation ")
+
+
+@pytest.mark.parametrize(
+    ("edit", "compared"),
+    [
+        (edits.field("evaluation.max_new_tokens", 3), r"on \d+ shared pairs the loss is the same as the champion's; "),
+        (
+            edits.field("training.loss.beta", 0.2),
+            r"the champion's losses are of another loss or reference and cannot be compared; "
+            r"on \d+ shared pairs the share of wrongly ranked pairs is ",
+        ),
+    ],
+    ids=["longer samples", "another beta"],
+)
+def test_the_gate_compares_the_losses_of_one_loss_only(
+    ground: Ground, reports: list[RunReport], tmp_path, monkeypatch, edit: edits.Edit, compared: str
+):
+    """Longer samples change no loss of a pair; another beta is another scale, on which wrongly ranked pairs are counted."""
+    folder = Path(shutil.copytree(ground.folders["sweep"], tmp_path / "sweep"))
+    edit(edits.World(folder, ground.home, monkeypatch))
+    try:
+        assert materialize(load_recipe(folder), ground.services, ground.instance).succeeded
+    finally:
+        ground.restore("sweep")
+    versions = [v for v in ground.services.registry.versions() if v.name == PLAIN["release"]["model_name"]]
+    assert re.match(compared, max(versions, key=lambda version: version.number).tags["pedigree.reasons"])

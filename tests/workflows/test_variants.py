@@ -19,7 +19,7 @@ from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
 from workflows import cli
 from workflows.component import DEFS
-from workflows.recipes import find_recipe, find_recipes, load_recipe, load_recipes, recipe_folder
+from workflows.recipes import find_recipes, load_recipe, load_recipes, recipe_folder
 from workflows.resources import services
 
 VARIANTS = {"hinge": {"training": {"loss": {"type": "hinge"}}}, "beta-0p5": {"training": {"loss": {"beta": 0.5}}}}
@@ -37,8 +37,8 @@ def test_the_recipe_comes_first_and_is_what_it_was(folder):
     assert [pipeline.argument for pipeline in pipelines] == [
         f"{folder}{variant}" for variant in ("", "/hinge", "/beta-0p5")
     ]
-    assert [find_recipe(pipeline.argument).pipeline for pipeline in pipelines] == pipelines
-    assert find_recipe("demo").pipeline.argument == "demo"
+    assert [find_recipes(pipeline.argument)[0].pipeline for pipeline in pipelines] == pipelines
+    assert find_recipes("demo")[0].pipeline.argument == "demo"
     assert pipelines[0].recipe == Recipe.model_validate(ATTRIBUTES).located_at(folder)
     assert {type(pipeline.recipe) for pipeline in pipelines} == {Recipe}
     assert {pipeline.recipe.reference.model for pipeline in pipelines} == {str(folder / "base")}
@@ -112,14 +112,14 @@ def test_a_variant_is_found_behind_its_recipe(folder, monkeypatch):
     for text in (f"{folder}/hinge", "sweep/hinge", "./sweep/hinge/"):
         assert [loaded.pipeline.name for loaded in find_recipes(text)] == ["sweep-hinge"]
     assert [loaded.pipeline.variant for loaded in find_recipes("sweep")] == [None, "hinge", "beta-0p5"]
-    assert find_recipe("sweep").pipeline.name == "sweep"
-    assert find_recipe("demo").pipeline.name == "demo" and recipe_folder("demo") == DEFS / "demo"
+    assert find_recipes("sweep")[0].pipeline.name == "sweep"
+    assert find_recipes("demo")[0].pipeline.name == "demo" and recipe_folder("demo") == DEFS / "demo"
     with pytest.raises(UsageError, match="recipe sweep has no variant 'hing'; there is hinge, beta-0p5"):
-        find_recipe("sweep/hing")
+        find_recipes("sweep/hing")[0]
     with pytest.raises(UsageError, match="recipe demo has no variant 'x'; there is none"):
-        find_recipe("demo/x")
+        find_recipes("demo/x")[0]
     with pytest.raises(UsageError, match="'nowhere/x' is neither"):
-        find_recipe("nowhere/x")
+        find_recipes("nowhere/x")[0]
 
 
 def test_a_path_with_a_dot_is_the_folder_here(tmp_path, monkeypatch):
@@ -128,7 +128,7 @@ def test_a_path_with_a_dot_is_the_folder_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert recipe_folder("demo") == DEFS / "demo"
     assert recipe_folder("./demo") == tmp_path / "demo"
-    assert find_recipe("./demo/hinge").pipeline.recipe.reference.model == str(tmp_path / "demo" / "base")
+    assert find_recipes("./demo/hinge")[0].pipeline.recipe.reference.model == str(tmp_path / "demo" / "base")
 
 
 @pytest.fixture(scope="module")

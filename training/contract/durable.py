@@ -6,13 +6,11 @@ Everything made here has the permissions that the umask gives a new file or fold
 
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 from training.contract.errors import StoreError
 
@@ -38,15 +36,6 @@ def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> No
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[BinaryIO]:
-    """Hold the lock in the file `path`, after waiting for its holder: another process, or another thread of this one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield file
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from training.contract.durable import write_durably
+
 Event = dict[str, Any]
 
 
@@ -51,9 +53,7 @@ class EventWriter:
         if len(kept) == len(told):
             return
         self._file.close()
-        staging = self._path.with_suffix(".tmp")
-        staging.write_text("".join(_line(e) for e in kept), encoding="utf-8")
-        os.replace(staging, self._path)
+        write_durably(self._path, "".join(_line(e) for e in kept).encode())
         self._file = open(self._path, "a", encoding="utf-8", buffering=1)
 
 

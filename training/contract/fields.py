@@ -1,4 +1,4 @@
-"""What recipes are built from: `Section`, a frozen model that refuses unknown fields, and types of numbers for its fields."""
+"""What files are read into: `Frozen` models, which refuse unknown fields; a recipe's `Section`s, and types for their fields."""
 
 from typing import Annotated, Any, get_args
 
@@ -27,8 +27,12 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
 
 
-class Section(BaseModel):
+class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class Section(Frozen):
+    """A part of what a person writes, in YAML."""
 
     @field_validator("*", mode="before")
     @classmethod

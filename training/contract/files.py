@@ -10,9 +10,8 @@ import json
 from io import BufferedReader
 from pathlib import Path, PurePath
 
-from pydantic import BaseModel, ConfigDict
-
 from training.contract.errors import DataError
+from training.contract.fields import Frozen
 from training.contract.fingerprint import hash_file, short
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
@@ -31,10 +30,9 @@ TOKENIZER_FILES = (
 _NUMBER_OF_NAMES = 5
 
 
-class DataFile(BaseModel):
+class DataFile(Frozen):
     """A file of a source: `name` is its path below the folder or glob it came from; `sha256` None until it is hashed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     name: str
     path: Path
     sha256: str | None = None

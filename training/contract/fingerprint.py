@@ -18,6 +18,7 @@ from training.contract.machine import cores
 
 SCHEMA_VERSION = 1
 BLOCK_BYTES = 1 << 20
+KEY_BYTES = 32  # of the identity of a sequence
 _MOST_HASHERS = 16
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
@@ -30,9 +31,14 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
+def value_digest(value: Any) -> bytes:
+    """sha256 of `value` as canonical JSON."""
+    return hashlib.sha256(canonical_json(value)).digest()
+
+
 def fingerprint(kind: str, content: Any) -> str:
     """The identity of `content` as an artifact of `kind`: 64 hexadecimal digits."""
-    return hashlib.sha256(canonical_json([SCHEMA_VERSION, kind, content])).hexdigest()
+    return value_digest([SCHEMA_VERSION, kind, content]).hex()
 
 
 def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
@@ -45,7 +51,7 @@ def fingerprint_of_stream(kind: str, items: Iterable[bytes]) -> str:
 
 
 def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
-    """The identity of a token sequence, 32 bytes: its token ids and which of them are trained."""
+    """The identity of a token sequence, `KEY_BYTES` of them: its token ids and which of them are trained."""
     assert len(ids) == len(mask), f"{len(ids)} ids and {len(mask)} mask entries"
     digest = hashlib.sha256(canonical_json([SCHEMA_VERSION, "sequence", len(ids)]))
     digest.update(struct.pack(f"<{len(ids)}i", *ids))
@@ -54,8 +60,12 @@ def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of the file's bytes, read once in blocks of 1 MiB."""
-    digest = hashlib.sha256()
+    """sha256 of the file's bytes."""
+    return digest_file(path, hashlib.sha256())
+
+
+def digest_file(path: Path, digest: "hashlib._Hash") -> str:
+    """`digest` updated with the file's bytes, which are read once in blocks of 1 MiB, in hexadecimal."""
     with open(path, "rb") as file:
         while block := file.read(BLOCK_BYTES):
             digest.update(block)

@@ -18,7 +18,6 @@ The cache is a JSON file with a checksum of its own. It is read once, and replac
 the entries of other writers; an unreadable one counts as empty, and failing to write it only costs time.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -27,8 +26,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.contract.durable import locked, write_durably
-from training.contract.fingerprint import canonical_json
+from training.contract.durable import write_durably
+from training.contract.fingerprint import canonical_json, hash_files, value_digest
+from training.contract.locks import locked
 
 SETTLE_SECONDS = 2.0
 _SCHEMA = 1
@@ -91,6 +91,11 @@ class HashCache:
         self._entries = entries
 
 
+def file_hashes(files: Sequence[Path], cache: HashCache | None = None) -> list[str]:
+    """The sha256 of each file; with a `cache`, those that nobody wrote since they were hashed are not read."""
+    return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
+
+
 def _stamp(file: Path) -> Stamp:
     said = file.stat()
     return [said.st_dev, said.st_ino, said.st_size, said.st_mtime_ns, said.st_ctime_ns]
@@ -106,7 +111,7 @@ def _without_lost_files(entries: Entries) -> Entries:
 
 def _serialized(entries: Entries) -> bytes:
     content = {"schema": _SCHEMA, "entries": entries}
-    return canonical_json({**content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
+    return canonical_json({**content, "sha256": value_digest(content).hex()})
 
 
 def _read(path: Path) -> Entries:
@@ -114,7 +119,7 @@ def _read(path: Path) -> Entries:
     try:
         content = json.loads(path.read_bytes())
         promised = content.pop("sha256")
-        if content["schema"] != _SCHEMA or hashlib.sha256(canonical_json(content)).hexdigest() != promised:
+        if content["schema"] != _SCHEMA or value_digest(content).hex() != promised:
             return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return {}

@@ -35,7 +35,7 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
-from training.contract.fingerprint import BLOCK_BYTES, hashers, short
+from training.contract.fingerprint import digest_file, hashers, short
 
 Emit = Callable[..., None]  # `EventWriter.emit`, or a function in its place
 
@@ -45,10 +45,7 @@ _MEGABYTE = 10**6
 _TOO_MANY_REQUESTS = 429
 _SHA256_DIGITS, _SHA1_DIGITS = 64, 40
 CARD = "README.md"
-CARD_FILES = (
-    CARD,
-    ".huggingface.yaml",
-)  # configs and splits of a data set; the second file is an alternative place for them
+CARD_FILES = (CARD, ".huggingface.yaml")  # with the configs and splits of a data set: either may have them
 _ABOUT_ALL = (*CARD_FILES, ".gitattributes")
 _LOG = logging.getLogger(__name__)
 
@@ -226,12 +223,9 @@ def check_file(path: Path) -> None:
         digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     else:
         return
-    with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    if digest.hexdigest() != name:
+    if (found := digest_file(path, digest)) != name:
         raise HubError(
-            f"{path} is corrupt: its bytes give {short(digest.hexdigest())}, and the hub promised {short(name)}; remove "
+            f"{path} is corrupt: its bytes give {short(found)}, and the hub promised {short(name)}; remove "
             f"{path.resolve()} and run again, which downloads it again"
         )
 

@@ -9,37 +9,31 @@ import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from training.contract.durable import write_durably
+from training.contract.fields import Frozen
 from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Compute
 
 # Environment variables by which a launcher reaches every process of a job.
-RENDEZVOUS = (
-    "PEDIGREE_RENDEZVOUS"  # the file through which the ranks find each other; if unset, they use torchrun's store
-)
-SUPERVISOR = "PEDIGREE_SUPERVISOR"  # the id of the supervisor's process, with which the job's processes must end
+# RENDEZVOUS: the file through which the ranks find each other; if unset, they use torchrun's store.
+# SUPERVISOR: the id of the supervisor's process, with which the job's processes must end.
+RENDEZVOUS, SUPERVISOR = "PEDIGREE_RENDEZVOUS", "PEDIGREE_SUPERVISOR"
 
 JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof"]
 
 
-class Input(BaseModel):
-    """An input artifact: what it is (`kind`, `fingerprint`) and the folder that holds it."""
+class Input(Source):
+    """An input artifact, and the folder that holds it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    kind: str
-    fingerprint: str
     folder: Path
 
 
-class Failure(BaseModel):
+class Failure(Frozen):
     """Why a job failed, as written by the first rank that failed; no traceback where the message suffices.
 
     Without a rank it comes from the launching side: a machine could not be used, or was lost.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     type: str
     message: str
     rank: int | None
@@ -51,14 +45,13 @@ class Failure(BaseModel):
             file.write(self.model_dump_json(indent=2))
 
 
-class Job(BaseModel):
+class Job(Frozen):
     """What to make (`artifact`), by which work (`kind`), from what (`inputs`, `settings`): together the derivation.
 
     `locations` says where files outside the store lie, `compute` how to run, and `recipe` is the whole resolved recipe,
     written beside the result; none of the three changes what is made, so none is in the derivation.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     kind: JobKind
     artifact: str
     code_version: str

@@ -9,34 +9,32 @@ from collections.abc import Collection
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import field_validator
 
 from training.contract.errors import CorruptArtifact
+from training.contract.fields import Frozen
 from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files
-from training.contract.hash_cache import HashCache
+from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.sealed import Sealed
 
 MANIFEST = "manifest.json"
 
 
-class FileEntry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class FileEntry(Frozen):
     bytes: int
     sha256: str
 
 
-class Source(BaseModel):
+class Source(Frozen):
     """One input of a derivation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     kind: str
     fingerprint: str
 
 
-class Derivation(BaseModel):
+class Derivation(Frozen):
     """How an artifact is made. Equal derivations give equal artifacts, so `key` tells whether it was made already."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     kind: str
     code_version: str
     inputs: dict[str, Source]
@@ -112,7 +110,7 @@ def verify_contents(folder: Path, manifest: Manifest, names: Collection[str], ca
     """Compare the bytes of `names` with `manifest`. Raises CorruptArtifact that names the first that differs."""
     paths = [folder / name for name in names]
     try:
-        found = cache.digests("bytes", paths, hash_files) if cache else hash_files(paths)
+        found = file_hashes(paths, cache)
     except OSError as error:
         raise CorruptArtifact(f"a file of {folder} cannot be read: {error}") from error
     for name, sha256 in zip(names, found, strict=True):

@@ -23,10 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from training.contract.errors import StoreError
-from training.contract.fingerprint import fingerprint, short
+from training.contract.fingerprint import KEY_BYTES, fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.shard import (
-    KEY_BYTES,
     Counts,
     Floats,
     Keys,

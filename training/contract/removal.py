@@ -5,36 +5,12 @@ ever sees half of one.
 """
 
 import contextlib
-import fcntl
 import os
-import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
+from training.contract.locks import holding
 from training.contract.store import Record, Store
-
-
-def is_held(lock: Path) -> bool:
-    """Whether a living process holds the lock in the file `lock`."""
-    try:
-        file = open(lock, "rb")
-    except FileNotFoundError:
-        return False
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        return False
-
-
-@contextlib.contextmanager
-def holding(locks: Iterable[Path]) -> Iterator[bool]:
-    """Hold all of `locks`, without waiting; False if another process holds one."""
-    with contextlib.ExitStack() as held:
-        yield all(_try_lock(held.enter_context(_opened(lock))) for lock in locks)
 
 
 def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
@@ -52,22 +28,9 @@ def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str]) 
         if not free:
             return False
         for key in keys:
-            (store.root / "keys" / kind / f"{key}.json").unlink(missing_ok=True)
+            store.record_file(kind, key).unlink(missing_ok=True)
         with store.staging() as staging, contextlib.suppress(FileNotFoundError):
             os.rename(store.folder(kind, fingerprint), staging / fingerprint)
-    return True
-
-
-def _opened(lock: Path) -> BinaryIO:
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    return open(lock, "ab")
-
-
-def _try_lock(file: BinaryIO) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
     return True
 
 
@@ -75,7 +38,3 @@ def freed_bytes(folder: Path) -> int:
     """The bytes that removing `folder` frees: none for files with another hard link, such as released weights."""
     files = (path.lstat() for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     return sum(file.st_size for file in files if file.st_nlink == 1)
-
-
-def remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

@@ -5,24 +5,20 @@ they say decides all the same: the accuracy that the gate reads stands there, an
 there were seals has none, and is believed.
 """
 
-import hashlib
 import json
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict
-
-from training.contract.fingerprint import canonical_json
+from training.contract.fields import Frozen
+from training.contract.fingerprint import value_digest
 
 SEAL = "sha256"
 
 
-class Sealed(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class Sealed(Frozen):
     def sealed(self) -> bytes:
         """The file's content, for people to read as well."""
         content = json.loads(self.model_dump_json())
-        return json.dumps({**content, SEAL: _digest(content)}, indent=2, ensure_ascii=False).encode()
+        return json.dumps({**content, SEAL: value_digest(content).hex()}, indent=2, ensure_ascii=False).encode()
 
     @classmethod
     def unseal(cls, content: bytes) -> Self:
@@ -33,10 +29,6 @@ class Sealed(BaseModel):
             raise ValueError("it is nested too deeply") from error
         seal = found.pop(SEAL, None) if isinstance(found, dict) else None
         model = cls.model_validate(found)
-        if seal is not None and seal != _digest(found):
+        if seal is not None and seal != value_digest(found).hex():
             raise ValueError(f"what it says has not the {SEAL} that it says")
         return model
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(canonical_json(content)).hexdigest()

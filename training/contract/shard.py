@@ -23,9 +23,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from training.contract.durable import free_bytes
-from training.contract.errors import CorruptArtifact, StoreError
-from training.contract.fingerprint import fingerprint_of_stream
+from training.contract.durable import write_error
+from training.contract.errors import CorruptArtifact
+from training.contract.fingerprint import KEY_BYTES, fingerprint_of_stream
 from training.contract.manifest import verify_contents
 from training.contract.store import Artifact
 from training.contract.tensor_file import map_tensors
@@ -35,7 +35,6 @@ Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int32]
 TokenLogProbs = npt.NDArray[np.float32]
 
-KEY_BYTES = 32
 _INDEX, _TOKENS = "index.safetensors", "tokens.safetensors"
 
 
@@ -92,7 +91,7 @@ def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens
         save_file(index, folder / _INDEX)
         save_file(tokens, folder / _TOKENS)
     except SafetensorError as error:
-        raise StoreError(f"cannot write a shard in {folder} ({free_bytes(folder):,} bytes free): {error}") from error
+        raise write_error("write a shard", folder, error) from error
     return fingerprint_of_stream(kind, (array.tobytes() for array in (*index.values(), *tokens.values())))
 
 

@@ -28,7 +28,6 @@ from pydantic import Field
 
 from training.contract.durable import (
     lacks_room,
-    locked,
     new_folder,
     open_as_umask_says,
     rename_new,
@@ -40,6 +39,7 @@ from training.contract.durable import (
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache
+from training.contract.locks import locked
 from training.contract.manifest import (
     MANIFEST,
     Derivation,
@@ -51,7 +51,7 @@ from training.contract.manifest import (
 )
 from training.contract.sealed import Sealed
 from training.contract.software import library_versions
-from training.contract.staging import claim_folder, remove_abandoned
+from training.contract.staging import claim_folder
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,11 @@ class Made:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def write_json(file: Path, content: Any) -> None:
+    """Write a file of an artifact, which people read as well; `Artifact.json` gives its content."""
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
 class Record(Sealed):
     """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
 
@@ -104,6 +109,9 @@ class Store:
 
     def lock_file(self, kind: str, key: str) -> Path:
         return self.locks / f"{kind.replace('/', '-')}-{key}.lock"
+
+    def record_file(self, kind: str, key: str) -> Path:
+        return self.root / "keys" / kind / f"{key}.json"
 
     def fingerprints(self, kind: str) -> list[str]:
         """Every artifact that was published under `kind`, in order of fingerprint."""
@@ -129,19 +137,28 @@ class Store:
 
     def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None:
         """What the derivation `key` gave, verified; None if it was never made. Raises CorruptArtifact."""
-        record = self._read_record(kind, key)
+        record = self.record(kind, key)
         if record is None or not (self.folder(kind, record.fingerprint) / MANIFEST).is_file():
             return None
         artifact = self.open(kind, record.fingerprint, hashes, cache)
         return replace(artifact, derivation=record.derivation, details=record.details)
 
-    def record(self, kind: str, key: str) -> "Record | None":
+    def record(self, kind: str, key: str) -> Record | None:
         """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptArtifact."""
-        return self._read_record(kind, key)
+        path = self.record_file(kind, key)
+        try:
+            record = Record.unseal(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise CorruptArtifact(f"{path} is not the record of a derivation ({error}); remove it") from error
+        if record.derivation.key != key:
+            raise CorruptArtifact(f"{path} is the record of {short(record.derivation.key)}, not of its name; remove it")
+        return record
 
     def derivation(self, kind: str, key: str) -> Derivation | None:
         """How the artifact of `key` was made; None if it never was. Raises CorruptArtifact."""
-        record = self._read_record(kind, key)
+        record = self.record(kind, key)
         return None if record is None else record.derivation
 
     def set_aside(self, kind: str, fingerprint: str) -> Path:
@@ -153,10 +170,10 @@ class Store:
     def set_aside_key(self, kind: str, key: str) -> Path:
         """`set_aside` for the artifact that the derivation `key` gave, or for its record where that cannot be read."""
         try:
-            record = self._read_record(kind, key)
+            record = self.record(kind, key)
         except CorruptArtifact:
             place = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
-            os.rename(self._record(kind, key), place)
+            os.rename(self.record_file(kind, key), place)
             return place
         assert record is not None, f"{kind} {key} was never made"
         return self.set_aside(kind, record.fingerprint)
@@ -167,11 +184,8 @@ class Store:
 
         What dead processes left is removed first. Raises StoreError where the disk takes no more.
         """
-        parent = self.root / "staging"
         with self._refused("stage anything"):
-            parent.mkdir(parents=True, exist_ok=True)
-            remove_abandoned(parent)
-            claim = claim_folder(parent)
+            claim = claim_folder(self.root / "staging")
         try:
             yield claim.folder
         except OSError as error:
@@ -212,7 +226,7 @@ class Store:
             sync_folder(target.parent)
         record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
         with self.staging() as scratch:
-            write_durably(self._record(kind, derivation.key), record.sealed(), scratch)
+            write_durably(self.record_file(kind, derivation.key), record.sealed(), scratch)
         return replace(self.open(kind, made.fingerprint, hashes=False), derivation=derivation, details=made.details)
 
     @contextlib.contextmanager
@@ -234,21 +248,6 @@ class Store:
                 self.set_aside(kind, fingerprint)
             return False
         return True
-
-    def _read_record(self, kind: str, key: str) -> "Record | None":
-        path = self._record(kind, key)
-        try:
-            record = Record.unseal(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            raise CorruptArtifact(f"{path} is not the record of a derivation ({error}); remove it") from error
-        if record.derivation.key != key:
-            raise CorruptArtifact(f"{path} is the record of {short(record.derivation.key)}, not of its name; remove it")
-        return record
-
-    def _record(self, kind: str, key: str) -> Path:
-        return self.root / "keys" / kind / f"{key}.json"
 
 
 def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -> Manifest:

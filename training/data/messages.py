@@ -82,9 +82,10 @@ def message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def field_of(row: Row, name: str) -> Any:
+def field_of(row: Row, name: str, place: str = "") -> Any:
+    """The field `name` of a row, or of what stands at `place` in one."""
     if name not in row or row[name] is None:
-        raise Quarantined(Reason.MISSING_FIELD, f"`{name}` is missing")
+        raise Quarantined(Reason.MISSING_FIELD, f"`{place}{name}` is missing")
     return row[name]
 
 
@@ -156,17 +157,11 @@ def _message(item: Any, place: str, style: MessageStyle) -> Message:
     if not isinstance(item, Mapping):
         raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected a message")
     refuse_unsupported(item, _UNSUPPORTED_FIELDS, place)
-    role = clean_text(_member(item, style.role, place), f"{place}.{style.role}")
+    role = clean_text(field_of(item, style.role, f"{place}."), f"{place}.{style.role}")
     if role not in style.roles:
         expected = ", ".join(style.roles)
         raise Quarantined(Reason.UNKNOWN_ROLE, f"`{place}` is from {role[:40]!r}, expected one of {expected}")
-    return message(style.roles[role], _content(_member(item, style.content, place), f"{place}.{style.content}"))
-
-
-def _member(item: Row, name: str, place: str) -> Any:
-    if name not in item or item[name] is None:
-        raise Quarantined(Reason.MISSING_FIELD, f"`{place}.{name}` is missing")
-    return item[name]
+    return message(style.roles[role], _content(field_of(item, style.content, f"{place}."), f"{place}.{style.content}"))
 
 
 def _content(value: Any, place: str) -> str:
@@ -177,5 +172,5 @@ def _content(value: Any, place: str) -> str:
     for index, part in enumerate(value):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise Quarantined(Reason.UNSUPPORTED_FIELD, f"`{place}[{index}]` is not a part of type text")
-        parts.append(clean_text(_member(part, "text", f"{place}[{index}]"), f"{place}[{index}].text"))
+        parts.append(clean_text(field_of(part, "text", f"{place}[{index}]."), f"{place}[{index}].text"))
     return "".join(parts)

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter, Progress
-from training.contract.fingerprint import canonical_json, fingerprint_of_stream
+from training.contract.fingerprint import canonical_json, fingerprint_of_stream, value_digest
 from training.contract.job import Job
 from training.contract.store import Made
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
@@ -48,7 +48,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     assert group.world == 1, "tokenizing is the work of one process"
     specification = job.inputs["tokenization_spec"].folder
     spec = read_spec(specification)
-    tokenizer = load_tokenizer(str(specification / TOKENIZER_FOLDER))
+    tokenizer = load_tokenizer(specification / TOKENIZER_FOLDER)
     if (found := tokenizer_fingerprint(tokenizer)) != spec["tokenizer_fingerprint"]:
         expected = spec["tokenizer_fingerprint"]
         raise TemplateError(
@@ -93,7 +93,7 @@ class _Tally:
             rejected=len(pair.rejected.ids),
             trained=sum(pair.chosen.mask) + sum(pair.rejected.mask),
         )
-        self.prompts.setdefault(row["split"], set()).add(hashlib.sha256(canonical_json(pair.prompt)).digest())
+        self.prompts.setdefault(row["split"], set()).add(value_digest(pair.prompt))
         if len(self.examples) < _EXAMPLES:
             self.examples.append((row["row"], pair))
         return line

@@ -9,11 +9,10 @@ numbers and the quarantined rows, in order, not the names of the files they came
 """
 
 import contextlib
-import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,15 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.events import EventWriter, Progress
-from training.contract.files import DataFile, data_files
-from training.contract.fingerprint import canonical_json, fingerprint_of_stream
+from training.contract.files import DataFile
+from training.contract.fingerprint import fingerprint_of_stream, value_digest
 from training.contract.job import Job
 from training.contract.recipe import DataSource
 from training.contract.store import Made
 from training.data.formats import FORMATS, detect
 from training.data.hub_files import hub_files
 from training.data.messages import Message, Pair, Quarantined
-from training.data.readers import Record, SourceFile, open_files
+from training.data.readers import Record, read_records
 from training.distributed import Group
 
 PREFERENCES_FILE, QUARANTINE_FILE = "preferences.parquet", "quarantine.parquet"
@@ -58,19 +57,15 @@ _QUARANTINE_EXAMPLES, _EXAMPLE_CHARACTERS, _PAIR_EXAMPLES = 20, 300, 3
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Read, convert and split the sources of `job.locations`.
 
-    Its `files` lists those of each source with their sha256; without it they are listed here and compared with nothing.
-    Raises DataError where they hold no pair, or a file is no longer what it was when it was listed.
+    Its `files` lists those of each local source. Raises DataError where they hold no pair, or a file has no longer the sha256
+    that it was listed with.
     """
     assert group.world == 1, "reading preferences is the work of one process"
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
     listed = _listed(job, sources, events)
     events.phase("reading preferences")
     files = _distinctly_named(
-        [
-            (file, name)
-            for opened, name in zip(listed, job.settings["formats"], strict=True)
-            for file in open_files(opened)
-        ]
+        [(file, form) for files, form in zip(listed, job.settings["formats"], strict=True) for file in files]
     )
     with contextlib.closing(_Collector(job.staging, job.settings["validation_fraction"])) as collector:
         progress = Progress(events, len(files), "files")
@@ -85,8 +80,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 def split_of(prompt: Sequence[Message], validation_fraction: float) -> str:
     """The split of a prompt: its sha256, read as a number in [0, 1), is compared with the fraction."""
-    digest = hashlib.sha256(canonical_json(list(prompt))).digest()
-    return "validation" if int.from_bytes(digest, "big") < int(validation_fraction * 2**256) else "train"
+    return (
+        "validation"
+        if int.from_bytes(value_digest(list(prompt)), "big") < int(validation_fraction * 2**256)
+        else "train"
+    )
 
 
 @dataclass
@@ -115,7 +113,7 @@ class _Collector:
         split = split_of(pair.prompt, self.validation_fraction)
         turns = {"prompt": list(pair.prompt), "chosen": list(pair.chosen), "rejected": list(pair.rejected)}
         self._pairs.add({"row": len(self.digests), **turns, "split": split, "source": source, "line": line})
-        self.digests.append(hashlib.sha256(canonical_json({**turns, "split": split, "line": line})).digest())
+        self.digests.append(value_digest({**turns, "split": split, "line": line}))
         self.splits[split] += 1
         if len(self.examples) < _PAIR_EXAMPLES:
             self.examples.append(turns)
@@ -124,7 +122,7 @@ class _Collector:
         reason, text = problem.reason.value, record.text
         row = {"source": source, "line": record.line, "reason": reason, "detail": problem.detail, "text": text}
         self._quarantine.add(row)
-        self.refused.append(hashlib.sha256(canonical_json([record.line, reason, text])).digest())
+        self.refused.append(value_digest([record.line, reason, text]))
         self.reasons[reason] += 1
         if len(self.quarantine_examples) < _QUARANTINE_EXAMPLES:
             self.quarantine_examples.append({**row, "text": text[:_EXAMPLE_CHARACTERS]})
@@ -177,26 +175,22 @@ class _ParquetRows:
 
 def _listed(job: Job, sources: Sequence[DataSource], events: EventWriter) -> list[list[DataFile]]:
     """The files of each source: as listed and hashed before, or those of a data set of the hub, downloaded now."""
-    given = job.locations.get("files", [None] * len(sources))
-    return [_files(source, known, events) for source, known in zip(sources, given, strict=True)]
+    return [
+        hub_files(source, events) if source.path is None else [DataFile.model_validate(file) for file in files]
+        for source, files in zip(sources, job.locations["files"], strict=True)
+    ]
 
 
-def _files(source: DataSource, given: list[Any] | None, events: EventWriter) -> list[DataFile]:
-    if source.path is None:
-        return hub_files(source, events)
-    return data_files(source.path) if given is None else [DataFile.model_validate(file) for file in given]
-
-
-def _distinctly_named(files: list[tuple[SourceFile, str]]) -> list[tuple[SourceFile, str]]:
+def _distinctly_named(files: list[tuple[DataFile, str]]) -> list[tuple[DataFile, str]]:
     """Prefix the names that files of several sources share with their numbers."""
     names = Counter(file.name for file, _ in files)
     return [
-        (replace(file, name=f"{number}:{file.name}") if names[file.name] > 1 else file, form)
+        (file.model_copy(update={"name": f"{number}:{file.name}"}) if names[file.name] > 1 else file, form)
         for number, (file, form) in enumerate(files, start=1)
     ]
 
 
-def _collect(file: SourceFile, wanted: str, collector: _Collector) -> None:
+def _collect(file: DataFile, wanted: str, collector: _Collector) -> None:
     """Convert every record of `file`, in the format `wanted` or the one detected from its first rows."""
     name, records = _recognize(file, wanted)
     collector.formats[file.name] = name
@@ -215,9 +209,9 @@ def _convert(record: Record, name: str) -> Pair:
     return FORMATS[name].convert(record.value)
 
 
-def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
+def _recognize(file: DataFile, wanted: str) -> tuple[str, Iterator[Record]]:
     """The format of `file`, and all of its records, those that were read to detect it included."""
-    records = file.read()
+    records = read_records(file)
     if wanted != "auto":
         return wanted, records
     seen: list[Record] = []
@@ -230,6 +224,6 @@ def _recognize(file: SourceFile, wanted: str) -> tuple[str, Iterator[Record]]:
     if not seen:
         return wanted, records
     if not objects:
-        raise DataError(f"{file.place}: no row of it can be read; line {seen[0].line}: {seen[0].problem}")
-    name = detect([record.value for record in seen if record.problem is None], file.place)
+        raise DataError(f"{file.path}: no row of it can be read; line {seen[0].line}: {seen[0].problem}")
+    name = detect([record.value for record in seen if record.problem is None], str(file.path))
     return name, itertools.chain(seen, records)

@@ -16,7 +16,7 @@ import json
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, TextIOWrapper
@@ -50,18 +50,15 @@ class Record:
         return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
 
-@dataclass(frozen=True)
-class SourceFile:
-    """One file: its name in the result, its path for messages, and its records."""
-
-    name: str
-    place: str
-    read: Callable[[], Iterator[Record]]
-
-
-def open_files(files: Sequence[DataFile]) -> list[SourceFile]:
-    """The `files` of a source in their order; reading one that has changed raises DataError."""
-    return [SourceFile(file.name, str(file.path), partial(_guarded, file)) for file in files]
+def read_records(file: DataFile) -> Iterator[Record]:
+    """The rows of a file. Raises DataError where it cannot be read, and at its end if it has changed since it was hashed."""
+    try:
+        yield from _READERS[data_suffix(file.path)](file.path)
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is cut or broken
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its rights") from error
+    if file.sha256 is not None:
+        check_unchanged(file.path, file.sha256)
 
 
 def parse_row(line: int, text: str) -> Record:
@@ -179,16 +176,6 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
     ".arrow": partial(_read_table, "Arrow", pa.ipc.open_stream),
     ".csv": _read_csv,
 }
-
-
-def _guarded(file: DataFile) -> Iterator[Record]:
-    try:
-        yield from _READERS[data_suffix(file.path)](file.path)
-    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is cut or broken
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its rights") from error
-    if file.sha256 is not None:
-        check_unchanged(file.path, file.sha256)
 
 
 def _skip_blank(text: str, position: int) -> int:

@@ -57,8 +57,11 @@ class ChatTemplate:
     """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs` and without a clock."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any]) -> None:
-        if not isinstance(tokenizer.chat_template, str):
-            raise TemplateError("the tokenizer has no chat template; set `tokenization.chat_template` to a .jinja file")
+        if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
+            raise TemplateError(
+                f"the tokenizer {tokenizer.name_or_path} has no chat template; set `tokenization.chat_template` to a .jinja "
+                "file, or `tokenization.tokenizer` to a tokenizer that has one"
+            )
         self.text, self.template_kwargs = tokenizer.chat_template, template_kwargs
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
 
@@ -99,8 +102,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     assert group.world == 1, "freezing a tokenizer is the work of one process"
     events.phase("loading the tokenizer")
     tokenizer = _load(job.locations)
-    if "files" in job.settings:
-        _check_files(job)
+    _check_files(job)
     template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
     events.phase("checking the chat template")
     check_template(template, job.settings["train_on"])
@@ -118,7 +120,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.note(note)
     _write(job.staging, tokenizer, spec)
     identity = {name: spec[name] for name in (*_SPEC_FIELDS, "tokenizer_fingerprint", "template_fingerprint")}
-    return Made(fingerprint("tokenization_spec", identity), {**spec, "files": job.settings.get("files", {})})
+    return Made(fingerprint("tokenization_spec", identity), {**spec, "files": job.settings["files"]})
 
 
 def check_template(template: ChatTemplate, train_on: str) -> None:
@@ -158,17 +160,11 @@ def read_spec(folder: Path) -> dict[str, Any]:
 
 def _load(locations: dict[str, Any]) -> PreTrainedTokenizerFast:
     """The tokenizer with the chat template that counts: the recipe's, else its own (of several, the default one)."""
-    place = locations["tokenizer"]
-    tokenizer = load_tokenizer(place, locations.get("revision"))
-    if path := locations.get("chat_template"):
+    tokenizer = load_tokenizer(Path(locations["tokenizer"]))
+    if path := locations["chat_template"]:
         tokenizer.chat_template = _template_file(Path(path))
     elif isinstance(tokenizer.chat_template, dict):
         tokenizer.chat_template = tokenizer.chat_template.get("default")
-    if not tokenizer.chat_template:
-        raise TemplateError(
-            f"the tokenizer {place} has no chat template; set `tokenization.chat_template` to a .jinja file, or "
-            "`tokenization.tokenizer` to a tokenizer that has one"
-        )
     return tokenizer
 
 
@@ -227,7 +223,7 @@ def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, end_of_tu
 def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, spec: dict[str, Any]) -> None:
     """Write the spec and the tokenizer, and prove that what was written reads back as the same tokenizer."""
     save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
-    again = tokenizer_fingerprint(load_tokenizer(str(folder / TOKENIZER_FOLDER)))
+    again = tokenizer_fingerprint(load_tokenizer(folder / TOKENIZER_FOLDER))
     if again != spec["tokenizer_fingerprint"]:
         raise TemplateError(
             f"the tokenizer does not survive being saved ({spec['tokenizer_fingerprint'][:12]} became {again[:12]}); "

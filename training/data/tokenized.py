@@ -21,12 +21,12 @@ import torch
 from numpy.typing import NDArray
 
 from training.contract.errors import DataError, TemplateError
+from training.contract.fingerprint import KEY_BYTES
 from training.model.prefix import TokenSequence
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
 PAIRS_FILE = "pairs.arrow"
-KEY_BYTES = 32
 PAIRS_SCHEMA = pa.schema(
     [
         ("row", pa.int64()),
@@ -48,7 +48,7 @@ class Pairs:
     def __init__(self, table: pa.Table) -> None:
         self._table = table
         self._starts = list(np.cumsum([0] + [len(chunk) for chunk in table.column("row").chunks]))
-        self._prompt_lengths: NDArray[np.int32] = table.column("prompt_length").to_numpy()
+        self.prompt_lengths: NDArray[np.int32] = table.column("prompt_length").to_numpy()
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -69,11 +69,8 @@ class Pairs:
     @property
     def rows(self) -> NDArray[np.int64]:
         """The row of `preferences.parquet` each pair was made from."""
-        return self._numbers("row")
-
-    @property
-    def prompt_lengths(self) -> NDArray[np.int32]:
-        return self._prompt_lengths
+        rows: NDArray[np.int64] = self._table.column("row").to_numpy()
+        return rows
 
     def demand_known_tokens(self, vocabulary: int) -> None:
         """Raises TemplateError where there is a token that a model of so many tokens does not have."""
@@ -96,17 +93,17 @@ class Pairs:
         return TokenSequence(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(np.bool_)))
 
     def prompt_ids(self, index: int) -> list[int]:
-        prompt = self._list("chosen_ids", index)[: self._prompt_lengths[index]]
+        prompt = self._list("chosen_ids", index)[: self.prompt_lengths[index]]
         return [int(token) for token in prompt]
 
     def response_ids(self, index: int, side: Side = "chosen") -> list[int]:
-        response = self._list(f"{side}_ids", index)[self._prompt_lengths[index] :]
+        response = self._list(f"{side}_ids", index)[self.prompt_lengths[index] :]
         return [int(token) for token in response]
 
     def prompt_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """A number for the prompt of each of the pairs at `positions`; equal prompts have equal numbers."""
         numbers: dict[bytes, int] = {}
-        prompts = (self._list("chosen_ids", int(at))[: self._prompt_lengths[at]].tobytes() for at in positions)
+        prompts = (self._list("chosen_ids", int(at))[: self.prompt_lengths[at]].tobytes() for at in positions)
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
     def lengths(self, side: Side) -> NDArray[np.int64]:
@@ -118,10 +115,6 @@ class Pairs:
         """The identity of each sequence: P x 32 bytes."""
         keys = b"".join(key for chunk in self._table.column(f"{side}_key").chunks for key in chunk.to_pylist())
         return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
-
-    def _numbers(self, column: str) -> NDArray[np.int64]:
-        numbers: NDArray[np.int64] = self._table.column(column).to_numpy()
-        return numbers
 
     def _list(self, column: str, index: int) -> NDArray[np.generic]:
         if not 0 <= index < len(self):

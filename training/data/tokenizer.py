@@ -10,7 +10,6 @@ fields of the model do not count. Names, folders, padding, truncation and the pa
 change no token of a conversation.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from training.contract.errors import TemplateError
-from training.contract.fingerprint import canonical_json, fingerprint
+from training.contract.fingerprint import fingerprint, value_digest
 
 _ORIGINS = ("name_or_path", "tokenizer_file", "vocab_file", "is_local", "local_files_only")
 _SPECIAL_ROLES = ("bos_token_id", "eos_token_id", "unk_token_id")
@@ -32,22 +31,20 @@ _PROBE_TEXTS = (
 )
 
 
-def load_tokenizer(location: str, revision: str | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder or of a hub id. Raises TemplateError if it cannot be loaded or is not a fast one."""
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder. Raises TemplateError if it cannot be loaded or is not a fast one."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(location, revision=revision, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # the library raises of many kinds: no such folder, id or revision, a broken file, no network
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library raises of many kinds: no such folder, a file that is broken or missing
         own_code = "trust_remote_code" in str(error)
         why = "it needs code of its own, which is never run" if own_code else error
         raise TemplateError(
-            f"the tokenizer {location} cannot be loaded: {why}; set `tokenization.tokenizer` to a folder with "
+            f"the tokenizer {folder} cannot be loaded: {why}; set `tokenization.tokenizer` to a folder with "
             "tokenizer.json and tokenizer_config.json, or to a hub id"
         ) from error
     if not tokenizer.is_fast:
         raise TemplateError(
-            f"{location} is a {type(tokenizer).__name__}, not a fast tokenizer; convert it to a tokenizer.json "
+            f"{folder} is a {type(tokenizer).__name__}, not a fast tokenizer; convert it to a tokenizer.json "
             "(transformers.convert_slow_tokenizer) and set `tokenization.tokenizer`"
         )
     tokenizer.backend_tokenizer.no_padding()
@@ -69,7 +66,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     return fingerprint(
         "tokenizer",
         {
-            "serialized": hashlib.sha256(canonical_json(_serialized(tokenizer))).hexdigest(),
+            "serialized": value_digest(_serialized(tokenizer)).hex(),
             "special_ids": special_ids(tokenizer),
             "probes": [_encodings(tokenizer, text) for text in (*_PROBE_TEXTS, _control_text(tokenizer))],
         },

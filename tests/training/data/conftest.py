@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.training import workshop as general
-from training.contract.files import DataFile
+from training.contract.files import DataFile, data_files, tokenizer_files
+from training.contract.fingerprint import hash_file
 from training.contract.job import Job, JobKind
 from training.contract.store import Artifact
 from training.data.tokenized import Pairs
@@ -53,13 +54,14 @@ class Workshop:
         self, *sources: dict[str, Any], fraction: float = 0.1, listed: list[list[DataFile]] | None = None
     ) -> Done:
         """The job on `sources`: on the files `listed` for each of them, or on what they stand for now."""
-        files = [[file.model_dump(mode="json") for file in each] for each in listed or []]
+        listed = listed or [data_files(source["path"]) if "path" in source else [] for source in sources]
+        files = [[file.model_dump(mode="json") for file in each] for each in listed]
         settings = {"formats": [source.get("format", "auto") for source in sources], "validation_fraction": fraction}
         return self._run(
             "preferences",
             "raw_preferences",
             settings,
-            locations={"sources": list(sources), **({"files": files} if files else {})},
+            locations={"sources": list(sources), "files": files},
         )
 
     def rows(self, rows: list[Any], format: str = "auto", fraction: float = 0.1) -> Done:
@@ -71,14 +73,17 @@ class Workshop:
         return self.preferences({"path": str(path), "format": format}, fraction=fraction)
 
     def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, /, **settings: Any) -> Done:
-        defaults = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
+        """The job on these files, with the hashes that they have now unless `settings` hold others."""
+        hashes = {name: hash_file(path) for name, path in tokenizer_files(tokenizer).items()}
+        template = hash_file(chat_template) if chat_template and chat_template.is_file() else None
+        rules = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
+        defaults = {**rules, "files": hashes, "chat_template": template}
         return self._run(
             "tokenizer",
             "tokenization_spec",
             {**defaults, **settings},
             locations={
                 "tokenizer": str(tokenizer),
-                "revision": None,
                 "chat_template": str(chat_template) if chat_template else None,
             },
         )

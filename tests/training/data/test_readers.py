@@ -14,17 +14,13 @@ import pytest
 from training.contract.errors import DataError
 from training.contract.files import DataFile, data_files
 from training.data.messages import Reason
-from training.data.readers import open_files
+from training.data.readers import read_records
 
 ROWS = [{"prompt": f"Question {n}?\u2028\r", "chosen": 'yes, "really"\nyes', "rejected": "no"} for n in range(3)]
 
 
-def _opened(path):
-    return open_files(data_files(str(path)))
-
-
 def _records(path):
-    return [record for file in _opened(path) for record in file.read()]
+    return [record for file in data_files(str(path)) for record in read_records(file)]
 
 
 def _jsonl(path: Path) -> None:
@@ -156,22 +152,21 @@ def test_folders_and_globs_are_read_in_name_order(tmp_path):
     for name in (*reversed(names), ".hidden.jsonl", ".cache/e.jsonl", "a/.cache/f.json", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text('{"a": 1}\n')
-    assert [file.name for file in _opened(tmp_path)] == names
-    assert [file.name for file in _opened(tmp_path / "*/*.jsonl")] == names[:2]
-    assert [file.name for file in _opened(tmp_path / "**/[12].jsonl")] == names[:2]
+    assert [file.name for file in data_files(str(tmp_path))] == names
+    assert [file.name for file in data_files(str(tmp_path / "*/*.jsonl"))] == names[:2]
+    assert [file.name for file in data_files(str(tmp_path / "**/[12].jsonl"))] == names[:2]
 
 
 def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n')
-    hashed = [DataFile(name=path.name, path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())]
-    [file] = open_files(hashed)
-    assert [record.value for record in file.read()] == [{"a": 1}]
+    file = DataFile(name=path.name, path=path, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+    assert [record.value for record in read_records(file)] == [{"a": 1}]
     path.write_text('{"a": 2}\n')
     now = hashlib.sha256(path.read_bytes()).hexdigest()
-    words = f"{path} changed while it was read: it was {hashed[0].sha256[:12]} and is {now[:12]}"
+    words = f"{path} changed while it was read: it was {file.sha256[:12]} and is {now[:12]}"
     with pytest.raises(DataError, match=re.escape(words)):
-        list(file.read())
+        list(read_records(file))
 
 
 @pytest.mark.parametrize(

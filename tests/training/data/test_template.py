@@ -81,7 +81,7 @@ def test_the_spec_holds_what_tokenizing_needs(workshop, tiny_chat):
     assert spec["template"] == (tiny_chat / "chat_template.jinja").read_text()
     assert (spec["vocabulary"], spec["special_ids"]["eos_token_id"]) == (2048, 2)
     assert spec["end_of_turn"] == {"<|im_end|>": 1}
-    written = load_tokenizer(str(done.folder / "tokenizer"))
+    written = load_tokenizer(done.folder / "tokenizer")
     assert tokenizer_fingerprint(written) == spec["tokenizer_fingerprint"]
     assert written.chat_template == spec["template"]
     assert {path.name for path in (done.folder / "tokenizer").iterdir()} == {
@@ -180,7 +180,7 @@ def test_places_that_hold_no_tokenizer_are_named(workshop, tmp_path, tiny_chat):
 
 
 def test_a_refused_role_carries_the_templates_own_words(tiny_chat, write):
-    tokenizer = load_tokenizer(str(tiny_chat))
+    tokenizer = load_tokenizer(tiny_chat)
     tokenizer.chat_template = GEMMA_LIKE
     with pytest.raises(Rejected, match="System role not supported"):
         ChatTemplate(tokenizer, {}).render([{"role": "system", "content": "x"}])

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def identity(folder: Path) -> str:
-    return tokenizer_fingerprint(load_tokenizer(str(folder)))
+    return tokenizer_fingerprint(load_tokenizer(folder))
 
 
 def rewrite(folder: Path, change: Change, name: str = "tokenizer.json") -> None:
@@ -156,7 +156,7 @@ def test_places_count_since_masks_are_made_from_them(folder):
     trimming = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     rewrite(folder, lambda content: content.update(post_processor=trimming))
     ids, places = (
-        load_tokenizer(str(folder))("he he", return_offsets_mapping=True)[n] for n in ("input_ids", "offset_mapping")
+        load_tokenizer(folder)("he he", return_offsets_mapping=True)[n] for n in ("input_ids", "offset_mapping")
     )
     assert len(ids) == 3 and places[1][0] == places[1][1], "the space alone is trimmed to nothing"
     assert identity(folder) != before
@@ -181,7 +181,7 @@ LARGE = ("tokenizers/mistral-v3", "tokenizers/qwen2.5")
 @pytest.mark.parametrize("name", [*REAL, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
 def test_real_tokenizers_survive_being_saved(shared_data, tmp_path, name):
     """Qwen2, Llama, GPT-2 and plain classes, of which several are saved as other bytes than they were published in."""
-    tokenizer = load_tokenizer(str(shared_data / name))
+    tokenizer = load_tokenizer(shared_data / name)
     before = tokenizer_fingerprint(tokenizer)
     tokenizer.save_pretrained(tmp_path / "by-transformers")
     save_tokenizer(tokenizer, tmp_path / "by-us")

@@ -14,7 +14,7 @@ from tests.training.launch.living import alive
 from training.contract.errors import JobFailed
 from training.contract.events import Event
 from training.contract.job import Job
-from training.contract.removal import is_held
+from training.contract.locks import is_held
 from training.contract.store import Store
 from training.launch.launcher import run_job, write_job
 from training.launch.local import LocalLauncher
