@@ -51,7 +51,7 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_targets(model, settings),
+        target_modules=targets(model, settings),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     asked = {name.rsplit(".", 1)[-1] for name in config.target_modules}
@@ -148,7 +148,7 @@ def _file_name(parameter: str) -> str:
     return _FILE_PREFIX + parameter.replace(f".{_NAME}.", ".")
 
 
-def _targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
+def targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
     """Names for peft: of all linear layers but the head, or the given ones. Raises ModelError for one that matches none.
 
     Experts that share one tensor are not linear layers, and get no adapter.
