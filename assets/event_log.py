@@ -1,5 +1,6 @@
-"""The events of a job, written into the log of a run for people to read."""
+"""The events of a job as lines for people to read: in the log of a run, or where a command's output is no terminal."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from logging import Logger
 
@@ -9,28 +10,28 @@ from training.contract.events import Event
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class _Lines:
-    """Writes phases and notes at once, and progress every few seconds."""
+class EventLines:
+    """Writes phases and notes at once, and progress every so many `seconds`."""
 
-    def __init__(self, log: Logger, asset: str):
-        self._log, self._asset, self._last = log, asset, 0.0
+    def __init__(self, write: Callable[[str], object], asset: str, seconds: float = _SECONDS_BETWEEN_LINES):
+        self._write, self._asset, self._seconds, self._last = write, asset, seconds, 0.0
         self._step = ""
 
     def hear(self, event: Event) -> None:
         kind = event["event"]
         if kind in ("phase", "note"):
-            self._log.info(f"{self._asset}: {event.get('phase') or event.get('text')}")
+            self._write(f"{self._asset}: {event.get('phase') or event.get('text')}")
         elif kind == "step":
             self._step = f", loss {event['loss']:.4f}"
-        elif kind == "progress" and (event["time"] - self._last > _SECONDS_BETWEEN_LINES):
+        elif kind == "progress" and event["time"] - self._last > self._seconds:
             self._last = event["time"]
             left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
-            self._log.info(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")
+            self._write(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")
 
 
 def with_log(services: Services, log: Logger, asset: str) -> Services:
     """The same services; their listener hears of which asset the events are, and `log` has them as lines."""
-    lines = _Lines(log, asset)
+    lines = EventLines(log.info, asset)
 
     def hear(event: Event) -> None:
         lines.hear(event)

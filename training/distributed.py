@@ -134,6 +134,10 @@ def _device(wanted: DeviceName) -> torch.device:
     local_rank, found = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if wanted == "cpu" or (wanted == "auto" and found == 0):
         return torch.device("cpu")
+    if found == 0:
+        raise TrainingError(
+            "`compute.device: cuda` needs a GPU, and torch sees none on this machine; set it to auto or cpu"
+        )
     if local_rank >= found:
         raise TrainingError(
             f"local rank {local_rank} needs a GPU of its own and this machine shows {found}; "

@@ -19,6 +19,7 @@ from training.data.packing import Batches, Positions, Tokens, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
 from training.model.logprobs import CollatedRows, collate, logprobs_of
+from training.model.prepare import demand_trainable
 from training.objective import Objective
 from training.parallel.models import TrainableModel
 from training.stepper import Stepper
@@ -51,6 +52,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     masters = load_for_training(TrainableModel(base.folder, "float32"), job.compute, group, events)
     pairs.demand_known_tokens(masters.model.config.vocab_size)
+    demand_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
     batches = Batches(
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed

@@ -58,6 +58,11 @@ class Trainer:
 
     def run(self, observe: Callable[[int], None] = _observe_nothing) -> None:
         """Take the steps that are left; `observe` is called on every rank, with 0 before the first and after each."""
+        batches = self._stepper.batches
+        if (pairs := len(batches.items)) < batches.batch_size:
+            self._events.note(
+                f"`batch_size` {batches.batch_size:,} is more than the {pairs:,} training pairs: every step takes all of them"
+            )
         done, observed = self._resume()
         if observed < done or done == 0:
             observe(done)

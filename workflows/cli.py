@@ -1,7 +1,7 @@
 """The command `pedigree`.
 
-Exit codes: 0 done, 1 failed, 2 wrong use. With `--json`, stdout holds one JSON object and nothing else; whatever people
-read goes to stderr.
+Exit codes: 0 done, 1 failed, 2 wrong use. With `--json`, stdout holds one JSON object and nothing else, of a command that
+failed one with `error`; whatever people read goes to stderr.
 """
 
 import json
@@ -59,18 +59,22 @@ def _reporting(command: Callable[P, None]) -> Callable[P, None]:
 
     @wraps(command)
     def reported(*args: P.args, **kwargs: P.kwargs) -> None:
+        message, code = "", PedigreeError.exit_code
         try:
-            command(*args, **kwargs)
+            return command(*args, **kwargs)
         except PedigreeError as error:
-            _fail(str(error), error.exit_code)
+            message, code = str(error), error.exit_code
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
-            _fail(INTERRUPTED, PedigreeError.exit_code)
+            message = INTERRUPTED
         except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
             raise
         except OSError as error:
-            _fail(_refused(str(error)), PedigreeError.exit_code)
+            message = _refused(str(error))
         except OperationalError as error:
-            _fail(_refused(f"a database refuses: {error.orig}"), PedigreeError.exit_code)
+            message = _refused(f"a database refuses: {error.orig}")
+        if kwargs.get("as_json"):
+            _print_json({"error": message})
+        _fail(message, code)
 
     return reported
 
@@ -85,12 +89,18 @@ def main() -> None:
     """
     warnings.filterwarnings("ignore", module=r"dagster.*")
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)  # it waits for no version here
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
 
 
 @main.command()
 @_recipe
-@click.option("--select", type=click.Choice(list(GRAPH)), help="Only this asset and what it stands on.")
+@click.option(
+    "--select",
+    type=click.Choice(list(GRAPH)),
+    metavar="ASSET",
+    help=f"Only this asset and what it stands on; one of {', '.join(GRAPH)}.",
+)
 @click.option("--variants", is_flag=True, help="The recipe, then its variants; one that fails does not stop the rest.")
 @_as_json
 @_reporting
@@ -104,7 +114,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
         with show.Progress(_people) as progress, dagster_instance() as instance:
             reports.append(materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select))
         if not as_json:
-            show.run_report(Console(highlight=False), reports[-1])
+            show.run_report(Console(highlight=False), reports[-1], with_samples=not variants)
         if reports[-1].interrupted:
             break
     if as_json:
@@ -121,7 +131,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
 @_as_json
 @_reporting
 def status(recipe: str, as_json: bool) -> None:
-    """Which assets are fresh, stale or missing, and why, as the files are at this moment."""
+    """Which assets are fresh, stale or missing, and why. Files are looked at as they are at this moment."""
     loaded = _found(recipe)[0]
     with dagster_instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
@@ -136,7 +146,7 @@ def status(recipe: str, as_json: bool) -> None:
 @_as_json
 @_reporting
 def plan(recipe: str, as_json: bool) -> None:
-    """What a run would compute and reuse, with counts; rows and tokens are made for it, no model runs."""
+    """What a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
     loaded = _found(recipe)[0]
     with show.Progress(_people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
@@ -152,7 +162,7 @@ def plan(recipe: str, as_json: bool) -> None:
 @_as_json
 @_reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
-    """Hash everything the recipe stands on again, and score some pairs again with the reference model."""
+    """Hash everything the recipe stands on, and score some pairs again."""
     loaded = _found(recipe)[0]
     with show.Progress(_people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
@@ -190,9 +200,10 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
 @_as_json
 @_reporting
 def compare(recipes: tuple[str, ...], as_json: bool) -> None:
-    """What was last evaluated, side by side: settings that differ, results, and the paired differences to the first.
+    """What was last evaluated, side by side.
 
-    One RECIPE alone stands for itself and all its variants.
+    Settings that differ, results, and the paired differences to the first. One RECIPE alone stands for itself and all
+    its variants.
     """
     found = _found(recipes[0]) if len(recipes) == 1 else [_found(recipe)[0] for recipe in recipes]
     names = [loaded.pipeline.name for loaded in found]
@@ -212,7 +223,7 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
 @_as_json
 @_reporting
 def rollback(name: str, as_json: bool) -> None:
-    """Make the previous champion of the registered model NAME champion again."""
+    """Make the previous champion of the model NAME champion again. NAME is a recipe's `release.model_name`."""
     settle(pedigree_home())
     services = build_services(pedigree_home())
     with sole_decision(services.store, name):
@@ -233,7 +244,10 @@ def rollback(name: str, as_json: bool) -> None:
 @_as_json
 @_reporting
 def gc(delete: bool, as_json: bool) -> None:
-    """Find what no registered version, no latest materialization and no running job refers to."""
+    """Find what nothing refers to any more, and delete it if asked to.
+
+    What counts are registered versions, latest materializations and running jobs.
+    """
     with dagster_instance() as instance:
         found = collect(build_services(pedigree_home()), instance, delete)
     if as_json:
@@ -248,7 +262,7 @@ def gc(delete: bool, as_json: bool) -> None:
 @click.option("--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server.")
 @_reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
-    """Start Dagster's and MLflow's web servers on loopback, until Ctrl-C.
+    """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
 
     RECIPES are further recipe folders to show beside those of the project.
     """

@@ -116,6 +116,8 @@ def _beside(first: Evaluated, each: Evaluated, differing: Sequence[str]) -> Comp
     if shared < max(pairs, len(first.values["accuracy"])):
         few = "" if shared >= MIN_PAIRS else f", which is too few to compare ({MIN_PAIRS})"
         notes.append(f"evaluated on other pairs than {first.recipe}: {shared} of {pairs} are common{few}")
+    elif each is not first and not comparable:
+        notes.append(f"{shared} held-out pairs are too few to tell a difference from chance ({MIN_PAIRS} are needed)")
     return Compared(
         recipe=each.recipe,
         settings={name: each.settings.get(name) for name in differing},

@@ -42,7 +42,10 @@ class AssetRun:
 
 @dataclass(frozen=True)
 class RunReport:
-    """`succeeded` is about the whole run, which can fail outside its assets as well."""
+    """`succeeded` is about the whole run, which can fail outside its assets as well.
+
+    `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
+    """
 
     recipe: str
     dagster_run_id: str
@@ -51,6 +54,8 @@ class RunReport:
     metrics: dict[str, float]
     mlflow_run_id: str | None
     model_version: str | None
+    is_champion: bool | None
+    reasons: str | None
     samples: list[dict[str, str]]
 
     @property
@@ -97,6 +102,7 @@ def materialize(
     done = _materialized(result)
     evaluated = done.get("evaluation", Materialization()).fingerprint
     details = services.store.open("evaluation", evaluated).details if evaluated else {}
+    released = done.get("released_model", Materialization()).metadata
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=result.run_id,
@@ -104,7 +110,9 @@ def materialize(
         assets=list(_asset_runs(result, done, pipeline, instance)),
         metrics=details.get("metrics", {}),
         mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
-        model_version=done.get("released_model", Materialization()).metadata.get("model_version"),
+        model_version=released.get("model_version"),
+        is_champion=released["champion"] == "yes" if released else None,
+        reasons=released.get("reasons"),
         samples=details.get("samples", []),
     )
 

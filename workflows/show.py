@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Table
 
+from assets.event_log import EventLines
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline
 from training.contract.events import Event
@@ -34,18 +35,26 @@ _COLOURS = {
     "ok": "green",
     "differs": "red",
 }
+_SECONDS_BETWEEN_LINES = 60.0
+_SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
 
 
 class Progress:
-    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left."""
+    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left.
+
+    Where the console is no terminal, as in CI, a line for each phase, and one a minute.
+    """
 
     def __init__(self, console: Console):
+        self._console = console
+        self._lines: dict[str, EventLines] = {}
         self._bars = RichProgress(
             TextColumn("{task.description:<20}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TextColumn("{task.fields[unit]}  {task.fields[left]}  {task.fields[detail]}"),
             console=console,
+            disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 
@@ -57,6 +66,9 @@ class Progress:
         self._bars.stop()
 
     def hear(self, event: Event) -> None:
+        if not self._console.is_terminal:
+            self._lines_of(event["asset"]).hear(event)
+            return
         task = self._task(event["asset"])
         match event["event"]:
             case "phase":
@@ -70,14 +82,22 @@ class Progress:
                 left = "" if seconds is None else f"{seconds:.0f} s left"
                 self._bars.update(task, completed=event["done"], total=event["total"], unit=event["unit"], left=left)
 
+    def _lines_of(self, asset: str) -> EventLines:
+        if asset not in self._lines:
+            self._lines[asset] = EventLines(self._print, asset, _SECONDS_BETWEEN_LINES)
+        return self._lines[asset]
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
     def _task(self, asset: str) -> TaskID:
         if asset not in self._tasks:
             self._tasks[asset] = self._bars.add_task(asset, total=None, unit="", left="", detail="starting")
         return self._tasks[asset]
 
 
-def run_report(console: Console, report: RunReport) -> None:
-    """The assets with their outcome, then the held-out metrics, then answers before and after."""
+def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
+    """The assets with their outcome, answers before and after, held-out metrics; last what failed, or became champion."""
     table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
     for asset in report.assets:
         table.add_row(
@@ -88,29 +108,41 @@ def run_report(console: Console, report: RunReport) -> None:
             f"{asset.seconds:.1f}",
         )
     console.print(table)
-    for asset in report.assets:
-        if asset.error is not None:
-            console.print(f"[red]{asset.asset} failed:[/] {escape(asset.error)}")
-    if report.samples:
+    if with_samples and report.samples:
         _samples(console, report.samples)
     if report.metrics:
         _metrics(console, report)
+    if report.model_version:
+        verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
+        console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
+    failed = [asset for asset in report.assets if asset.error is not None]
+    for error in dict.fromkeys(
+        asset.error for asset in failed
+    ):  # one cause may fail several, such as a model not there
+        names = ", ".join(asset.asset for asset in failed if asset.error == error)
+        console.print(f"[red]{names} failed:[/] {escape(error or '')}", soft_wrap=True)
 
 
 def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
     table = Table("prompt", "before", "after", title="Held-out answers", show_lines=True)
     for sample in samples:
-        table.add_row(*(escape(sample[column]) for column in ("prompt", "before", "after")))
+        table.add_row(*(escape(_beginning(sample[column])) for column in ("prompt", "before", "after")))
     console.print(table)
+
+
+def _beginning(text: str) -> str:
+    """Enough to recognize it by: the report of the evaluation has all of it."""
+    return text.strip() if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS].strip()} ..."
 
 
 def _metrics(console: Console, report: RunReport) -> None:
-    table = Table("held-out metric", "value", title=f"Evaluation (MLflow run {report.mlflow_run_id or 'none'})")
+    """The MLflow run is told below, since a title that is longer than the table would be broken up."""
+    table = Table("held-out metric", "value", title="Evaluation")
     for name, value in report.metrics.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
-    if report.model_version:
-        table.add_row("model version", report.model_version)
     console.print(table)
+    if report.mlflow_run_id:
+        console.print(f"MLflow run {report.mlflow_run_id}")
 
 
 def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:

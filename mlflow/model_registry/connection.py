@@ -25,8 +25,9 @@ _LONG_SECONDS = 1.0
 DEFAULT_PAGE = "http://127.0.0.1:5000"
 # The client repeats a request whose answer was lost, which would make a run or a version twice.
 _ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-# How requests' client says that it gave up, and why.
+# How requests' client says that it gave up, and why; of that, the words behind the name of a class and the address.
 _GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
+_WORDS = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]*\): )?(?P<words>.*)\1\)""")
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
@@ -197,7 +198,9 @@ def reason(error: Exception, uri: str, seconds: float) -> str:
     text = first.replace(uri.rstrip("/"), shown(uri).rstrip("/"))
     if (gave_up := _GAVE_UP.search(text)) is None:
         return text
+    found = _WORDS.fullmatch(gave_up["cause"])
+    why = found["words"] if found else gave_up["cause"]
     return (
-        f"no good answer in {seconds:.1f} s ({gave_up['cause']}); nothing that was computed is lost: run again once it "
+        f"no good answer in {seconds:.1f} s ({why}); nothing that was computed is lost: run again once it "
         "answers, or name another server in MLFLOW_TRACKING_URI"
     )

@@ -116,7 +116,8 @@ def _compare(
     shared = sorted(candidate.keys() & champion.keys())
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
     if len(shared) < MIN_PAIRS:
-        return False, [f"only {len(shared)} held-out pairs are shared with the champion; {MIN_PAIRS} are needed"]
+        few = f"only {len(shared)} held-out pairs are shared with the champion; {MIN_PAIRS} are needed"
+        return False, [f"{few}: add data, or raise `data.validation_fraction`"]
     ours, theirs = {pair: candidate[pair] for pair in shared}, {pair: champion[pair] for pair in shared}
     if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
         return False, broken

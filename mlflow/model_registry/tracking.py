@@ -19,18 +19,30 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 
-from model_registry.connection import Connection, is_server, page, unrepeated
+from model_registry.connection import Connection, is_server, page, shown, unrepeated
 from model_registry.records import DatasetUsed, flatten, is_finite, tags_of
 from model_registry.run import RunPlan, TrackedRun
+from training.contract.errors import UsageError
 
 KEY_TAG = "pedigree.key"
 _EVALUATION_TAG = "pedigree.evaluation"
+# What MLflow takes, with a registry; a folder of files only where a person has set MLFLOW_ALLOW_FILE_STORE.
+_KINDS = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc"}
 _log = logging.getLogger(__name__)
 
 
 def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
-    """MLFLOW_TRACKING_URI where it is set, else a SQLite file under `home`."""
-    return environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+    """MLFLOW_TRACKING_URI where it is set, else a SQLite file under `home`.
+
+    Raises UsageError for an address that can never answer: a server may be away, and would be missed after training only.
+    """
+    uri = environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+    if uri.partition("://")[0].partition("+")[0] not in _KINDS and not environ.get("MLFLOW_ALLOW_FILE_STORE"):
+        raise UsageError(
+            f"MLFLOW_TRACKING_URI is {shown(uri)!r}; expected a server's or a database's address, such as http://host:5000 or "
+            "sqlite:////folder/mlflow.db"
+        )
+    return uri
 
 
 def artifact_root(home: Path) -> Path:

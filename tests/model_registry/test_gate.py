@@ -110,7 +110,8 @@ def test_too_few_shared_pairs_keep_the_champion():
     champion = {f"pair-{index}": 9.0 for index in range(7, 16)} | {f"old-{index}": 0.0 for index in range(50)}
     decision = decide(BETTER, champion)
     assert not decision.promote
-    assert decision.reasons == ["only 9 held-out pairs are shared with the champion; 10 are needed"]
+    told = "only 9 held-out pairs are shared with the champion; 10 are needed: add data, or raise `data.validation_fraction`"
+    assert decision.reasons == [told]
     assert decision.figures["shared_pairs"] == 9
     assert decide(named([0.0, 0.1] * 5), CHAMPION).promote, "ten are enough"
 

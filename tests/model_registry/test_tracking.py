@@ -15,6 +15,7 @@ from mlflow import MlflowClient
 
 from model_registry.records import DatasetUsed
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
+from training.contract.errors import UsageError
 
 ABOUT: dict[str, Any] = {
     "experiment": "demo",
@@ -45,6 +46,24 @@ def test_the_default_place_is_under_home_and_the_environment_names_another(tmp_p
     assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": ""}) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
     assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": "http://tracking:5000"}) == "http://tracking:5000"
     assert artifact_root(tmp_path) == tmp_path / "mlflow" / "artifacts"
+
+
+@pytest.mark.parametrize("uri", ["127.0.0.1:5000", "localhost:5000", "./mlruns", "foo://x", "file:///runs"])
+def test_an_address_that_can_never_answer_is_wrong_use_before_anything_is_trained(tmp_path: Path, uri: str):
+    with pytest.raises(
+        UsageError, match=rf"MLFLOW_TRACKING_URI is '{uri}'; expected .* http://host:5000 or sqlite:////"
+    ):
+        tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": uri})
+
+
+@pytest.mark.parametrize("uri", ["https://a.b", "postgresql+psycopg2://u@h/x", "databricks", "databricks://profile"])
+def test_what_mlflow_takes_is_taken(tmp_path: Path, uri: str):
+    assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": uri}) == uri
+
+
+def test_a_folder_of_files_is_taken_from_who_has_chosen_it(tmp_path: Path):
+    """By MLflow's own switch: without it every request is refused."""
+    assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": "./mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}) == "./mlruns"
 
 
 def test_a_run_holds_recipe_lineage_data_set_and_every_step(

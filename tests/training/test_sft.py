@@ -114,6 +114,14 @@ def test_from_its_checkpoint_it_ends_with_the_same_bits(tiny_world):
     assert notes == ["resumed from the checkpoint of step 8"]
 
 
+def test_a_batch_that_is_larger_than_the_data_is_told(tiny_world):
+    """38 pairs to train on: an epoch is one step."""
+    job = tiny_world.job("sft", settings(batch_size=1000, epochs=2))
+    tune(job)
+    said = "`batch_size` 1,000 is more than the 38 training pairs: every step takes all of them"
+    assert [e["text"] for e in told(job, "note")] == [said] and len(losses(job)) == 2
+
+
 def test_no_training_data_is_an_error(tmp_path):
     world = build_world(tmp_path, train=0, validation=3)
     with pytest.raises(DataError, match="none of the 3 tokenized pairs is in the train split"):

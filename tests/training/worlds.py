@@ -108,7 +108,7 @@ def build_world(
     world = TinyWorld(root, examples)
     model.save_pretrained(world.model)
     _write_pairs(world)
-    _write_reference(world, model)
+    write_reference(world, model)
     return world
 
 
@@ -136,8 +136,9 @@ def _write_pairs(world: TinyWorld) -> None:
         stream.write_table(table)
 
 
-def _write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
-    world.reference.mkdir()
+def write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
+    """The table, by plain transformers."""
+    world.reference.mkdir(exist_ok=True)
     with torch.no_grad():
         logprobs = [[float(world.plain_logprob(model, each, side)) for side in SIDES] for each in world.examples]
     tokens = [[sum(each[f"{side}_mask"]) for side in SIDES] for each in world.examples]

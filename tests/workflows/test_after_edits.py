@@ -149,7 +149,8 @@ def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):
     field("training.seed", 1)(world)
     pipeline = run(ground, world).pipeline
     second = int(client.get_registered_model("plain").aliases["candidate"])
-    refused = "only 8 held-out pairs are shared with the champion; 10 are needed"
+    few = "only 8 held-out pairs are shared with the champion; 10 are needed"
+    refused = f"{few}: add data, or raise `data.validation_fraction`"
     moved = f"a person has moved the alias since the gate decided; {refused}"
     assert second != first
     for champion, words in ((first, ("no", refused)), (second, ("yes", moved)), (first, ("no", refused))):

@@ -1,5 +1,6 @@
 """Wrong use is told in one message that names the place, with the right exit code."""
 
+import json
 import os
 import subprocess
 
@@ -17,6 +18,14 @@ def test_an_unknown_recipe_names_the_known_ones(home):
     done = home.invoke("status", "nowhere")
     assert done.exit_code == 2
     assert "'nowhere'" in done.stderr and "demo" in done.stderr
+
+
+@pytest.mark.parametrize(("words", "code"), [(["plan", "nowhere"], 2), (["rollback", "nobody"], 1)])
+def test_with_json_a_failure_is_json_as_well(home, words, code):
+    done = home.invoke(*words, "--json")
+    told = json.loads(done.stdout)
+    assert done.exit_code == code and told.keys() == {"error"}
+    assert words[1] in told["error"] and told["error"] in done.stderr
 
 
 def test_an_unknown_asset_is_wrong_use(home):

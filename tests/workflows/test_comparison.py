@@ -87,6 +87,13 @@ def test_too_few_common_pairs_give_no_difference(start, common):
     ]
 
 
+def test_nine_pairs_that_both_have_give_no_difference_and_a_note_says_why():
+    nine = [replace(each, values=values([1.0] * 9)) for each in (FIRST, SECOND)]
+    first, second = compare(nine).recipes
+    assert not second.differences and first.notes == []
+    assert second.notes == ["9 held-out pairs are too few to tell a difference from chance (10 are needed)"]
+
+
 def test_a_margin_is_the_log_ratios_in_nats_and_a_tie_is_no_success():
     """(-10 + 12) - (-20 + 15) = 2 + 5; the reward's margin, beta times that, only counts by its sign."""
     row = {

@@ -44,6 +44,8 @@ def test_everything_is_computed_once(materialized, small_recipe):
     assert [a["fingerprint"] for a in again["assets"]] == [a["fingerprint"] for a in first["assets"]]
     assert (again["metrics"], again["mlflow_run_id"]) == (first["metrics"], first["mlflow_run_id"])
     assert again["model_version"] == first["model_version"] == "1"
+    assert (again["is_champion"], again["reasons"]) == (first["is_champion"], first["reasons"])
+    assert first["is_champion"] is True and first["reasons"]
 
 
 def test_it_learns(materialized):

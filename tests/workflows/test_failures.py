@@ -1,5 +1,6 @@
 """Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,10 +37,13 @@ def folder(tmp_path, demo_maker) -> Path:
     return tmp_path / "split"
 
 
-def run(folder, services, asset: str | None, fraction: float = 0.1, model: str = "./base") -> RunReport:
+def run(
+    folder, services, asset: str | None, fraction: float = 0.1, model: str = "./base", sft=None, training=None
+) -> RunReport:
     attributes = {
         "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": fraction},
-        "reference": {"model": model},
+        "reference": {"model": model, "sft": sft},
+        "training": training or {},
         "release": {"model_name": "split"},
         "compute": {"device": "cpu"},
     }
@@ -63,6 +67,39 @@ def test_a_run_that_needs_the_empty_split_ends_before_any_model(folder, services
 def test_a_run_that_does_not_need_it_goes_on(folder, services):
     report = run(folder, services, "tokenized_pairs", 0.0)
     assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
+
+
+TYPO = {"adapter": {"target_modules": ["q_prj"]}}
+FLOAT8 = {"precision": "bfloat16", "head_precision": "float8"}
+
+
+@pytest.mark.parametrize(
+    ("sft", "training", "asset", "told"),
+    [
+        (None, TYPO, "reference_logprobs", "`training.adapter.target_modules` names 'q_prj', and in LlamaForCausalLM"),
+        ({"epochs": 1}, TYPO, "reference_model", "`training.adapter.target_modules` names 'q_prj'"),
+        (None, FLOAT8, "reference_logprobs", "`training.head_precision: float8` needs a GPU"),
+    ],
+)
+def test_what_training_would_refuse_is_told_before_any_model_runs(folder, services, sft, training, asset, told):
+    failures = failures_of(run(folder, services, None, sft=sft, training=training))
+    assert failures.keys() == {asset} and failures[asset].startswith(told)
+    assert not list(services.store.root.glob("memo/*/*")) and not list(services.home.glob("jobs/*/checkpoints"))
+
+
+def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(folder, services):
+    """MLflow hears it again, so the policy keeps it: an event of 1970, in a job's folder that has checkpoints."""
+    run(folder, services, "policy", 0.3)
+    [job] = services.home.glob("jobs/policy-*")
+    for place in ("store/policy", "store/keys/policy"):
+        shutil.rmtree(services.home / place)
+    (job / "checkpoints").mkdir()
+    (job / "events.jsonl").write_text('{"event": "note", "time": 1.0, "text": "of an earlier attempt"}\n')
+    heard: list[dict[str, Any]] = []
+    assert run(folder, replace(services, listener=heard.append), "policy", 0.3).succeeded
+    [policy] = services.home.glob("store/policy/*")
+    assert "of an earlier attempt" in (policy / "events.jsonl").read_text()
+    assert {event["event"] for event in heard} >= {"phase", "step"} and all(event["time"] > 1.0 for event in heard)
 
 
 def test_the_report_has_our_words_not_those_of_the_library_below(folder, services, monkeypatch):

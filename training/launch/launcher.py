@@ -27,6 +27,7 @@ _LOG_BYTES = 64 * 1024
 _ENDED_BY_SIGNAL = re.compile(
     r"^(\[node \d+\] |)\s*rank\s*: (\d+) .*\n(?=(?:(?!\1).*\n)*\1\s*exitcode\s*: -(\d+) )", re.MULTILINE
 )
+_FRAME = re.compile(r'^  File (".*", line \d+)', re.MULTILINE)
 
 
 class Handle(Protocol):
@@ -84,14 +85,17 @@ def write_job(job: Job) -> None:
 
 
 def _explain(job: Job, log: Path, status: int) -> str:
+    """What a person reads: the cause, then the job and where its log is, which has the traceback if there is one."""
     failure = _read_failure(job.error)
     if failure is None:
         text = _tail(log)
         ending = f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log}"
         return f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{_last_lines(text)}"
-    place = "" if failure.rank is None else f" on {_rank(job, failure.rank)}"
-    message = f"the {job.kind} job failed{place}: {failure.type}: {failure.message}; its log is {log}"
-    return f"{message}\n{failure.traceback.rstrip()}" if failure.traceback else message
+    cause = failure.message
+    if failure.traceback:
+        cause = f"{failure.type}: {cause}, in {_FRAME.findall(failure.traceback)[-1]}"
+    rank = "" if failure.rank is None or job.nodes * job.processes == 1 else f"{_rank(job, failure.rank)} of "
+    return f"{cause}; {rank}the {job.kind} job failed, whose log is {log}"
 
 
 def _rank(job: Job, rank: int) -> str:

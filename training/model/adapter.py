@@ -41,7 +41,7 @@ from training.model.load import load_model, save_model
 
 # peft's name of a model's one adapter, part of its parameters' names; and the prefix of their names in files.
 _NAME, _FILE_PREFIX = "default", "base_model.model."
-_LINEAR = (torch.nn.Linear, Conv1D)
+_LINEAR = (torch.nn.Linear.forward, Conv1D.forward)
 
 
 def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
@@ -51,10 +51,18 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_targets(model, settings),
+        target_modules=targets(model, settings),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
+    asked = {name.rsplit(".", 1)[-1] for name in config.target_modules}
     _inject(model, config, seed)
+    if config.target_parameters:  # peft takes names of layers in older versions of transformers for what they are now
+        kept = {name.rsplit(".", 1)[-1] for name in config.target_modules}
+        raise ModelError(
+            f"peft puts an adapter on {', '.join(sorted(asked - kept))} of {type(model).__name__} into its experts, which lie "
+            f"in one tensor together, and not into these layers: leave them out, "
+            f"`training.adapter.target_modules: [{', '.join(sorted(kept))}]`"
+        )
 
 
 def merge_adapter(model: PreTrainedModel) -> None:
@@ -103,8 +111,9 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
 
     Always on the CPU, so that the result does not depend on where the adapter was trained. Raises ModelError.
     """
-    tensors = load_file(policy.folder / ADAPTER_WEIGHTS).values()
-    [dtype] = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors}
+    # Beside a layer that a bfloat16 model keeps in float32 (training.model.load) the adapter is float32, too.
+    dtypes = {tensor.dtype for tensor in load_file(policy.folder / ADAPTER_WEIGHTS).values()}
+    dtype = str(min(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     model = load_policy(policy, base, dtype, torch.device("cpu"))
     merge_adapter(model)
     save_model(model, folder)
@@ -114,7 +123,10 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
 def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(config, model, _NAME)
+        try:
+            inject_adapter_in_model(config, model, _NAME)
+        except ValueError as error:
+            raise ModelError(f"peft cannot put this adapter into {type(model).__name__}: {error}") from error
 
 
 def _load_weights(model: PreTrainedModel, file: Path) -> None:
@@ -136,12 +148,12 @@ def _file_name(parameter: str) -> str:
     return _FILE_PREFIX + parameter.replace(f".{_NAME}.", ".")
 
 
-def _targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
+def targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
     """Names for peft: of all linear layers but the head, or the given ones. Raises ModelError for one that matches none.
 
     Experts that share one tensor are not linear layers, and get no adapter.
     """
-    linear = {name for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    linear = {name for name, module in model.named_modules() if type(module).forward in _LINEAR}
     if settings.target_modules == "all-linear":
         head = model.get_output_embeddings()
         return sorted(linear - {name for name, module in model.named_modules() if module is head})

@@ -4,6 +4,7 @@ A checkpoint with a missing tensor loads with random weights and a warning; a `.
 runs code from the model's folder. None of these is accepted here.
 """
 
+import re
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model in `folder`, in evaluation mode; on the meta device without values, and no file of weights is read.
+
+    In bfloat16 some tensors of some architectures stay in float32, as transformers has it.
 
     Raises ModelError for missing or surplus tensors, tensors of another shape, weights that are not whole safetensors
     files, and models that need code of their own.
@@ -60,7 +63,16 @@ def _without_values(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    kept = [part.replace("*", ".*") for part in model._get_dtype_plan(dtype)]  # in float32, as `from_pretrained` does
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(re.search(part, name) for part in kept):
+            tensor.data = tensor.data.float()
     return model.eval()
+
+
+def named_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers; tied ones by each of their names."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def save_model(

@@ -131,8 +131,8 @@ def _tokens(
     missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
     parts = [_hidden(model, row, sharing) for row in rows]
     parts += [_hidden(model, rows[0], sharing)[:0] for _ in range(missing)]
-    hidden_NH = torch.cat(parts)
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
+    hidden_NH = torch.cat(parts).to(head.weight_VH.dtype)  # mamba's come in float32, and its own head rounds them so
     if collisions:
         return token_logprobs_and_collisions(hidden_NH, targets_N, head)
     return token_logprobs(hidden_NH, targets_N, head), None

@@ -15,8 +15,9 @@ parameter is renamed, so a saved model does not differ.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
-from training.contract.recipe import Compute
+from training.contract.recipe import Adapter, Compute
+from training.model.adapter import targets
 from training.model.attention import use_attention
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
@@ -35,6 +37,18 @@ from training.model.tiles import compile_tiles
 
 # Draw dropout as without compiling: the compiler's own random numbers would give another run.
 _COMPILE_OPTIONS = {"fallback_random": True}
+
+
+def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
+    """Raise ModelError where training by `recipe` would: for who computes with the same model before, and may take long.
+
+    That is about layers an adapter names that are not there, and about a device that knows no float8.
+    """
+    training = recipe.get("training", {})
+    if adapter := training.get("adapter"):
+        targets(model, Adapter.model_validate(adapter))
+    if training.get("head_precision") == "float8":
+        demand_float8(model.device)
 
 
 def prepare_for_training(

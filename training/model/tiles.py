@@ -126,8 +126,8 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
             lse_N = torch.logaddexp(lse_N, peak_N + sums_N.log())
             if squares_N is not None:
                 squares_N = torch.logaddexp(squares_N, 2 * (peak_N + exps_NW.norm(dim=1).log()))
-            if exps_NW.nbytes <= room:
-                room -= exps_NW.nbytes
+            room -= exps_NW.nbytes
+            if room >= 0:  # else none is kept from here on, though a tile that is a column narrower might have room
                 ctx.kept.append((exps_NW, peak_N))
             del tile_NW, exps_NW  # else it would still be there while the next one is made
         ctx.head = head

@@ -21,13 +21,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.distributed import Group
+from training.model.load import named_tensors
 from training.model.logprobs import hook_passes
+from training.parallel.precision import AS_LOADED, Precision
 
 # Loads a model onto a device; on the meta device without values.
 Load = Callable[[torch.device], PreTrainedModel]
@@ -53,17 +55,24 @@ class Layout:
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(self.group.device.type, (self.copies, self.shards), mesh_dim_names=("copy", "shard"))
 
-    def place(self, load: Load, precision: MixedPrecisionPolicy | None = None) -> PreTrainedModel:
-        """The model that `load` gives, laid out on all ranks. Raises ModelError on every rank if rank 0 does."""
+    def place(self, load: Load, precision: Precision = AS_LOADED) -> PreTrainedModel:
+        """The model that `load` gives, laid out on all ranks; shards of it run in `precision`.
+
+        Raises ModelError on every rank if rank 0 does.
+        """
         broadcast = _Broadcast(load, self.group)
         model = broadcast.model
         if not self.is_sharded:
             broadcast.fill(model)
             return model
         mesh = self.mesh if self.copies > 1 else self.mesh["shard"]
+        apart = precision.modules_apart(model)
         for part in [*_layers(model), model]:
             broadcast.fill(part)
-            fully_shard(part, mesh=mesh, mp_policy=precision or MixedPrecisionPolicy())
+            inner_first = [m for m in reversed(list(part.modules())) if m in apart and not isinstance(m, FSDPModule)]
+            for module in [*inner_first, part]:
+                fully_shard(module, mesh=mesh, mp_policy=precision.policy(apart.get(module, precision.usual)))
+        precision.cast_buffers(model)
         hook_passes(model, self.group)
         return model
 
@@ -144,19 +153,20 @@ def _demand_same_tensors(own: list[_TensorInfo], sent: dict[str, _TensorInfo]) -
 
 
 def _tensors_of(model: PreTrainedModel) -> list[_TensorInfo]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     owners: dict[int, str] = {}
     return [
         _TensorInfo(
             name, owners.setdefault(id(t), name), str(t.dtype).removeprefix("torch."), list(t.shape), t.requires_grad
         )
-        for name, t in named
+        for name, t in named_tensors(model)
     ]
 
 
 def _layers(model: PreTrainedModel) -> list[Module]:
     """The layers that transformers keeps in one piece (`_no_split_modules`). Raises ModelError if it names none."""
-    layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
+    named = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
+    inner = {part for layer in named for part in layer.modules() if part is not layer}
+    layers = [layer for layer in named if layer not in inner]
     if not layers:
         raise ModelError(
             f"{type(model).__name__} names no layers (`_no_split_modules` of transformers) that could be gathered one at a "

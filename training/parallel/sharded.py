@@ -1,7 +1,8 @@
 """Each tensor in shards over the ranks of a group (training.parallel.layout): FSDP2, and HSDP, several such groups.
 
-Masters are the float32 shards. FSDP rounds what it gathers to the trained precision, and sums gradients in float32: over the
-ranks of a group in each backward pass, so that no rank ever holds a whole gradient, and over the groups in the last one.
+Masters are the float32 shards. FSDP rounds what it gathers to the dtypes of a model that was loaded in the trained precision,
+and sums gradients in float32: over the ranks of a group in each backward pass, so that no rank ever holds a whole gradient, and
+over the groups in the last one.
 
 The optimizer steps plain tensors, the local rows of each parameter: AdamW works element by element.
 """
@@ -12,22 +13,25 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.model.load import DTYPES
+from training.model.load import DTYPES, named_tensors
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
+from training.parallel.precision import Precision
 from training.pieces import LocalRows
 
 
 class Sharded(Masters):
     def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[trainable.precision], reduce_dtype=torch.float32)
-        model = layout.place(partial(trainable.load, "float32"), policy)
+        running = trainable.load(trainable.precision, torch.device("meta"))
+        precision = Precision(DTYPES[trainable.precision], {name: t.dtype for name, t in named_tensors(running)})
+        model = layout.place(partial(trainable.load, "float32"), precision)
+        self._dtypes = precision.dtypes
         self._reduce_scatter = _ReduceScatter(layout.group.device)
         _sum_gradients(model, self._reduce_scatter)
         self._shards_of = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -68,14 +72,14 @@ class Sharded(Masters):
     def full_weights(self) -> dict[str, Tensor]:
         """Gathered a tensor at a time, so that no device needs room for more than one."""
         state, whole = self._state(), dict[int, Tensor]()
-        for tensor in state.values():
+        for name, tensor in state.items():
             if id(tensor) not in whole:  # tied weights have two names
-                full = self._full(tensor)
+                full = self._full(tensor, self._dtypes[name])
                 whole[id(tensor)] = full.cpu() if self.group.is_main else full.new_empty(0)
         return {name: whole[id(tensor)] for name, tensor in state.items()} if self.group.is_main else {}
 
-    def _full(self, tensor: Tensor) -> Tensor:
-        rounded = tensor.detach().to(self.dtype) if isinstance(tensor, Parameter) else tensor
+    def _full(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        rounded = tensor.detach().to(dtype)
         full: Tensor = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
         return full
 

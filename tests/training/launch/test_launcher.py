@@ -62,13 +62,13 @@ def test_signal_is_named(make_job: MakeJob) -> None:
 
 def test_failure_is_reported_as_its_message(make_job: MakeJob) -> None:
     job = make_job("data_error")
-    assert failure(job) == f"the policy job failed on rank 0: DataError: row 7 is not a pair; its log is {job.log}"
+    assert failure(job) == f"row 7 is not a pair; the policy job failed, whose log is {job.log}"
 
 
 def test_on_several_nodes_the_rank_is_found_and_its_node_named(make_job: MakeJob) -> None:
     """Though the other node's report stands between; with one process a node, rank 0 is of node 0."""
     assert "rank 0 was ended by SIGKILL" in failure(make_job("report"))
-    assert failure(make_job("data_error", nodes=2)).startswith("the policy job failed on rank 0 (node 0): DataError: ")
+    assert "row 7 is not a pair; rank 0 (node 0) of the policy job failed" in failure(make_job("data_error", nodes=2))
 
 
 def test_failure_cut_short_falls_back_to_the_exit_status(make_job: MakeJob) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,17 +69,19 @@ def test_refusal_of_one_rank_is_the_cause_though_the_other_waits_for_it(make_job
     job = make_job("rank_1_refuses", ranks=2)
     message = run_and_fail(job, lambda event: None)
     assert message == (
-        f"the policy job failed on rank 1: TrainingError: the loss at step 0 is 0.7, expected ln 2; its log is {job.log}"
+        f"the loss at step 0 is 0.7, expected ln 2; rank 1 of the policy job failed, whose log is {job.log}"
     )
 
 
-def test_unexpected_error_comes_with_its_traceback(make_job: MakeJob) -> None:
+def test_unexpected_error_is_told_with_its_place_in_one_line_and_its_traceback_in_the_log(make_job: MakeJob) -> None:
     """On one rank, which runs without torchrun."""
+    job = make_job("break")
     with pytest.raises(JobFailed) as caught:
-        run_job(LAUNCHER, make_job("break"), lambda event: None)
-    message = str(caught.value)
-    assert message.startswith("the policy job failed on rank 0: IndexError: row 12 of 10; its log is ")
-    assert 'raise IndexError("row 12 of 10")' in message
+        run_job(LAUNCHER, job, lambda event: None)
+    cause, _, place = str(caught.value).partition(', in "')
+    assert cause == "IndexError: row 12 of 10"
+    assert re.fullmatch(rf'.*ranked_program\.py", line \d+; the policy job failed, whose log is {job.log}', place)
+    assert 'raise IndexError("row 12 of 10")' in job.log.read_text()
 
 
 def test_killed_rank_is_named_with_its_signal(make_job: MakeJob) -> None:

@@ -19,7 +19,7 @@ from training.contract.errors import ModelError
 from training.contract.job import Input
 from training.contract.recipe import Adapter
 from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
-from training.model.adapter import add_adapter, load_policy, merge_adapter, save_adapter
+from training.model.adapter import add_adapter, load_policy, merge_adapter, save_adapter, write_merged
 from training.model.head import head_of
 from training.model.load import load_model, save_model
 from training.model.logprobs import response_logprobs
@@ -122,6 +122,35 @@ def test_a_target_that_is_no_linear_layer_is_refused_and_those_there_are_are_nam
         adapted(name, target_modules=targets)
 
 
+SHARED_EXPERTS = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_num_shared_experts": 1}
+
+
+@pytest.mark.parametrize(
+    ("targets", "says"),
+    [
+        (
+            "all-linear",
+            r"on down_proj, gate_proj, up_proj of .*: leave them out, .*: \[k_proj, o_proj, q_proj, v_proj\]`",
+        ),
+        (("gate_proj",), "gate_proj without also targeting up_proj because they are fused"),
+    ],
+    ids=["all", "some"],
+)
+def test_names_that_peft_takes_for_experts_are_refused(targets: Any, says: str):
+    """Layers of the shared expert are named like parts of the others, which peft then wraps; merged they were lost."""
+    model = build("ernie4_5_moe", SHARED_EXPERTS | {"moe_layer_start_index": 0, "moe_layer_end_index": 1})
+    with pytest.raises(ModelError, match=says):
+        add_adapter(model, Adapter(target_modules=targets), seed=0)
+
+
+def test_a_router_that_answers_more_than_a_tensor_is_no_linear_layer():
+    """That of phimoe is of a class of its own, derived from torch's."""
+    model = build("phimoe", {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2})
+    add_adapter(model, Adapter(), seed=0)
+    assert {n.split(".")[-4] for n, p in model.named_parameters() if p.requires_grad} == {f"{p}_proj" for p in "kqvo"}
+    assert logprobs(model).isfinite().all()
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ("0.self_attn.q_proj",), ("down_proj", "lm_head")])
 def test_targets_are_names_or_ends_of_names(targets: Any):
     """What peft makes of the same names."""
@@ -215,6 +244,20 @@ def test_bfloat16_is_merged_in_float32_and_rounded_once(saved):
     )
     merge_adapter(model)
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, exact.bfloat16())
+
+
+def test_a_layer_that_stays_in_float32_is_merged_so(tmp_path):
+    """The router of these experts; an adapter beside it is float32 too, though all others are bfloat16."""
+    base, adapter, merged = (tmp_path / name for name in ("base", "adapter", "merged"))
+    save_model(build("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 16}), base)
+    model = load_model(base, "bfloat16", CPU)
+    add_adapter(model, Adapter(rank=4, target_modules=("q_proj", "wg")), seed=1)
+    adapter.mkdir()
+    save_adapter(model, model.state_dict(), adapter)
+    write_merged(*inputs(base, adapter), merged)
+    written = load_file(merged / "model.safetensors")
+    kept = {f"model.layers.{layer}.mlp.gate.wg.weight" for layer in (0, 1)}
+    assert {name for name, tensor in written.items() if tensor.dtype == torch.float32} == kept
 
 
 def test_an_adapter_is_loaded_onto_its_own_base_only(saved):

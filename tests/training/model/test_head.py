@@ -97,6 +97,17 @@ def test_gradients_are_those_of_finite_differences(budget: Budget, kind: str):
     assert torch.autograd.gradcheck(of, (hidden, weight, bias), atol=1e-7)
 
 
+def test_any_number_of_columns_may_be_kept():
+    """101 columns in 15 tiles: some have 6 and some 7, so what is left of the budget may suit the next but one alone."""
+    hidden, weight, bias, targets = operands()
+    exact = torch.autograd.grad(plainly(hidden, weight, bias, targets, Head(weight, bias)).sum(), (hidden, weight))
+    for columns in range(VOCABULARY + 1):
+        budget = Budget(TINY_TILE.tile, kept=ROWS * 4 * columns)
+        found = token_logprobs(hidden, targets, Head(weight, bias), budget)
+        for one, other in zip(torch.autograd.grad(found.sum(), (hidden, weight)), exact, strict=True):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-5)
+
+
 def adapter(dtype: torch.dtype = torch.float32, vocabulary: int = VOCABULARY, hidden: int = HIDDEN) -> LowRank:
     random = torch.Generator().manual_seed(1)
     down, up = (torch.randn(shape, generator=random).to(dtype) for shape in ((3, hidden), (vocabulary, 3)))

@@ -18,7 +18,7 @@ from training.contract.job import Input, Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import SupervisedTuning, Training
 from training.contract.store import Artifact
-from training.model.load import load_model
+from training.model.load import load_model, named_tensors
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 WEIGHTS = "model.safetensors"
@@ -183,15 +183,14 @@ def test_a_champion_and_the_reference_beside_it_are_in_shards(tmp_path: Path, fo
 
 @pytest.mark.parametrize(("kind", "variant", "fields"), VARIANTS, ids=[f"{v[0]}-{v[1]}" for v in VARIANTS])
 def test_the_form_is_that_of_the_model(tmp_path: Path, kind: str, variant: str, fields: dict[str, Any]):
-    """Names and shapes, and that a rank without numbers has made none: what the ranks rely on when they exchange tensors."""
+    """Names, shapes and dtypes, and that a rank without numbers has made none: what ranks rely on in exchanging tensors."""
     build(kind, fields).save_pretrained(tmp_path)
     model, form = (load_model(tmp_path, "bfloat16", device) for device in (CPU, META))
-    assert shapes(form) == shapes(model)
+    assert forms(form) == forms(model)
     assert {tensor.device for tensor in [*form.parameters(), *form.buffers()]} == {META}
     assert not form.training
     assert any(type(part).__name__ in model._no_split_modules for part in model.modules()), "it has layers to gather"
 
 
-def shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: tensor.shape for name, tensor in named}
+def forms(model: PreTrainedModel) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in named_tensors(model)}

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.training import runs
+from tests.training.model.test_architectures import build
 from tests.training.runs import losses, published, told
-from tests.training.worlds import build_world
+from tests.training.worlds import build_world, write_reference
 from training.contract.store import Artifact
 
 pytestmark = pytest.mark.slow
@@ -91,6 +93,35 @@ def test_bfloat16_in_shards_is_bfloat16_replicated(tmp_path: Path, forker: Any):
     assert weights(ways["fsdp", 2])["model.norm.weight"].dtype == torch.bfloat16
     config = json.loads((ways["fsdp", 2].folder / "config.json").read_text())
     assert (config["dtype"], config["architectures"]) == ("bfloat16", ["LlamaForCausalLM"])
+
+
+EXPERTS = {
+    "num_experts": 4,
+    "moe_topk": 4,
+    "moe_intermediate_size": 16,
+}  # all of them: none is taken or left by rounding
+MIXED: dict[str, tuple[str, dict[str, Any]]] = {
+    "positions": ("olmo2", {}),
+    "routers": ("hunyuan_v1_moe", EXPERTS),
+    "states": ("mamba", {"state_size": 4, "time_step_rank": 2}),
+}
+
+
+@pytest.mark.parametrize("kept", MIXED)
+def test_what_a_bfloat16_model_keeps_in_float32_stays_so_in_shards(tmp_path: Path, forker: Any, kept: str):
+    """Rotary positions, routers of experts, the residual stream; mamba's layers have parts that are named layers as well."""
+    kind, changes = MIXED[kept]
+    world = build_world(tmp_path, train=8, validation=2)
+    (world.model / "model.safetensors").unlink()
+    build(kind, changes).save_pretrained(world.model)
+    write_reference(world, AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.bfloat16))
+    ways = []
+    for way in ("ddp", "fsdp"):
+        job = world.job("policy", settings(precision="bfloat16", max_steps=2), way, parallel=way)
+        ways.append(published(job, forker.run(job, 2)))
+    assert losses(ways[0])[0] == losses(ways[1])[0]
+    assert losses(ways[0]) == pytest.approx(losses(ways[1]), abs=1e-3)
+    assert distance(*ways) < 1e-2
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
