@@ -79,14 +79,9 @@ def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Wor
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(data)), encoding="utf-8")
     _write_base(data / "tokenizers" / "mistral-v3", workload.base)
-    where: dict[str, Any] = {"sources": [{"path": str(folder / "rows.jsonl"), "format": "auto"}]}
-    read = {"formats": ["auto"], "validation_fraction": 0.0}
-    raw = workload.do(workload.job("preferences", "raw_preferences", {}, read, where))
+    raw = workload.read(folder / "rows.jsonl", 0.0)
     rules = Tokenization(max_length=MAX_LENGTH, over_length="error").model_dump(exclude={"tokenizer", "chat_template"})
-    where = {"tokenizer": str(workload.base), "revision": None, "chat_template": None}
-    spec = workload.do(workload.job("tokenizer", "tokenization_spec", {}, rules, where))
-    inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
-    pairs = workload.do(workload.job("pairs", "tokenized_pairs", inputs, {}))
+    pairs = workload.tokenize(raw, workload.base, rules)
     _write_order(workload, raw, pairs)
     return workload, pairs
 
