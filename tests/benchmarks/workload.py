@@ -21,8 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
 from tests.training.workshop import Workshop
-from training.contract.files import data_files, tokenizer_files
-from training.contract.fingerprint import fingerprint, hash_file, sequence_key
+from training.contract.fingerprint import fingerprint, sequence_key
 from training.contract.job import Job
 from training.contract.manifest import Derivation
 from training.contract.recipe import Compute, Dtype, Reference, Tokenization, Training
@@ -78,21 +77,11 @@ def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Wor
     """The workload in `folder`, from `rows` and the tokenizer in `data`, and its tokenized pairs."""
     workload = Workload(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows(data)), encoding="utf-8")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(data)), encoding="utf-8")
     _write_base(data / "tokenizers" / "mistral-v3", workload.base)
-    where: dict[str, Any] = {
-        "sources": [{"path": str(path), "format": "auto"}],
-        "files": [[file.model_dump(mode="json") for file in data_files(str(path))]],
-    }
-    read = {"formats": ["auto"], "validation_fraction": 0.0}
-    raw = workload.do(workload.job("preferences", "raw_preferences", {}, read, where))
+    raw = workload.read(folder / "rows.jsonl", 0.0)
     rules = Tokenization(max_length=MAX_LENGTH, over_length="error").model_dump(exclude={"tokenizer", "chat_template"})
-    frozen = {"files": {name: hash_file(file) for name, file in tokenizer_files(workload.base).items()}}
-    where = {"tokenizer": str(workload.base), "chat_template": None}
-    spec = workload.do(workload.job("tokenizer", "tokenization_spec", {}, rules | frozen, where))
-    inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
-    pairs = workload.do(workload.job("pairs", "tokenized_pairs", inputs, {}))
+    pairs = workload.tokenize(raw, workload.base, rules)
     _write_order(workload, raw, pairs)
     return workload, pairs
 

@@ -69,14 +69,8 @@ class World:
         model.save_pretrained(self.policy)
 
     def _pairs(self, source: Path) -> Artifact:
-        do, job = self.workshop.do, self.workshop.job
-        settings = {"formats": ["auto"], "validation_fraction": 0.4}
-        where: dict[str, Any] = {"sources": [{"path": str(source), "format": "auto"}]}
-        raw = do(job("preferences", "raw_preferences", {}, settings, where))
-        settings = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
-        where = {"tokenizer": str(self.model), "revision": None, "chat_template": None}
-        spec = do(job("tokenizer", "tokenization_spec", {}, settings, where))
-        return do(job("pairs", "tokenized_pairs", {"raw_preferences": raw, "tokenization_spec": spec}, {}))
+        rules = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
+        return self.workshop.tokenize(self.workshop.read(source, 0.4), self.model, rules)
 
     def job(self, policy: Path | None = None, **settings: Any) -> Job:
         inputs = {

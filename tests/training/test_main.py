@@ -12,7 +12,7 @@ from typing import get_args
 
 import pytest
 
-from tests.training.workshop import Workshop
+from tests.training.workshop import Workshop, locations_of
 from training.contract.events import read_events
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store import Store
@@ -32,8 +32,8 @@ def make_job(tmp_path: Path) -> MakeJob:
         source = tmp_path / "pairs.jsonl"
         source.write_text(json.dumps(PAIR) + "\n")
         settings = {"formats": ["auto"], "validation_fraction": validation_fraction}
-        locations = {"sources": [{"path": str(source)}]}
-        job: Job = Workshop(tmp_path).job("preferences", "raw_preferences", {}, settings, locations)
+        where = locations_of([{"path": str(source)}])
+        job: Job = Workshop(tmp_path).job("preferences", "raw_preferences", {}, settings, where)
         return job
 
     return make

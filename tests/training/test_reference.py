@@ -50,11 +50,8 @@ class Oracle:
         return self.data / "models" / "tiny-chat"
 
     def pairs(self, train_on: str = "last_response") -> Artifact:
-        settings = {"train_on": train_on, "max_length": MAX_LENGTH, "over_length": "error", "template_kwargs": {}}
-        where = {"tokenizer": str(self.model), "revision": None, "chat_template": None}
-        spec = self.workshop.do(self.workshop.job("tokenizer", "tokenization_spec", {}, settings, where))
-        inputs = {"raw_preferences": self.raw, "tokenization_spec": spec}
-        return self.workshop.do(self.workshop.job("pairs", "tokenized_pairs", inputs, {}))
+        rules = {"train_on": train_on, "max_length": MAX_LENGTH, "over_length": "error", "template_kwargs": {}}
+        return self.workshop.tokenize(self.raw, self.model, rules)
 
     def job(self, of: Artifact | Path) -> Job:
         return self.workshop.job(
@@ -76,9 +73,7 @@ def oracle(shared_data: Path, tmp_path_factory) -> Oracle:
     lines = (shared_data / "preferences-real.jsonl").read_bytes().split(b"\n")
     (root / "rows.jsonl").write_bytes(b"".join(lines[row["row"]] + b"\n" for row in rows))
     workshop = Workshop(root)
-    where = {"sources": [{"path": str(root / "rows.jsonl"), "format": "auto"}]}
-    settings = {"formats": ["auto"], "validation_fraction": 0.3}
-    raw = workshop.do(workshop.job("preferences", "raw_preferences", {}, settings, where))
+    raw = workshop.read(root / "rows.jsonl", 0.3)
     assert raw.details["counts"]["pairs"] == len(rows) > 300
     return Oracle(workshop, shared_data, rows, raw)
 

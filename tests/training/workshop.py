@@ -6,6 +6,8 @@ from typing import Any
 
 from tests.training.runs import ALONE
 from training import main
+from training.contract.files import DataFile, data_files, tokenizer_files
+from training.contract.fingerprint import hash_file
 from training.contract.job import Input, Job, JobKind
 from training.contract.recipe import Compute
 from training.contract.store import Artifact, Store
@@ -44,12 +46,39 @@ class Workshop:
         job.write()
         return job
 
+    def read(self, rows: Path, validation_fraction: float) -> Artifact:
+        """The preferences in the file `rows`."""
+        settings = {"formats": ["auto"], "validation_fraction": validation_fraction}
+        where = locations_of([{"path": str(rows), "format": "auto"}])
+        return self.do(self.job("preferences", "raw_preferences", {}, settings, where))
+
+    def tokenize(self, raw: Artifact, tokenizer: Path, rules: dict[str, Any]) -> Artifact:
+        """The pairs of `raw` by the tokenizer in the folder `tokenizer`."""
+        where = {"tokenizer": str(tokenizer), "chat_template": None}
+        settings = {**rules, **hashes_of(tokenizer)}
+        spec = self.do(self.job("tokenizer", "tokenization_spec", {}, settings, where))
+        inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
+        return self.do(self.job("pairs", "tokenized_pairs", inputs, {}))
+
     @staticmethod
     def do(job: Job) -> Artifact:
         main.make(job, ALONE)
         made = Store(job.store).find(job.artifact, job.derivation.key)
         assert made is not None
         return made
+
+
+def locations_of(sources: list[dict[str, Any]], listed: list[list[DataFile]] | None = None) -> dict[str, Any]:
+    """Where the preferences job finds `sources`: in the files `listed` for each of them, or in what they stand for now."""
+    listed = listed or [data_files(source["path"]) if "path" in source else [] for source in sources]
+    return {"sources": sources, "files": [[file.model_dump(mode="json") for file in files] for files in listed]}
+
+
+def hashes_of(tokenizer: Path, chat_template: Path | None = None) -> dict[str, Any]:
+    """What the settings of the tokenizer job say of its files, as they are now."""
+    hashes = {name: hash_file(path) for name, path in tokenizer_files(tokenizer).items()}
+    template = hash_file(chat_template) if chat_template and chat_template.is_file() else None
+    return {"files": hashes, "chat_template": template}
 
 
 def _as_input(name: str, given: Artifact | Path) -> Input:

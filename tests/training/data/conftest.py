@@ -8,8 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.training import workshop as general
-from training.contract.files import DataFile, data_files, tokenizer_files
-from training.contract.fingerprint import hash_file
+from training.contract.files import DataFile
 from training.contract.job import Job, JobKind
 from training.contract.store import Artifact
 from training.data.tokenized import Pairs
@@ -54,14 +53,12 @@ class Workshop:
         self, *sources: dict[str, Any], fraction: float = 0.1, listed: list[list[DataFile]] | None = None
     ) -> Done:
         """The job on `sources`: on the files `listed` for each of them, or on what they stand for now."""
-        listed = listed or [data_files(source["path"]) if "path" in source else [] for source in sources]
-        files = [[file.model_dump(mode="json") for file in each] for each in listed]
         settings = {"formats": [source.get("format", "auto") for source in sources], "validation_fraction": fraction}
         return self._run(
             "preferences",
             "raw_preferences",
             settings,
-            locations={"sources": list(sources), "files": files},
+            locations=general.locations_of(list(sources), listed),
         )
 
     def rows(self, rows: list[Any], format: str = "auto", fraction: float = 0.1) -> Done:
@@ -74,10 +71,8 @@ class Workshop:
 
     def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, /, **settings: Any) -> Done:
         """The job on these files, with the hashes that they have now unless `settings` hold others."""
-        hashes = {name: hash_file(path) for name, path in tokenizer_files(tokenizer).items()}
-        template = hash_file(chat_template) if chat_template and chat_template.is_file() else None
         rules = {"template_kwargs": {}, "train_on": "last_response", "max_length": 1024, "over_length": "drop"}
-        defaults = {**rules, "files": hashes, "chat_template": template}
+        defaults = {**rules, **general.hashes_of(tokenizer, chat_template)}
         return self._run(
             "tokenizer",
             "tokenization_spec",
