@@ -116,9 +116,7 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
         verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
         console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
     failed = [asset for asset in report.assets if asset.error is not None]
-    for error in dict.fromkeys(
-        asset.error for asset in failed
-    ):  # one cause may fail several, such as a model not there
+    for error in dict.fromkeys(asset.error for asset in failed):  # one cause may fail several, as a lost model does
         names = ", ".join(asset.asset for asset in failed if asset.error == error)
         console.print(f"[red]{names} failed:[/] {escape(error or '')}", soft_wrap=True)
 

@@ -82,7 +82,7 @@ def decide(
     if reasons:
         return Decision(False, reasons, figures)
     figures[f"candidate_{measure.name.lower()}"] = rounded(statistics.fmean(candidate.values()), len(candidate))
-    return Decision(True, ["there is no champion yet"], figures)
+    return Decision(True, ["there was no champion before"], figures)
 
 
 def rounded(score: float, count: int) -> float:

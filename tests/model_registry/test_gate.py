@@ -74,7 +74,7 @@ def test_another_measure_is_told_with_why():
 def test_the_first_candidate_is_promoted():
     decision = decide(BETTER, None)
     assert decision.promote
-    assert decision.reasons == ["there is no champion yet"]
+    assert decision.reasons == ["there was no champion before"]
     assert decision.figures == {"candidate_pairs": 16, "candidate_loss": 0.5}
 
 

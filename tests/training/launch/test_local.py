@@ -19,7 +19,7 @@ from training.contract.events import Event
 from training.contract.job import Job
 from training.contract.store import Store
 from training.launch.launcher import run_job, write_job
-from training.launch.local import LocalLauncher
+from training.launch.local import LocalLauncher, environment
 
 LAUNCHER = LocalLauncher("ranked_program")
 LAUNCH = Path(__file__).parent / "programs" / "launch_program.py"
@@ -53,6 +53,12 @@ def listening(pid: int) -> list[str]:
                 packed = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
                 found.append(str(ipaddress.ip_address(packed)))
     return found
+
+
+def test_what_a_user_sets_stays_but_for_the_rank_of_another_launcher() -> None:
+    given = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "5", "RANK": "7"}
+    found = environment(given, processes=2)
+    assert {name: found.get(name) for name in given} == {**given, "RANK": None}
 
 
 def test_two_ranks_publish_one_artifact(make_job: MakeJob) -> None:
