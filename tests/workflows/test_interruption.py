@@ -102,7 +102,8 @@ def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_poli
     process.wait(60)
     again = home.run(str(small_recipe))
     with dg.DagsterInstance.from_config(str(home.path / "dagster")) as instance:
-        assert [run.status.value for run in instance.get_runs()] == ["SUCCESS", "FAILURE", "SUCCESS"]
+        runs = [run.status.value for run in instance.get_runs()]
+    assert runs[:2] == ["SUCCESS", "FAILURE"] and set(runs[2:]) == {"SUCCESS"}
     assert [steps_of(home, again)] == [steps_of(undisturbed, report)]
     assert fingerprint(again, "policy") == fingerprint(report, "policy")
 

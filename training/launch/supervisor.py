@@ -35,6 +35,7 @@ def supervise(grace: float, command: Sequence[str], environment: Mapping[str, st
     launcher, supervisor = os.getppid(), os.getpid()
 
     def bind() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         die_with_parent()
         if os.getppid() != supervisor:
             os._exit(CANCELLED)
@@ -42,8 +43,11 @@ def supervise(grace: float, command: Sequence[str], environment: Mapping[str, st
     adopt_orphans()
     try:
         environment = {**environment, SUPERVISOR: str(supervisor)}
+        # A signal waits while a process is forked: what its handler raises in a hook of fork, such as logging's, is lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         # The lock is the one open file that can be inherited, and it has to be.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, close_fds=False, preexec_fn=bind)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         return _wait(child, launcher)
     finally:
         for number in SIGNALS:
@@ -68,6 +72,8 @@ def restore_signals() -> None:
     """Handle signals that a shell ignores or blocks in a background job; the command starts with the defaults."""
 
     def leave(number: int, _: FrameType | None) -> None:
+        for other in SIGNALS:  # what the first one begins, a second one must not interrupt
+            signal.signal(other, signal.SIG_IGN)
         sys.exit(128 + number)
 
     for number in SIGNALS:

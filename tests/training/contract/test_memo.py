@@ -129,14 +129,20 @@ def test_it_is_a_dictionary(tmp_path_factory, shards, asked):
     assert hits.sums_Q[hits.found_Q].tolist() == [known[k] for k in asked if k in known]
 
 
-def test_of_two_shards_with_one_sequence_the_first_to_be_made_answers(store):
-    """So that a table made again holds the same bits; whichever fingerprint is the smallest, however many the rows."""
-    memo, keys = Memo(store, RULE), [key(n) for n in range(40)]
-    shards = [add(memo, {k: [-1.0 - i / 8] for k in keys}) for i in range(6)]
+def made_in_turn(store, memo: Memo, *contents) -> list[str]:
+    """Shards of these contents, each a second younger than the one before."""
+    shards = [add(memo, content) for content in contents]
     for age, shard in enumerate(shards):
         path = store.folder(memo.kind, shard) / MANIFEST
         aged = Manifest.unseal(path.read_bytes()).model_copy(update={"created": f"2020-01-01T00:00:{age:02}+00:00"})
         path.write_bytes(aged.sealed())
+    return shards
+
+
+def test_of_two_shards_with_one_sequence_the_first_to_be_made_answers(store):
+    """So that a table made again holds the same bits; whichever fingerprint is the smallest, however many the rows."""
+    memo, keys = Memo(store, RULE), [key(n) for n in range(40)]
+    made_in_turn(store, memo, *({k: [-1.0 - i / 8] for k in keys} for i in range(6)))
     assert (Memo(store, RULE).lookup(as_array(*keys)).sums_Q == -1.0).all()
 
 
@@ -192,11 +198,11 @@ def test_tokens_are_verified_when_they_are_asked_for(store):
 
 def test_a_broken_copy_of_the_tokens_gives_way_to_a_whole_one(store):
     memo = Memo(store, RULE)
-    shards = [add(memo, {key(1): [-1.0, -2.0], key(n): [-9.0]}) for n in (2, 3)]
-    damage_bit(store.folder(memo.kind, min(shards)), "tokens.safetensors")
+    first, _ = made_in_turn(store, memo, *({key(1): [-1.0, -2.0], key(n): [-9.0]} for n in (2, 3)))
+    damage_bit(store.folder(memo.kind, first), "tokens.safetensors")
     said: list[str] = []
     assert Memo(store, RULE, said.append).token_logprobs(key(1)).tolist() == [-1.0, -2.0]
-    assert len(said) == 1 and min(shards) in said[0]
+    assert len(said) == 1 and first in said[0]
 
 
 def test_a_broken_shard_that_another_process_set_aside_is_forgotten(store):
@@ -230,8 +236,8 @@ def test_sums_of_tails_are_those_of_the_tokens(store):
 
 def test_tails_in_a_broken_shard_are_unknown_unless_another_has_them(store):
     memo = Memo(store, RULE)
-    shards = [add(memo, {key(1): [-1.0, -2.0], key(n): [-9.0]}) for n in (2, 3)]
-    damage_bit(store.folder(memo.kind, min(shards)), "tokens.safetensors")
+    first, _ = made_in_turn(store, memo, *({key(1): [-1.0, -2.0], key(n): [-9.0]} for n in (2, 3)))
+    damage_bit(store.folder(memo.kind, first), "tokens.safetensors")
     said: list[str] = []
     found = Memo(store, RULE, said.append).tail_sums(as_array(key(1), key(2), key(3)), np.array([1, 0, 0]))
     assert found[0] == -2.0 and sorted(np.isnan(found[1:])) == [False, True]

@@ -1,0 +1,47 @@
+"""The supervisor, in a process of its own: a signal is never lost, whenever it comes."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+SIGNALLED_IN_A_FORK = f"""
+import os, signal, sys
+from training.launch.supervisor import restore_signals, supervise
+
+restore_signals()
+os.register_at_fork({{hook}}=lambda: os.kill(os.getpid(), signal.SIGTERM))
+sys.exit(supervise(1.0, {SLEEP!r}, os.environ))
+"""
+
+
+@pytest.mark.parametrize("hook", ["before", "after_in_parent"])
+def test_a_signal_while_the_command_is_forked_is_not_lost(hook: str):
+    """Python ignores what is raised in a hook of fork, such as the exit that a signal asks for: a job went on for ever."""
+    program = [sys.executable, "-P", "-c", SIGNALLED_IN_A_FORK.format(hook=hook)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as supervisor:  # closing its input would end it as well
+        try:
+            assert supervisor.wait(30) == 128 + signal.SIGTERM
+        finally:
+            supervisor.kill()
+
+
+def test_a_second_signal_does_not_interrupt_what_the_first_began():
+    """The command takes its time to end, since it ignores SIGTERM until it is killed after the grace of a second."""
+    stubborn = [
+        sys.executable,
+        "-c",
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)",
+    ]
+    program = [sys.executable, "-P", "-m", "training.launch.supervisor", "1", *stubborn]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdout is not None
+        supervisor.stdout.readline()
+        supervisor.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        supervisor.send_signal(signal.SIGINT)
+        assert supervisor.stdout.read() == b"", "the command holds the pipe as long as it lives"
+    assert supervisor.returncode == 128 + signal.SIGTERM
