@@ -26,9 +26,6 @@ _PYTHON = {
     "PYTHONFAULTHANDLER": "1",
     "PYTHONSAFEPATH": "1",  # a folder named `training` where the command was started is not ours
 }
-# glibc gives freed memory back to the system, which makes each next step fault it in again: a tenth of a job's time on a
-# CPU. What is freed stays with the process instead, but for allocations of more than 32 MB; peaks are the same.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 # Set by another launcher, such as a scheduler in a container: only our own torchrun may make a process a rank.
 _FOREIGN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", RENDEZVOUS}
 _LOOPBACK = {
@@ -97,7 +94,7 @@ def torchrun(processes: int, grace: int, logs: Path) -> list[str]:
 
 
 def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
-    """The environment `given`, and what a job's processes need; a user's own OMP_... and MALLOC_... settings stay.
+    """The environment `given`, and what a job's processes need; a user's own OMP_... settings stay.
 
     Idle threads sleep (PASSIVE): by default they spin, which made jobs that share a machine several times slower.
     """
@@ -105,7 +102,7 @@ def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
     own = {name: value for name, value in given.items() if name not in _FOREIGN}
-    return {**parallel, **_ALLOCATOR, **own, **_QUIET, **_PYTHON}
+    return {**parallel, **own, **_QUIET, **_PYTHON}
 
 
 def _rendezvous_in(folder: Path) -> list[str]:
