@@ -47,9 +47,9 @@ class PreferenceTuning(dg.Component):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
             )
-        place = None if context.path.parent == DEFS.resolve() else context.path
+        file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS.resolve()
         pipelines = [
-            Pipeline(context.path.name, recipe.located_at(context.path), variant, place)
+            Pipeline(context.path.name, recipe.located_at(context.path), file, variant, is_named)
             for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]
         ]
         _refuse_clashes(context.path, pipelines)
