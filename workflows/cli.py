@@ -258,8 +258,12 @@ def gc(delete: bool, as_json: bool) -> None:
 
 @main.command()
 @click.argument("recipes", nargs=-1)
-@click.option("--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server, or one that is free.")
-@click.option("--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server, or one that is free.")
+@click.option(
+    "--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server, if it is free."
+)
+@click.option(
+    "--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server, if it is free."
+)
 @_reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.

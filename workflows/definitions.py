@@ -5,7 +5,7 @@ from pathlib import Path
 import dagster as dg
 
 from training.contract.errors import RecipeError
-from workflows.component import RECIPE_FILE
+from workflows.recipe_file import RECIPE_FILE
 from workflows.recipes import extra_recipes, load_recipes
 from workflows.resources import services
 

@@ -46,11 +46,11 @@ def nothing_goes_wrong_afterwards(hub: Hub) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("model", "source", "words"),
     [
-        ("org/none", SOURCE, "yaml:12: reference.model: org/none: it is neither a folder beside the recipe nor a model of the"),
+        ("org/none", SOURCE, ": reference.model: org/none: it is neither a folder beside the recipe nor a model of the"),
         ("org/none", SOURCE, "has no model org/none, or it is private; look at the name, and for a private one set HF_TOKEN"),
         ("a/b/c", SOURCE, "'a/b/c' is no id of the hub: expected organization/name"),
         ("org/gated", SOURCE, "the model org/gated is gated; ask for access on its page"),
-        ("org/model", {**SOURCE, "revision": "v9"}, "data.sources.0.hub: org/small: the dataset org/small has no revision v9; "),
+        ("org/model", {**SOURCE, "revision": "v9"}, "data.sources.0.hub: org/small: the dataset org/small has no revision v9;"),
         ("org/model", {**SOURCE, "revision": "0" * 40}, f"has no revision {'0' * 40}"),
         ("org/model", {**SOURCE, "hub": "org/nothing"}, ": data.sources.0.hub: org/nothing: "),
     ],
