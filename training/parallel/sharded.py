@@ -116,7 +116,7 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         self.finite &= input_tensor.sum().isfinite()
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 def _sum_gradients(model: PreTrainedModel, reduce_scatter: _ReduceScatter) -> None:
