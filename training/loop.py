@@ -115,13 +115,15 @@ class _Tuning:
         return self.masters.layout.place(FrozenModel(self.job.inputs["reference_model"], self.reference.dtype).load)
 
     def _prove(self, model: PreTrainedModel, positions: Positions, where: str) -> Proof:
-        return prove_zero_margin(self._score(model, positions), self.reference, self.settings, where)
+        dtype = self.reference.dtype if self.from_champion else self.settings.precision
+        return prove_zero_margin(self._score(model, positions), dtype, self.reference, self.settings.loss, where)
 
     def _evaluate(self, step: int) -> None:
         with self.trainer.timed("evaluation"):
             scored = self._score(self.masters.model, self.held_out)
             if step == 0 and not self.from_champion:
-                prove_zero_margin(scored, self.reference, self.settings, "the held-out pairs")
+                settings = self.settings
+                prove_zero_margin(scored, settings.precision, self.reference, settings.loss, "the held-out pairs")
         self.trainer.facts["eval"] = scored.metrics()
         self.events.emit("eval", step=step, **scored.metrics())
 
