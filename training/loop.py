@@ -96,6 +96,7 @@ class _Tuning:
             model, first = self._reference_model(), self.batches.batch(1)
             proof = self._prove(model, first, "the first batch")
             self.trainer.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
+            self._note_rounding(proof)
             others = evenly_spaced(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
             if len(others):
                 self._prove(model, others, f"{len(others)} pairs spread over those after the first batch")
@@ -104,6 +105,15 @@ class _Tuning:
             del model
             if self.from_champion:
                 gc.collect()  # its parts refer to each other, and training wants the memory
+
+    def _note_rounding(self, proof: Proof) -> None:
+        """Rounding is the same for policy and reference, and cancels in their difference, in one dtype only."""
+        dtype, of_table = self.settings.precision, self.reference.dtype
+        if dtype != of_table and not self.from_champion:
+            self.events.note(
+                f"the policy runs in {dtype} and the reference's log-probs are of {of_table}: before training they are "
+                f"{proof.apart:.2g} nats a response apart, which stays in all rewards; `reference.dtype: {dtype}` avoids it"
+            )
 
     def _reference_model(self) -> PreTrainedModel:
         """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof.

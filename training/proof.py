@@ -56,11 +56,15 @@ class Deviations:
 
 @dataclass(frozen=True)
 class Proof:
-    """The mean loss before training, what it should be, and by how much it may be off."""
+    """The mean loss before training, what it should be, and by how much it may be off.
+
+    `apart`: how many nats the two log-probs of a response are apart, as the root of the mean square.
+    """
 
     loss: float
     expected: float
     allowed: float
+    apart: float
 
 
 def rounding_nats(dtype: str, reference: str) -> float:
@@ -74,7 +78,7 @@ def prove_zero_margin(scored: ScoredPairs, dtype: str, reference: LogProbTable, 
     Raises TrainingError, with the worst rows, if the loss or a response is off.
     """
     found = deviations(scored, reference, rounding_nats(dtype, reference.dtype))
-    proof = _loss_at_reference(scored, loss, torch.from_numpy(found.allowed_I2))
+    proof = _loss_at_reference(scored, loss, found)
     wrong = int((found.excess_I > 1).sum())
     if abs(proof.loss - proof.expected) <= proof.allowed and not wrong:
         return proof
@@ -93,9 +97,9 @@ def _advice(dtype: str, reference: str) -> str:
     return "" if dtype == reference else same
 
 
-def _loss_at_reference(scored: ScoredPairs, settings: Loss, allowed_I2: Tensor) -> Proof:
+def _loss_at_reference(scored: ScoredPairs, settings: Loss, found: Deviations) -> Proof:
     """The loss found, the loss at the table's log-probs, and how far that moves when those move as rounding may move them."""
-    logprobs = scored.logprobs
+    logprobs, allowed_I2 = scored.logprobs, torch.from_numpy(found.allowed_I2)
 
     def losses_I(policy_I2: Tensor) -> Tensor:
         return preference_loss(settings, logprobs.with_policy_at(policy_I2)).losses_B
@@ -104,7 +108,9 @@ def _loss_at_reference(scored: ScoredPairs, settings: Loss, allowed_I2: Tensor) 
     signs = allowed_I2.new_tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]])
     corners = [losses_I(logprobs.reference_B2 + allowed_I2 * corner) for corner in signs]
     changes_I = torch.stack([(corner_I - expected_I).abs() for corner_I in corners]).amax(dim=0)
-    return Proof(float(scored.outcome.losses_B.mean()), float(expected_I.mean()), _SLACK * float(changes_I.mean()))
+    apart = float(np.sqrt(np.square(found.policy_I2 - found.reference_I2).mean()))
+    loss, expected = float(scored.outcome.losses_B.mean()), float(expected_I.mean())
+    return Proof(loss, expected, _SLACK * float(changes_I.mean()), apart)
 
 
 def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:

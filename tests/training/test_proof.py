@@ -1,6 +1,7 @@
 """The bound of step 0: what rounding may do passes for every loss, what more than rounding did does not."""
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_more_than_rounding_does_not(tiny_world, kind: str):
 def test_a_policy_in_another_dtype_than_the_table_may_be_further_off(tiny_world):
     """Its weights are rounded, and five times what rounding does in one dtype passes; beyond it the cause may be just that."""
     moved_I2, mixed = 4.99 * leeway(tiny_world, "bfloat16"), settings("sigmoid", "bfloat16")
-    prove(tiny_world, moved_I2, mixed, reference="float32")
+    apart = prove(tiny_world, moved_I2, mixed, reference="float32").apart
+    assert apart == pytest.approx(math.sqrt((moved_I2**2).sum() / moved_I2.size))
     with pytest.raises(TrainingError, match=r"materialize reference_logprobs again$"):
         prove(tiny_world, moved_I2, mixed)
     with pytest.raises(
