@@ -17,7 +17,7 @@ import numpy as np
 
 from assets.data import PAIRS_WORK, preferences_work
 from assets.pipeline import Pipeline, Services
-from assets.realize import Realized, make, record
+from assets.realize import Realized, find_sound, make, record
 from assets.reference import point_to
 from assets.release import is_decided
 from assets.rows import SIDES, read_pairs
@@ -26,7 +26,7 @@ from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
 from training.contract.fingerprint import KEY_BYTES
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Artifact
-from workflows.lineage import AssetStatus, Outlook, judge, outlook
+from workflows.lineage import CORRUPT_RECORD, AssetStatus, Outlook, judge, outlook
 
 Action = Literal["compute", "reuse"]
 _LOG = logging.getLogger(__name__)
@@ -45,9 +45,19 @@ class PlannedAsset:
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
     """What a run would do for every asset, in the order of the graph. Raises what the cheap part of a run raises."""
     cheap = _Cheap.made(pipeline, services)
-    outcomes = outlook(pipeline, services)
+    outcomes = _mended(pipeline, services)
     planner = _Planner(pipeline, services, cheap, outcomes)
     return [planner.planned(judged) for judged in judge(pipeline, services, instance, outcomes)]
+
+
+def _mended(pipeline: Pipeline, services: Services) -> Outlook:
+    """What a run would give, with the corrupt records mended, as it would find and mend them from asset to asset."""
+    outcomes = outlook(pipeline, services)
+    corrupt = [of.derivation for of in outcomes.values() if of.derivation and of.fault == CORRUPT_RECORD]
+    for how in corrupt:
+        with services.store.lock(how.kind, how.key):
+            find_sound(services, how, _LOG)
+    return _mended(pipeline, services) if corrupt else outcomes
 
 
 def sentence(planned: Sequence[PlannedAsset]) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.workflows.homes import ATTRIBUTES, PAIRS, edit
+from tests.workflows.homes import ATTRIBUTES, PAIRS, edit, flip
 from training.contract.job import Job
 from workflows.lineage import outlook
 from workflows.plan import plan, sentence
@@ -26,6 +26,14 @@ def test_untouched_nothing_is_computed(looking):
     assert {asset.action for asset in assets.values()} == {"reuse"}
     assert words.startswith("would compute nothing; reuses raw_preferences, ")
     assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS, "missing": 0}
+
+
+def test_corrupt_records_are_mended_as_a_run_would_mend_them(looking):
+    """All of them: what the lower assets would be is known only once the upper ones are mended."""
+    for record in (looking.services.store.root / "keys").glob("*/*.json"):
+        flip(record)
+    assets, _ = planned(looking)
+    assert {asset.action for asset in assets.values()} == {"reuse"}
 
 
 def test_another_beta_trains_and_scores_nothing(looking):
