@@ -69,9 +69,9 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
         ("alpaca", {"instruction": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
         ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
         ("hh", {
-            "chosen": "\n\nHuman: A\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
-            "rejected": "\n\nHuman: A\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
-         ["A", "B\n\nand more", "C"]),
+            "chosen": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
+            "rejected": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
+         [" A\t", "B\n\nand more", "C"]),
     ],
 )  # fmt: skip
 def test_what_belongs_to_the_prompt(name, row, prompt):
@@ -157,8 +157,9 @@ def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
 
 
 def test_detection_follows_most_rows_and_says_what_it_considered():
-    strings, odd = SAME_PAIR["strings"][0], {"a": 1}
-    assert detect([odd, strings, strings], "here") == "strings"
+    strings = SAME_PAIR["strings"][0]
+    for odd in ({"a": 1}, *(rows[0] for rows in SAME_PAIR.values())):
+        assert detect([odd, strings, strings], "here") == "strings"
     with pytest.raises(DataError) as caught:
         detect([{"question_text": "x", "answer": "y"}], "data.jsonl")
     for word in ("data.jsonl", "question_text, answer", *FORMATS, "`format`"):
