@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from tests.training.runs import published
 from tests.training.workshop import Workshop
 from training import memoized, reference
-from training.contract.errors import CorruptArtifact, TemplateError, TrainingError
+from training.contract.errors import CorruptArtifact, ModelError, TemplateError, TrainingError
 from training.contract.events import read_events
 from training.contract.job import Job
 from training.contract.logprob_table import TABLE_FILE, LogProbTable
@@ -366,6 +366,14 @@ def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, w
     Pairs.open(tiny_world.pairs).demand_known_tokens(vocabulary + 1)
     with pytest.raises(TemplateError, match=f"up to the number {vocabulary}, and the model has {vocabulary} tokens"):
         workshop.do(tiny_job(tiny_world, workshop))
+
+
+def test_what_training_will_refuse_is_refused_before_anything_is_scored(tiny_world, workshop):
+    recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
+    job = tiny_job(tiny_world, workshop).model_copy(update={"recipe": recipe})
+    with pytest.raises(ModelError, match="names 'q_prj', and in LlamaForCausalLM there is no layer of that name"):
+        workshop.do(job)
+    assert not (job.store / "memo").exists()
 
 
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):

@@ -26,6 +26,7 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
     "strings": [
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
         {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": "Why?", "question": "As it was asked at first", "chosen": "Because.", "rejected": "No idea."},
     ],
     "sharegpt": [
         {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "Because."},
@@ -126,6 +127,8 @@ UNUSABLE = [
         {"conversations": [{"from": "robot", "value": "x"}], "chosen": {}, "rejected": {}},
         Reason.UNKNOWN_ROLE,
     ),
+    ("sharegpt", SAME_PAIR["sharegpt"][0] | {"tools": "[{}]"}, Reason.UNSUPPORTED_FIELD),
+    ("openai", SAME_PAIR["openai"][0] | {"input": {"messages": [ASK], "tools": [{}]}}, Reason.UNSUPPORTED_FIELD),
     ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
 ]
 
