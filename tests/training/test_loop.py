@@ -79,16 +79,17 @@ def steps_examples(world: Any, steps: int) -> list[dict[str, Any]]:
     return [train[i] for batch in batches[:steps] for i in batch]
 
 
-def test_held_out_metrics_are_those_of_the_written_policy(tiny_world):
-    """The last eval event, computed again from the policy's folder with plain transformers."""
-    job = tiny_world.job("policy", settings())
+def test_held_out_metrics_are_those_of_the_written_policy(tmp_path):
+    """The last eval event, computed again from the policy's folder with plain transformers: dropout is of training alone."""
+    world = build_world(tmp_path, attention_dropout=0.3)
+    job = world.job("policy", settings())
     tune(job)
     model = AutoModelForCausalLM.from_pretrained(job.staging)
-    table, train = load_file(tiny_world.reference / "logprobs.safetensors"), len(tiny_world.split("train"))
+    table, train = load_file(world.reference / "logprobs.safetensors"), len(world.split("train"))
     margins = []
     with torch.no_grad():
-        for i, example in enumerate(tiny_world.split("validation"), train):
-            chosen, rejected = (float(tiny_world.plain_logprob(model, example, s)) for s in SIDES)
+        for i, example in enumerate(world.split("validation"), train):
+            chosen, rejected = (float(world.plain_logprob(model, example, s)) for s in SIDES)
             reference = table["chosen_logprobs"][i] - table["rejected_logprobs"][i]
             margins.append(BETA * (chosen - rejected - float(reference)))
     found = told(job, "eval")[-1]

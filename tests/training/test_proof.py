@@ -1,6 +1,7 @@
 """The bound of step 0: what rounding may do passes for every loss, what more than rounding did does not."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,11 @@ def settings(kind: str, precision: str, **options: Any) -> Training:
     return Training.model_validate({"loss": loss, "precision": precision})
 
 
-def prove(world: Any, moved_I2: np.ndarray, training: Training, moved_tails: float = 0.0) -> Proof:
+def prove(
+    world: Any, moved_I2: np.ndarray, training: Training, moved_tails: float = 0.0, dtype: str = "float32"
+) -> Proof:
     """The proof of the tiny world's pairs, had the policy the table's log-probs moved by so much, and their tails."""
-    table = LogProbTable.read(world.reference, len(world.examples))
+    table = replace(LogProbTable.read(world.reference, len(world.examples)), dtype=dtype)
     tails_I2 = torch.from_numpy(table.logprobs_P2 / 3) if training.loss.needs_token_logprobs else None
     logprobs = PairLogProbs(
         torch.from_numpy(table.logprobs_P2 + moved_I2),
@@ -71,9 +74,18 @@ def test_whatever_rounding_does_passes(tiny_world, kind: str):
 @pytest.mark.parametrize("kind", ["sigmoid", "simpo", "aot", "sppo_hard"])
 def test_more_than_rounding_does_not(tiny_world, kind: str):
     moved_I2 = np.zeros((len(tiny_world.examples), 2))
-    moved_I2[3, 1] = 1.001 * leeway(tiny_world, "float32")[3, 1]
-    with pytest.raises(TrainingError, match=r"1 of 45 pairs differ .*(.|\n)*row 103:"):
-        prove(tiny_world, moved_I2, settings(kind, "float32"))
+    for nats in (1.001 * leeway(tiny_world, "float32")[3, 1], np.nan):
+        moved_I2[3, 1] = nats
+        with pytest.raises(TrainingError, match=r"1 of 45 pairs differ .*(.|\n)*row 103:"):
+            prove(tiny_world, moved_I2, settings(kind, "float32"))
+
+
+@pytest.mark.parametrize(("policy", "reference"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_coarser_of_both_precisions_counts(tiny_world, policy: str, reference: str):
+    allowed_I2 = leeway(tiny_world, "bfloat16")
+    prove(tiny_world, 0.999 * allowed_I2, settings("sigmoid", policy), dtype=reference)
+    with pytest.raises(TrainingError, match="45 of 45 pairs differ"):
+        prove(tiny_world, 1.001 * allowed_I2, settings("sigmoid", policy), dtype=reference)
 
 
 def test_the_bound_of_the_sigmoid_by_hand(tiny_world):
