@@ -6,7 +6,7 @@
               spread over the others, and on held-out ones (training.proof). The policy is that model as long as it has
               learned nothing; where it starts from the champion, the reference model is loaded for the proof alone
     train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
-    save      a Hugging Face folder in the precision that was trained, or its adapter alone, with the tokenizer and an
+    save      a Hugging Face folder in the precision that was trained, or its adapter alone, with the tokenizer and a
               summary of the run
 
 The same code runs in one process or in many; results differ by rounding only.

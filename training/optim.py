@@ -6,7 +6,7 @@ kernel is torch's fused one, which exists for CPUs and for CUDA.
 Muon (Jordan 2024) is for the matrices between embeddings and head: it replaces the momentum of a matrix by the nearest
 orthogonal one, found by Newton-Schulz iterations in bfloat16, so that all directions move equally far. Vectors, and
 embeddings and heads, which are a vector for each token, are left to AdamW, as the author advises. The model's modules say
-which is which, not the names (`hidden_matrices`).
+which is which, not the names (`hidden_matrices`). Matrices in shards are gathered for it (training.muon).
 
 The learning rate of step n (1, 2, ... N) is a pure function of n, so that resuming needs no scheduler state:
 
@@ -18,7 +18,7 @@ one. After the warm-up it is what transformers' `get_scheduler` gives.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.contract.errors import TrainingError
 from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
+from training.muon import ShardedMuon, Shards
 
 # In floats 0.07 * 100 is 7.000000000000001, and 7 is meant.
 _ROUNDING = 1e-9
@@ -76,22 +76,21 @@ class Optimizers:
 
 
 def build_optimizer(
-    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: Mapping[str, torch.Size]
+    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: Container[str], shards: Shards | None = None
 ) -> Optimizers:
     """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others.
 
-    Raises TrainingError where Muon would be given a part of a matrix: its update is not that part of the whole one's.
+    With `shards` a parameter is the rows of a tensor that this process holds.
     """
     if isinstance(settings, AdamW):
         return Optimizers(_adamw(settings, parameters))
     hidden = {name: parameter for name, parameter in parameters.items() if name in matrices}
     others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
-    _demand_whole(hidden, matrices)
-    return Optimizers(_muon(settings, hidden) + _adamw(settings.adamw, others))
+    return Optimizers(_muon(settings, hidden, shards) + _adamw(settings.adamw, others))
 
 
-def hidden_matrices(model: PreTrainedModel) -> dict[str, torch.Size]:
-    """The shapes, by name, of the matrices between embeddings and head.
+def hidden_matrices(model: PreTrainedModel) -> set[str]:
+    """The names of the matrices between embeddings and head.
 
     Embeddings are those of the model's input, tied to the head or not, and every other `torch.nn.Embedding` (of
     positions, for example). A mixture of experts stacks its matrices in tensors of three dimensions, which Muon does not take,
@@ -101,7 +100,7 @@ def hidden_matrices(model: PreTrainedModel) -> dict[str, torch.Size]:
     ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     spared = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
     named = model.named_parameters()
-    return {n: p.shape for n, p in named if p.ndim == 2 and id(p) not in spared and not _is_bias(n)}
+    return {n for n, p in named if p.ndim == 2 and id(p) not in spared and not _is_bias(n)}
 
 
 def set_learning_rate(optimizer: Optimizers, factor: float) -> None:
@@ -141,20 +140,14 @@ def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.o
     return [torch.optim.AdamW(filled, betas=settings.betas, eps=settings.eps, fused=True)] if filled else []
 
 
-def _demand_whole(held: Mapping[str, Parameter], matrices: Mapping[str, torch.Size]) -> None:
-    for name, parameter in held.items():
-        if parameter.shape != matrices[name]:
-            raise TrainingError(
-                f"`optimizer.type: muon` needs whole matrices, and this process holds {tuple(parameter.shape)} of the "
-                f"{tuple(matrices[name])} numbers of {name}: set `compute.parallel: ddp`, or `optimizer.type: adamw`"
-            )
-
-
-def _muon(settings: Muon, matrices: Mapping[str, Parameter]) -> list[torch.optim.Optimizer]:
+def _muon(settings: Muon, matrices: Mapping[str, Parameter], shards: Shards | None) -> list[torch.optim.Optimizer]:
     if not matrices:
         return []
+    groups = [_group(settings, matrices, matrices, settings.weight_decay)]
+    if shards is not None:
+        return [ShardedMuon(groups, settings, shards)]
     muon = torch.optim.Muon(
-        [_group(settings, matrices, matrices, settings.weight_decay)],
+        groups,
         momentum=settings.momentum,
         nesterov=settings.nesterov,
         ns_steps=settings.ns_steps,

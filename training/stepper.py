@@ -58,7 +58,8 @@ class Stepper:
         steps: int,
     ) -> None:
         self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
-        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, hidden_matrices(masters.model))
+        matrices = hidden_matrices(masters.model)
+        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, matrices, masters.shards)
         self.group, self._settings = masters.group, settings
 
     def step(self, step: int, flags: Flags) -> Step:

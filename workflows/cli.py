@@ -38,7 +38,7 @@ from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
 from workflows.names import refuse_namesake
 from workflows.plan import plan as make_plan
-from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_folder
+from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_folders
 from workflows.resources import build_services, dagster_instance, pedigree_home, settle
 from workflows.servers import dagster_server, free_port, mlflow_server, serving
 from workflows.verify import verify as do_verify
@@ -264,11 +264,13 @@ def gc(delete: bool, as_json: bool) -> None:
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
 
-    RECIPES are further recipe folders to show beside those of the project.
+    RECIPES are further recipes to show beside those of the project, or folders of recipes.
     """
     home = pedigree_home()
     if recipes:
-        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_folder(text)) for text in recipes)
+        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(
+            str(folder) for text in recipes for folder in recipe_folders(text)
+        )
     for folder in extra_recipes():  # what is wrong in one of them is told here, and not by a server in half a minute
         load_recipes(folder)
     tracking = build_services(home).tracker.tracking_uri

@@ -1,11 +1,14 @@
-"""The one Definitions object: every recipe under `workflows/defs/`, and those of the folders in PEDIGREE_RECIPES."""
+"""The one Definitions object: every recipe under `workflows/defs/`, and those that PEDIGREE_RECIPES lists.
+
+Where this was installed as a package, there are no recipes beside it, and no project of Dagster's around it.
+"""
 
 from pathlib import Path
 
 import dagster as dg
 
 from training.contract.errors import RecipeError
-from workflows.component import RECIPE_FILE
+from workflows.component import DEFS, RECIPE_FILE
 from workflows.recipes import extra_recipes, load_recipes
 from workflows.resources import services
 
@@ -14,7 +17,7 @@ from workflows.resources import services
 def defs() -> dg.Definitions:
     """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway."""
     return dg.Definitions.merge(
-        definitions_in(Path(__file__).parent),
+        *([definitions_in(DEFS.parent)] if DEFS.is_dir() else []),
         *(loaded.definitions for folder in extra_recipes() for loaded in load_recipes(folder)),
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )

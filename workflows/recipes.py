@@ -42,6 +42,12 @@ def recipe_folder(text: str) -> Path:
     raise UsageError(f"{text!r} is neither a recipe of this project ({known}) nor a folder with a {RECIPE_FILE}")
 
 
+def recipe_folders(text: str) -> list[Path]:
+    """The recipe's folder that `text` names, or those in the folder that it names. Raises UsageError if there is none."""
+    inside = [] if _folder(text) else sorted(file.parent.resolve() for file in Path(text).glob(f"*/{RECIPE_FILE}"))
+    return inside or [recipe_folder(text)]
+
+
 def load_recipe(folder: Path, variant: str | None = None) -> LoadedRecipe:
     """The recipe in `folder`, or its variant. Raises UsageError with the known variants, and as `load_recipes` does."""
     found = {loaded.pipeline.variant: loaded for loaded in load_recipes(folder)}
@@ -71,12 +77,12 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
 
 
 def extra_recipes() -> list[Path]:
-    """The folders in PEDIGREE_RECIPES, separated like PATH: recipes outside the project that the web UI shall show.
+    """The recipes outside the project that the web UI shall show: those of PEDIGREE_RECIPES, which is separated like PATH.
 
     Raises UsageError where two recipes, those of the project among them, have one name.
     """
     listed = os.environ.get("PEDIGREE_RECIPES", "")
-    found = {recipe_folder(text): None for text in listed.split(os.pathsep) if text}
+    found = dict.fromkeys(folder for text in listed.split(os.pathsep) if text for folder in recipe_folders(text))
     named = {identifier(file.parent.name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}")}
     for folder in found:
         if (first := named.setdefault(identifier(folder.name), folder)) != folder:

@@ -1,7 +1,10 @@
 """A recipe's folder as a pipeline: what it declares, and how two of them live in one graph."""
 
+import os
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import dagster as dg
@@ -45,6 +48,36 @@ def graph_of(*folders):
 @pytest.fixture(scope="module")
 def demo():
     return graph_of(DEFS / "demo")
+
+
+PIPELINES = """
+from workflows.definitions import defs
+print(sorted({key.path[0] for key in defs().resolve_asset_graph().get_all_asset_keys()}))
+"""
+
+
+def test_an_installed_package_shows_the_recipes_it_is_told_of(tmp_path: Path):
+    """Copied is what the build takes: the modules of the packages that pyproject.toml lists. No recipe is among them, and no
+    project of Dagster's is around it."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    site = tmp_path / "site"
+    for package in build["packages"]:
+        place = package.replace(".", "/")
+        (site / place).mkdir(parents=True)
+        for module in (ROOT / build["package-dir"].get(package, place)).glob("*.py"):
+            shutil.copy(module, site / place)
+    for name in ("one", "two"):
+        write_recipe(tmp_path / "recipes" / name, ATTRIBUTES)
+    told = {"PYTHONPATH": str(site), "PEDIGREE_RECIPES": str(tmp_path / "recipes")}
+    done = subprocess.run(
+        [sys.executable, "-c", PIPELINES],
+        cwd=tmp_path,
+        env=os.environ | told,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "['one', 'two']"
 
 
 def test_the_graph_of_the_demo(demo):

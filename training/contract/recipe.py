@@ -22,7 +22,7 @@ from training.contract.fields import (
     Share,
 )
 from training.contract.loss import Loss
-from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
+from training.contract.optimizer import AdamW, Optimizer, Schedule
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
@@ -202,17 +202,6 @@ class Recipe(Section):
     release: Release
     compute: Compute = Compute()
     automation: Automation = Automation()
-
-    @model_validator(mode="after")
-    def _whole_matrices(self) -> Self:
-        tuned = {"training": self.training, "reference.sft": self.reference.sft}
-        muon = [name for name, part in tuned.items() if part is not None and isinstance(part.optimizer, Muon)]
-        if muon and self.compute.parallel in ("fsdp", "hsdp"):
-            raise ValueError(
-                f"`{muon[0]}.optimizer.type: muon` needs whole matrices, and `compute.parallel: {self.compute.parallel}` "
-                "gives every process a part of each: use `ddp`, or `type: adamw`"
-            )
-        return self
 
     @model_validator(mode="after")
     def _no_loop(self) -> Self:

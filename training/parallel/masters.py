@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from training.contract.recipe import Dtype
 from training.model.load import DTYPES
+from training.muon import Shards
 from training.parallel.layout import Layout
 from training.pieces import LocalRows
 
@@ -49,6 +50,11 @@ class Masters(ABC):
         rates = [value for name, value in fields if "drop" in name and isinstance(value, float)]
         rates += [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
         return any(rate > 0 for rate in rates)
+
+    @property
+    @abstractmethod
+    def shards(self) -> Shards | None:
+        """The whole tensors of which `parameters` are rows; None where they are whole themselves."""
 
     @abstractmethod
     def zero(self) -> None:

@@ -42,6 +42,10 @@ class Replicated(Masters):
         self._buckets = Buckets(self.gradient_N, sizes, self.group)
         self._attach_gradients(sizes)
 
+    @property
+    def shards(self) -> None:
+        return None
+
     def zero(self) -> None:
         self.gradient_N.zero_()
         self._buckets.begin()

@@ -4,7 +4,8 @@ Masters are the float32 shards. FSDP rounds what it gathers to the dtypes of a m
 and sums gradients in float32: over the ranks of a group in each backward pass, so that no rank ever holds a whole gradient, and
 over the groups in the last one.
 
-The optimizer steps plain tensors, the local rows of each parameter: AdamW works element by element.
+The optimizer steps plain tensors, the local rows of each parameter: AdamW works element by element, and Muon gathers a matrix
+at a time.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from training.model.load import DTYPES, named_tensors
+from training.muon import Shards
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
@@ -37,6 +39,18 @@ class Sharded(Masters):
         self._shards_of = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
         super().__init__(model, parameters, trainable.precision, layout)
+
+    @property
+    def shards(self) -> Shards:
+        return self
+
+    def whole(self, name: str, rows: Tensor) -> Tensor:
+        like = self._shards_of[name]
+        parts = DTensor.from_local(
+            rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        full: Tensor = parts.full_tensor()
+        return full
 
     def zero(self) -> None:
         self._reduce_scatter.finite.fill_(True)

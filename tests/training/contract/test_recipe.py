@@ -107,11 +107,6 @@ MISTAKES = [
     ("training: {optimizer: {type: muon, ns_steps: 0}}", "training.optimizer.ns_steps", "greater than or equal"),
     ("training: {optimizer: {type: muon, adjust_lr: none}}", "training.optimizer.adjust_lr", "'original'"),
     (
-        "{training: {optimizer: {type: muon}}, compute: {parallel: fsdp}}",
-        "",
-        "`training.optimizer.type: muon` needs whole matrices, and `compute.parallel: fsdp`",
-    ),
-    (
         "training: {head_precision: float8, precision: bfloat16, loss: {type: aot}}",
         "training",
         "float8` with `loss.type: aot`",

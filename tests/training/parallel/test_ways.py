@@ -78,6 +78,31 @@ def test_shards_go_with_every_other_option(tmp_path: Path, forker: Any, option: 
     assert distance(shards, alone) < 1e-5
 
 
+MUON = {"type": "muon", "learning_rate": 3e-3, "weight_decay": 0.1, "adamw": {"learning_rate": 3e-3}}
+
+
+def test_muon_in_shards_is_muon_over_whole_matrices(tmp_path: Path, forker: Any):
+    """One step of two ranks, whose sums are the same to the bit. After more steps the last bits differ, which bfloat16
+    and iterations that make small directions large leave at a hundredth of the way the weights went; rows made orthogonal by
+    themselves, or momentum lost on the way from three ranks to four, would leave another way."""
+    world = build_world(tmp_path)
+    one_step = settings(optimizer=MUON, micro_tokens=1000, max_steps=1, max_grad_norm=1e9)
+    ways = ("ddp", "fsdp")
+    jobs = [world.job("policy", one_step, f"{way}-once", parallel=way) for way in ways]
+    whole, shards = (published(job, forker.run(job, 2)) for job in jobs)
+    assert distance(shards, whole) < 1e-7
+    steps = settings(optimizer=MUON, max_steps=5, max_grad_norm=1e9)
+    whole = published(job := world.job("policy", steps, "whole"), forker.run(job))
+    first, again = (world.job("policy", steps, "shards", parallel=way) for way in ("fsdp", "hsdp"))
+    assert forker.run(first, 3, stop=2) == [1, 1, 1]
+    shards = published(again, forker.run(again, 4, 2))
+    assert "resumed from the checkpoint of step 3" in [e["text"] for e in told(shards, "note")]
+    assert losses(shards) == pytest.approx(losses(whole), abs=1e-3)
+    before = load_file(world.model / "model.safetensors")
+    went = max(float((tensor - before[name]).abs().max()) for name, tensor in weights(whole).items())
+    assert distance(shards, whole) < 0.03 * went
+
+
 def test_bfloat16_in_shards_is_bfloat16_replicated(tmp_path: Path, forker: Any):
     """Same ranks, same rows: what FSDP gathers is rounded as a bfloat16 model is, and gradients are summed in float32, so
     even the losses of later steps differ by little more than the order of one sum. Against one process, whose rows hold
