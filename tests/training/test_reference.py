@@ -353,7 +353,9 @@ def test_a_sequence_knows_the_prompt_of_its_own_pair(tiny_world):
     prompts, read = sequences.prompts(), [sequences.read(at) for at in range(len(sequences))]
     assert prompts.lengths_S.tolist() == [int(sequence.mask_T.int().argmax()) for sequence in read]
     texts = [tuple(s.ids_T[:end].tolist()) for s, end in zip(read, prompts.lengths_S.tolist(), strict=True)]
-    assert len(set(texts)) == len(set(zip(texts, prompts.numbers_S.tolist(), strict=True))) == prompts.numbers_S.max() + 1
+    assert (
+        len(set(texts)) == len(set(zip(texts, prompts.numbers_S.tolist(), strict=True))) == prompts.numbers_S.max() + 1
+    )
 
 
 def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, workshop):

@@ -60,8 +60,8 @@ def test_a_head_that_does_more_than_its_config_says_is_refused(told):
 
 
 def test_errors_that_cancel_in_the_mean_are_refused(told):
-    """All tokens are equally likely; of two that stand in the responses once each, the own pass tells one too likely by 0.1 nats
-    and the other too unlikely by as much."""
+    """All tokens are equally likely; of two that stand in the responses once each, the own pass makes one too likely by 0.1
+    nats and the other too unlikely by as much."""
     model, shift_V = llama(), torch.zeros(61)
     torch.nn.init.zeros_(model.lm_head.weight)
     counts_V = torch.cat([each.ids_T[each.mask_T] for group in tiny_groups(61) for each in group]).bincount()
@@ -114,7 +114,9 @@ JOBS: list[tuple[JobKind, dict[str, Any]]] = [
 def test_a_job_checks_the_model_it_loads(tiny_world: TinyWorld, kind: JobKind, given: dict[str, Any]):
     for file in tiny_world.model.iterdir():
         file.unlink()
-    build("gemma3_text", {"use_bidirectional_attention": True, "vocab_size": VOCABULARY}).save_pretrained(tiny_world.model)
+    build("gemma3_text", {"use_bidirectional_attention": True, "vocab_size": VOCABULARY}).save_pretrained(
+        tiny_world.model
+    )
     with pytest.raises(ModelError, match="differ from those of its own forward pass"):
         importlib.import_module(WORK[kind]).run(tiny_world.job(kind, given), ALONE, EventWriter(None))
 
