@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.training.runs import (
+    ALONE,
     BETA,
     RATE,
     SIDES,
@@ -25,9 +26,11 @@ from tests.training.runs import (
 )
 from tests.training.worlds import build_world
 from training.contract.errors import ModelError, TrainingError
+from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import epoch_order
+from training.loop import _Tuning
 from training.model.load import load_model
 
 
@@ -149,12 +152,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(tiny_world):
 
 
 def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_world):
-    """Numbers around 1e30 are float32; the sum of their squares is none."""
+    """Numbers around 1e30 are float32; the sum of their squares is none. The weights are then still those of the file."""
     loss = {"type": "mixture", "beta": BETA, "of": [{"type": "sigmoid", "weight": 1e30}]}
     job = tiny_world.job("policy", settings(loss=loss))
+    tuning = _Tuning(job, ALONE, EventWriter(job.events))
     with pytest.raises(TrainingError, match="step 1: the norm of the gradient is inf on all 1 ranks together"):
-        tune(job)
+        tuning.trainer.run(tuning.observe)
     assert told(job) == []
+    before = load_file(tiny_world.model / "model.safetensors")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in tuning.masters.parameters.items())
 
 
 def test_bfloat16_learns_like_float32(tiny_world):
