@@ -60,6 +60,10 @@ def test_what_is_told_and_written(tiny_world):
     first, last = told(job)[0], told(job)[-1]
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
+    table, rows = load_file(tiny_world.reference / "logprobs.safetensors"), steps_examples(tiny_world, 12)[-8:]
+    for side in SIDES:
+        reference = float(table[f"{side}_logprobs"][[example["row"] - 100 for example in rows]].mean())
+        assert last[f"rewards/{side}"] == pytest.approx(BETA * (last[f"logps/{side}"] - reference), abs=1e-9)
     assert first["learning_rate"] == RATE and first["grad_norm"] > 0 and first["tokens_per_second"] > 0
     assert told(job, "progress")[-1]["done"] == 12
     assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
