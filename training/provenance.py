@@ -22,7 +22,7 @@ def provenance(group: Group) -> dict[str, Any]:
     """The record for this rank; taken before the work, while the source on the disk is still what was imported."""
     return {
         "source": source_digest(),
-        "libraries": library_versions(),
+        "libraries": library_versions() | {"torch": str(torch.__version__)},  # with its build, which decides kernels
         "platform": platform.platform(),
         "device": device_name(group.device),
         "threads": torch.get_num_threads(),

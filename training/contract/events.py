@@ -14,8 +14,9 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from training.contract.durable import write_durably
 
@@ -27,16 +28,20 @@ class EventWriter:
 
     def __init__(self, path: Path | None, keep: bool = False) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             if keep:
                 _drop_unfinished_line(path)
-            self._file = open(path, "a" if keep else "w", encoding="utf-8", buffering=1)
+            self._file = open(path, "ab" if keep else "wb", buffering=0)  # a buffer would keep what a full disk refused
 
     def emit(self, event: str, **fields: Any) -> None:
-        if self._file is not None:
-            self._file.write(_line({"event": event, "time": time.time(), **fields}))
+        """Raises OSError."""
+        if self._file is None:
+            return
+        left = _line({"event": event, "time": time.time(), **fields})
+        while left:
+            left = left[self._file.write(left) :]
 
     def phase(self, phase: str) -> None:
         self.emit("phase", phase=phase)
@@ -53,8 +58,8 @@ class EventWriter:
         if len(kept) == len(told):
             return
         self._file.close()
-        write_durably(self._path, "".join(_line(e) for e in kept).encode())
-        self._file = open(self._path, "a", encoding="utf-8", buffering=1)
+        write_durably(self._path, b"".join(map(_line, kept)))
+        self._file = open(self._path, "ab", buffering=0)
 
 
 class Progress:
@@ -121,5 +126,5 @@ def _drop_unfinished_line(path: Path) -> None:
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
-def _line(event: Event) -> str:
-    return json.dumps(event, allow_nan=False, ensure_ascii=False) + "\n"
+def _line(event: Event) -> bytes:
+    return json.dumps(event, allow_nan=False, ensure_ascii=False).encode() + b"\n"
