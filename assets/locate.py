@@ -17,8 +17,10 @@ from typing import Any
 import yaml
 
 from assets.named_model import NamedModel
+from assets.pipeline import Pipeline
+from assets.written import written
 from model_registry.registry import Registry
-from training.contract.errors import DataError, HubError, ModelError
+from training.contract.errors import DataError, ModelError
 from training.contract.files import TOKENIZER_FILES, DataFile, data_files, is_readable, tokenizer_files
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hub import CARD, CARD_FILES, Emit, Repository
@@ -77,28 +79,30 @@ class LocatedSource:
     files: list[DataFile]
 
 
-def locate_base_model(recipe: Recipe, registry: Registry, emit: Emit | None = None) -> LocatedModel:
+def locate_base_model(pipeline: Pipeline, registry: Registry, emit: Emit | None = None) -> LocatedModel:
     """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors.
 
     A model of the hub is downloaded; `emit` hears of it.
     """
-    named = _named_model(recipe)
-    if not named.is_of_hub:
-        return LocatedModel(folder := named.local_folder(registry), weights_identity(folder))
-    commit, folder = named.downloaded(_MODEL_FILES, _OTHER_WEIGHTS, emit)
-    return LocatedModel(folder, _identity_of_download(named, commit, folder), commit)
+    named = _named_model(pipeline.recipe)
+    with written(pipeline, "reference.model"):
+        if not named.is_of_hub:
+            return LocatedModel(folder := named.local_folder(registry), weights_identity(folder))
+        commit, folder = named.downloaded(_MODEL_FILES, _OTHER_WEIGHTS, emit)
+        return LocatedModel(folder, _identity_of_download(named, commit, folder), commit)
 
 
-def glimpse_base_model(recipe: Recipe, registry: Registry, cache: HashCache) -> LocatedModel | AbsentModel:
+def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) -> LocatedModel | AbsentModel:
     """The same without a download, and without reading files whose hashes are in the cache."""
-    named = _named_model(recipe)
-    if not named.is_of_hub:
-        return LocatedModel(folder := named.local_folder(registry), weights_identity(folder, cache))
-    commit = named.commit()
-    found = named.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
-    if found is None:
-        return AbsentModel(named.address, commit)
-    return LocatedModel(found, _identity_of_download(named, commit, found, cache), commit)
+    named = _named_model(pipeline.recipe)
+    with written(pipeline, "reference.model"):
+        if not named.is_of_hub:
+            return LocatedModel(folder := named.local_folder(registry), weights_identity(folder, cache))
+        commit = named.commit()
+        found = named.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
+        if found is None:
+            return AbsentModel(named.address, commit)
+        return LocatedModel(found, _identity_of_download(named, commit, found, cache), commit)
 
 
 def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel | None:
@@ -110,30 +114,45 @@ def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None 
     return LocatedModel(folder, weights_identity(folder, cache))
 
 
-def locate_tokenizer(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:
-    """The tokenizer's folder and the template file. Raises ModelError or DataError that names the recipe's field."""
-    settings = recipe.tokenization
-    own = settings.tokenizer and NamedModel("tokenization.tokenizer", settings.tokenizer, settings.revision)
-    named = own or _named_model(recipe)
-    if named.is_of_hub:
-        _, folder = named.downloaded((*TOKENIZER_FILES, *_LOADED_WITH))
-    else:
-        folder = named.local_folder(registry)
+def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:
+    """The tokenizer's folder and the template file. Raises ModelError or DataError."""
+    folder = _tokenizer_folder(pipeline, registry)
     files = tokenizer_files(folder)
-    if not files:
-        place = f"`{named.field}: {named.address}`" if named.is_of_hub else folder
-        raise ModelError(f"{place} holds no tokenizer; expected tokenizer.json (set `tokenization.tokenizer`)")
-    template = recipe.tokenization.chat_template
-    if template is not None and not Path(template).is_file():
-        raise DataError(f"there is no file {template}; `tokenization.chat_template` names a Jinja file or is null")
+    template = pipeline.recipe.tokenization.chat_template
+    with written(pipeline, "tokenization.chat_template"):
+        if template is not None and not Path(template).is_file():
+            raise DataError(f"there is no file {template}; expected a Jinja file beside the recipe, or null")
     text = Path(template) if template else None
     hashes = dict(zip(files, file_hashes(list(files.values()), cache), strict=True))
     identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None}
     return LocatedTokenizer(folder, text, identity)
 
 
-def locate_source(source: DataSource, cache: HashCache | None = None) -> LocatedSource:
-    """The files of a preference source. Raises DataError for a path without files and a hub data set that cannot be reached."""
+def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
+    settings = pipeline.recipe.tokenization
+    own = settings.tokenizer and NamedModel(settings.tokenizer, settings.revision)
+    named = own or _named_model(pipeline.recipe)
+    with written(pipeline, "tokenization.tokenizer" if own else "reference.model"):
+        if named.is_of_hub:
+            _, folder = named.downloaded((*TOKENIZER_FILES, *_LOADED_WITH))
+        else:
+            folder = named.local_folder(registry)
+        if not tokenizer_files(folder):
+            wanted = "name a tokenizer that has it" if own else "name one in `tokenization.tokenizer`"
+            raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json in it: {wanted}")
+    return folder
+
+
+def locate_sources(pipeline: Pipeline, cache: HashCache | None = None) -> list[LocatedSource]:
+    """The preference sources. Raises DataError for a path without files, HubError for a data set that cannot be reached."""
+    located = []
+    for n, source in enumerate(pipeline.recipe.data.sources):
+        with written(pipeline, f"data.sources.{n}.{'hub' if source.hub else 'path'}"):
+            located.append(_located_source(source, cache))
+    return located
+
+
+def _located_source(source: DataSource, cache: HashCache | None) -> LocatedSource:
     settings = source.model_dump(mode="json")
     if source.path is not None:
         found = data_files(source.path)
@@ -142,10 +161,7 @@ def locate_source(source: DataSource, cache: HashCache | None = None) -> Located
         identity = [{"name": f.path.name, "bytes": f.path.stat().st_size, "sha256": f.sha256} for f in files]
         return LocatedSource(settings, identity, files)
     assert source.hub is not None
-    try:
-        commit, contents = _hub_identity(source, Repository(source.hub, "dataset", source.revision))
-    except HubError as error:
-        raise DataError(f"`data.sources`: {error}") from error
+    commit, contents = _hub_identity(source, Repository(source.hub, "dataset", source.revision))
     return LocatedSource({**settings, "revision": commit}, contents, [])
 
 
@@ -172,7 +188,7 @@ def _configs(card: str) -> Any:
 
 
 def _named_model(recipe: Recipe) -> NamedModel:
-    return NamedModel("reference.model", recipe.reference.model, recipe.reference.revision)
+    return NamedModel(recipe.reference.model, recipe.reference.revision)
 
 
 def _identity_of_download(
@@ -184,6 +200,5 @@ def _identity_of_download(
     except ModelError as error:
         found = sorted(name for name in named.repository.files(commit) if name.endswith(_WEIGHT_SUFFIXES))
         raise ModelError(
-            f"`{named.field}: {named.address}` cannot be used: {error}; the weights in that repository: "
-            f"{', '.join(found) or 'none'}"
+            f"it cannot be used: {error}; the weights in that repository: {', '.join(found) or 'none'}"
         ) from error

@@ -11,9 +11,8 @@ from training.contract.hub import Emit, Repository
 
 @dataclass(frozen=True)
 class NamedModel:
-    """`field` is the recipe's, named in errors. Every method raises ModelError or RegistryError."""
+    """Every method raises ModelError or RegistryError."""
 
-    field: str
     address: str
     revision: str | None
 
@@ -30,7 +29,7 @@ class NamedModel:
             return registry.resolve(self.address)
         if not Path(self.address).is_dir():
             raise ModelError(
-                f"there is no folder {self.address}; `{self.field}` is a folder beside the recipe, or a hub id"
+                f"there is no folder {self.address}; expected a folder beside the recipe, a hub id or models:/name@alias"
             )
         return Path(self.address)
 
@@ -51,7 +50,4 @@ class NamedModel:
             raise self._neither(error) from error
 
     def _neither(self, error: HubError) -> ModelError:
-        return ModelError(
-            f"`{self.field}: {self.address}` is neither a folder beside the recipe nor a model of the hub that can be had: "
-            f"{error}"
-        )
+        return ModelError(f"it is neither a folder beside the recipe nor a model of the hub that can be had: {error}")

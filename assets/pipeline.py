@@ -18,13 +18,14 @@ from training.launch.launcher import Launcher
 class Pipeline:
     """A recipe, its local paths absolute, or a variant of it; `family` is the name of the recipe's folder.
 
-    `place` is that folder, where the name alone does not lead to it.
+    `file` is where it is written, and `is_named` says whether the name alone leads there.
     """
 
     family: str
     recipe: Recipe
+    file: Path
     variant: str | None = None
-    place: Path | None = None
+    is_named: bool = False
 
     @property
     def name(self) -> str:
@@ -34,7 +35,7 @@ class Pipeline:
     @property
     def argument(self) -> str:
         """How the command line names it."""
-        recipe = self.family if self.place is None else str(self.place)
+        recipe = self.family if self.is_named else str(self.file.parent)
         return recipe if self.variant is None else f"{recipe}/{self.variant}"
 
     @property

@@ -123,10 +123,13 @@ def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artif
         log.warning(f"{error}. Set aside in {store.mend_record(kind, key)}; the manifest of its artifact is believed.")
         return find_sound(services, derivation, log)
     except CorruptArtifact as error:
-        if is_irreplaceable(derivation):
-            raise
         made = store.record(kind, key)
         assert made is not None, f"{kind} {key} was never made"
+        if is_irreplaceable(derivation):
+            raise CorruptArtifact(
+                f"{error}. What was trained is not made again unasked: restore {store.folder(kind, made.fingerprint)} from a "
+                "backup, or move it away, and the next run trains it again"
+            ) from error
         log.warning(f"{error}. Set aside in {store.set_aside(kind, made.fingerprint)}; it is made again.")
         return None
 
@@ -165,7 +168,7 @@ def _input(pipeline: Pipeline, services: Services, name: str, artifact: Artifact
 
 def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifact) -> Path:
     """Where the base model lies now. Raises StoreError if it is no longer the one that `artifact` was made from."""
-    located = locate_base_model(pipeline.recipe, services.registry)
+    located = locate_base_model(pipeline, services.registry)
     if located.fingerprint != artifact.fingerprint:
         raise StoreError(
             f"the weights in {located.folder} are {short(located.fingerprint)}, but {artifact.manifest.kind} was "

@@ -19,7 +19,7 @@ from assets.locate import (
     glimpse_base_model,
     locate_base_model,
     locate_champion,
-    locate_source,
+    locate_sources,
     locate_tokenizer,
 )
 from assets.pipeline import Listener, Pipeline, Services
@@ -109,7 +109,7 @@ class FoundTokenizer(Found):
 
 
 def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
-    """`asset`, one of `ROOTS`, as it would be now. Raises DataError, ModelError or RegistryError.
+    """`asset`, one of `ROOTS`, as it would be now. Raises DataError, HubError, ModelError or RegistryError.
 
     With a `cache`, files in it are not read again, and no model is downloaded.
     """
@@ -134,7 +134,7 @@ def hash_cache(services: Services) -> HashCache:
 
 def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
     """The preference sources. File names give the order and nothing else: a renamed or moved file is the same data."""
-    sources = [locate_source(source, cache) for source in pipeline.recipe.data.sources]
+    sources = locate_sources(pipeline, cache)
     identity = [source.identity for source in sources]
     contents = [[file["sha256"] for file in each] if isinstance(each, list) else each for each in identity]
     how = derivation("preference_source", {}, {"sources": identity})
@@ -144,9 +144,9 @@ def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
 def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundModel:
     if cache is None:
         emit = partial(_emit, services.listener)
-        located: LocatedModel | AbsentModel = locate_base_model(pipeline.recipe, services.registry, emit)
+        located: LocatedModel | AbsentModel = locate_base_model(pipeline, services.registry, emit)
     else:
-        located = glimpse_base_model(pipeline.recipe, services.registry, cache)
+        located = glimpse_base_model(pipeline, services.registry, cache)
     if isinstance(located, AbsentModel):
         return FoundModel(derivation("base_model", {}, asdict(located)), None, {}, None)
     how = derivation("base_model", {}, located.identity)
@@ -154,7 +154,7 @@ def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None =
 
 
 def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundTokenizer:
-    located = locate_tokenizer(pipeline.recipe, services.registry, cache)
+    located = locate_tokenizer(pipeline, services.registry, cache)
     settings = {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **located.identity}
     return FoundTokenizer(derivation("tokenization_spec", {}, settings), None, {}, located)
 

@@ -96,6 +96,7 @@ class _Tuning:
             model, first = self._reference_model(), self.batches.batch(1)
             proof = self._prove(model, first, "the first batch")
             self.trainer.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
+            self._note_rounding(proof)
             others = evenly_spaced(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
             if len(others):
                 self._prove(model, others, f"{len(others)} pairs spread over those after the first batch")
@@ -104,6 +105,15 @@ class _Tuning:
             del model
             if self.from_champion:
                 gc.collect()  # its parts refer to each other, and training wants the memory
+
+    def _note_rounding(self, proof: Proof) -> None:
+        """Rounding is the same for policy and reference, and cancels in their difference, in one dtype only."""
+        dtype, of_table = self.settings.precision, self.reference.dtype
+        if dtype != of_table and not self.from_champion:
+            self.events.note(
+                f"the policy runs in {dtype} and the reference's log-probs are of {of_table}: before training they are "
+                f"{proof.apart:.2g} nats a response apart, which stays in all rewards; `reference.dtype: {dtype}` avoids it"
+            )
 
     def _reference_model(self) -> PreTrainedModel:
         """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof.
@@ -115,13 +125,15 @@ class _Tuning:
         return self.masters.layout.place(FrozenModel(self.job.inputs["reference_model"], self.reference.dtype).load)
 
     def _prove(self, model: PreTrainedModel, positions: Positions, where: str) -> Proof:
-        return prove_zero_margin(self._score(model, positions), self.reference, self.settings, where)
+        dtype = self.reference.dtype if self.from_champion else self.settings.precision
+        return prove_zero_margin(self._score(model, positions), dtype, self.reference, self.settings.loss, where)
 
     def _evaluate(self, step: int) -> None:
         with self.trainer.timed("evaluation"):
             scored = self._score(self.masters.model, self.held_out)
             if step == 0 and not self.from_champion:
-                prove_zero_margin(scored, self.reference, self.settings, "the held-out pairs")
+                settings = self.settings
+                prove_zero_margin(scored, settings.precision, self.reference, settings.loss, "the held-out pairs")
         self.trainer.facts["eval"] = scored.metrics()
         self.events.emit("eval", step=step, **scored.metrics())
 

@@ -24,7 +24,7 @@ from training.distributed import Group
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import load_frozen
 from training.parallel.models import FrozenModel
-from training.proof import TOLERANCE_NATS, deviations, evenly_spaced
+from training.proof import deviations, evenly_spaced, rounding_nats
 from training.scored_pairs import score_pairs
 
 RESULT_FILE = "rescored.json"
@@ -41,7 +41,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     demand_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = score_pairs(model, pairs, positions, table, Loss(), group, events)
-    found = deviations(scored, table, TOLERANCE_NATS[table.dtype])
+    nats = rounding_nats(table.dtype, table.dtype)
+    found = deviations(scored, table, nats)
     rows = [
         {
             "row": int(row),
@@ -58,7 +59,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     ]
     if group.is_main:
         write_json(job.staging / RESULT_FILE, rows)
-    return Made(fingerprint("proof", rows), {"tolerance": TOLERANCE_NATS[table.dtype], "dtype": table.dtype})
+    return Made(fingerprint("proof", rows), {"tolerance": nats, "dtype": table.dtype})
 
 
 def _positions(pairs: Pairs, wanted: Any) -> npt.NDArray[np.int64]:

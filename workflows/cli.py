@@ -1,7 +1,7 @@
 """The command `pedigree`.
 
-Exit codes: 0 done, 1 failed, 2 wrong use. With `--json`, stdout holds one JSON object and nothing else, of a command that
-failed one with `error`; whatever people read goes to stderr.
+Exit codes: 0 done, 1 failed, 2 wrong use, such as a wrong recipe. With `--json`, stdout holds one JSON object and nothing
+else, of a command that failed one with `error`; whatever people read goes to stderr.
 """
 
 import json
@@ -258,8 +258,12 @@ def gc(delete: bool, as_json: bool) -> None:
 
 @main.command()
 @click.argument("recipes", nargs=-1)
-@click.option("--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server.")
-@click.option("--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server.")
+@click.option(
+    "--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server, if it is free."
+)
+@click.option(
+    "--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server, if it is free."
+)
 @_reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
@@ -277,8 +281,8 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance():
         connect(tracking)
-    dagster = dagster_server(home, free_port(port))
-    servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, free_port(mlflow_port))]
+    dagster = dagster_server(home, _usable(port))
+    servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, _usable(mlflow_port))]
     _people.print("Starting the web servers; this takes about half a minute.")
     with serving(*servers):
         if len(servers) > 1:
@@ -286,6 +290,13 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         show.addresses(_people, dagster.address, page(tracking, "experiments"))
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
+
+
+def _usable(port: int) -> int:
+    found = free_port(port)
+    if found != port:
+        _people.print(f"Somebody listens at port {port} already; taking {found} instead.")
+    return found
 
 
 def _found(recipe: str) -> list[LoadedRecipe]:

@@ -17,13 +17,14 @@ from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError
 from training.contract.variants import RecipeFile
 from workflows.automation import retraining
-from workflows.recipe_file import refuse_repeated_keys, variant_names
+from workflows.recipe_file import RECIPE_FILE, refuse_repeated_keys, variant_names
+from workflows.scaffold import RecipeScaffolder
 
 DEFS = Path(__file__).parent / "defs"  # the project's own recipes, which their names lead to
-RECIPE_FILE = "defs.yaml"
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
+@dg.scaffold_with(RecipeScaffolder)
 class PreferenceTuning(dg.Component):
     """Keeps a preference-tuned language model up to date with its data, its base model and its recipe.
 
@@ -47,9 +48,9 @@ class PreferenceTuning(dg.Component):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
             )
-        place = None if context.path.parent == DEFS.resolve() else context.path
+        file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS.resolve()
         pipelines = [
-            Pipeline(context.path.name, recipe.located_at(context.path), variant, place)
+            Pipeline(context.path.name, recipe.located_at(context.path), file, variant, is_named)
             for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]
         ]
         _refuse_clashes(context.path, pipelines)

@@ -8,7 +8,8 @@ from pathlib import Path
 import dagster as dg
 
 from training.contract.errors import RecipeError
-from workflows.component import DEFS, RECIPE_FILE
+from workflows.component import DEFS
+from workflows.recipe_file import RECIPE_FILE
 from workflows.recipes import extra_recipes, load_recipes
 from workflows.resources import services
 

@@ -28,7 +28,7 @@ from assets.adapters import MERGED
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.pipeline import Services
-from training.contract.errors import CorruptArtifact
+from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.job import Job
 from training.contract.locks import holding, is_held
 from training.contract.manifest import Manifest, Source, read_manifest
@@ -65,7 +65,10 @@ class Collection:
 
 
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
-    """Name what nobody refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked."""
+    """Name what nobody refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked.
+
+    Raises CorruptRecord where it is unknown what a current artifact was made from: a run mends that first.
+    """
     close_dead_runs(instance, services.home)
     sweep = Sweep(services, instance)
     garbage = list(sweep.garbage())
@@ -139,8 +142,19 @@ class Sweep:
             if asset not in GRAPH or recorded.fingerprint is None:
                 continue
             yield asset, recorded.fingerprint
-            if recorded.key is not None and (derivation := self._store.derivation(asset, recorded.key)):
-                yield from _references(derivation.inputs)
+            if recorded.key is not None:
+                yield from self._inputs(asset, recorded.fingerprint, recorded.key)
+
+    def _inputs(self, kind: str, fingerprint: str, key: str) -> list[Reference]:
+        """What the artifact was made from in the way `key`. Raises CorruptRecord where nothing can say it any more."""
+        try:
+            derivation = self._store.derivation(kind, key)
+        except CorruptRecord:
+            manifest = self._manifest(kind, fingerprint)
+            if manifest is None or manifest.made_from.key != key:
+                raise
+            derivation = manifest.made_from
+        return [] if derivation is None else _references(derivation.inputs)
 
     def _in_progress(self) -> Iterator[Reference]:
         for folder in self._jobs:
@@ -189,9 +203,14 @@ class Sweep:
         job = _read_job(folder)
         if job is None:
             return folder.is_dir() and time.time() - folder.stat().st_mtime > _UNREADABLE_JOB_SECONDS
-        record = self._store.record(job.artifact, job.derivation.key)
-        published = record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
-        return published or not any((folder / job.checkpoints.name).rglob("step-*"))
+        return self._is_published(job) or not any((folder / job.checkpoints.name).rglob("step-*"))
+
+    def _is_published(self, job: Job) -> bool:
+        try:
+            record = self._store.record(job.artifact, job.derivation.key)
+        except CorruptRecord:
+            return False
+        return record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
 
     def _lock_named(self, name: str) -> Path:
         return self._store.locks / f"{name}.lock"

@@ -38,7 +38,7 @@ State = Literal["fresh", "stale", "missing"]
 
 NEVER = "never materialized"
 LOST = "its files are no longer in the store"
-CORRUPT_RECORD = "the record of how it was made is corrupt"
+CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 NO_VERSION = "its version is no longer in the registry"
 
 
@@ -134,7 +134,7 @@ def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
     record = store.record(how.kind, how.key)
     assert record is not None, "what was never made cannot be corrupt"
     text = corrupt_file(store, how.kind, record.fingerprint, error)
-    return f"{text}; it is refused until it is moved away" if is_irreplaceable(how) else text
+    return f"{text}; it is refused until its folder is restored or moved away" if is_irreplaceable(how) else text
 
 
 def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifact) -> str:

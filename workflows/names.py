@@ -12,7 +12,7 @@ from typing import Self
 
 from training.contract.durable import write_durably
 from training.contract.errors import UsageError
-from workflows.component import RECIPE_FILE
+from workflows.recipe_file import RECIPE_FILE
 from workflows.recipes import LoadedRecipe
 
 _NAMES = "names"

@@ -14,6 +14,7 @@ from training.contract.errors import RecipeError
 from workflows.faults import faults
 
 TYPE = "workflows.PreferenceTuning"
+RECIPE_FILE = "defs.yaml"
 
 
 def refuse_no_recipe(file: Path) -> None:

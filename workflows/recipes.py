@@ -12,8 +12,8 @@ import dagster as dg
 
 from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
-from workflows.component import DEFS, RECIPE_FILE, PreferenceTuning, pipeline_definitions
-from workflows.recipe_file import explained, refuse_no_recipe
+from workflows.component import DEFS, PreferenceTuning, pipeline_definitions
+from workflows.recipe_file import RECIPE_FILE, explained, refuse_no_recipe
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ def settle(home: Path) -> None:
     Raises StoreError where nothing can be written.
     """
     os.environ["PEDIGREE_HOME"] = str(home)
-    dagster_home = Path(os.environ.setdefault("DAGSTER_HOME", str(home / "dagster")))
+    dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster")
+    os.environ["DAGSTER_HOME"] = str(dagster_home)
     try:
         for folder in (home, dagster_home):
             folder.mkdir(parents=True, exist_ok=True)

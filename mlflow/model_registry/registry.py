@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 from model_registry.connection import Connection, page, shown, unrepeated
 from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged, scratch
 from model_registry.records import tags_of
-from training.contract.errors import RegistryError
+from training.contract.errors import RegistryError, UnknownModel
 from training.contract.fingerprint import fingerprint, short
 
 Alias = Literal["candidate", "champion"]
@@ -132,6 +132,7 @@ class Registry:
         """Make the champion's predecessor champion again, and mark the version it replaces as rolled back."""
         champion = self.champion(name)
         if champion is None:
+            self._demand_registered(name)
             raise RegistryError(
                 f"{name} has no champion in {shown(self.tracking_uri)}, so there is nothing to roll back"
             )
@@ -151,6 +152,7 @@ class Registry:
             raise RegistryError(
                 f"{address} is not an address of a model; expected models:/name@champion or models:/name/3"
             )
+        self._demand_registered(match["name"], match["alias"])
         with self._connection.asking(f"find {address}") as client:
             version = _version(
                 client.get_model_version_by_alias(match["name"], match["alias"])
@@ -162,6 +164,23 @@ class Registry:
         if not (folder / "config.json").is_file():
             raise RegistryError(f"{address} leads to {folder}, which has no config.json; expected a Hugging Face model")
         return folder
+
+    def _demand_registered(self, name: str, alias: str | None = None) -> None:
+        """Raises UnknownModel where there is no model `name`, RegistryError where it has no such alias, with what there is."""
+        with self._connection.asking(f"look for {name}") as client:
+            aliases = _registered(client, name)
+            others = sorted(model.name for model in client.search_registered_models()) if aliases is None else []
+        place = shown(self.tracking_uri)
+        if aliases is None:
+            raise UnknownModel(
+                f"no model {name} is registered in {place}, where there is {', '.join(others) or 'none'}; name one of "
+                "these, or first run the recipe that releases it"
+            )
+        if alias is not None and alias not in aliases:
+            raise RegistryError(
+                f"no version of {name} has the alias {alias} in {place}, where there is {', '.join(aliases) or 'none'}; "
+                "name one of these, or a version by its number"
+            )
 
     def _store_files(
         self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str, place: str

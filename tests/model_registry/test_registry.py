@@ -19,7 +19,7 @@ from model_registry.connection import connect
 from model_registry.files import link_or_copy, local_path
 from model_registry.registry import PREVIOUS_TAG, ROLLED_BACK_TAG, Registry, Version
 from model_registry.tracking import Tracker
-from training.contract.errors import RegistryError
+from training.contract.errors import RegistryError, UnknownModel
 from training.contract.weights import weights_identity
 
 IDENTITY = {"pedigree.policy": "a" * 64}
@@ -198,13 +198,22 @@ def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry
 
 
 def test_what_is_not_there_is_said(registry: Registry, uri: str, tracker: Tracker):
-    with pytest.raises(RegistryError, match="demo has no champion"):
+    with pytest.raises(UnknownModel, match=r"no model demo is registered in .*, where there is none; "):
         registry.rollback("demo")
     with pytest.raises(RegistryError, match="expected models:/name@champion"):
         registry.resolve("demo@champion")
-    with pytest.raises(RegistryError, match=r"cannot find models:/demo@champion: .*not found"):
+    with pytest.raises(UnknownModel, match="no model demo is registered"):
         registry.resolve("models:/demo@champion")
     add_versions(uri, new_run(tracker, "a"), 1)
+    with pytest.raises(RegistryError, match="demo has no champion"):
+        registry.rollback("demo")
+    registry.set_alias("demo", "candidate", 1)
+    with pytest.raises(
+        RegistryError, match=r"no version of demo has the alias champion in .*, where there is candidate; "
+    ):
+        registry.resolve("models:/demo@champion")
+    with pytest.raises(RegistryError, match=r"cannot find models:/demo/7: .*not found"):
+        registry.resolve("models:/demo/7")
     with pytest.raises(RegistryError, match=r"leads to .*policy/model, which has no config\.json"):
         registry.resolve("models:/demo/1")
 

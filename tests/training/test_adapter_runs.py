@@ -17,6 +17,7 @@ from training.contract.job import Input, Job
 from training.contract.recipe import Adapter
 from training.contract.store import Made
 from training.contract.weights import adapter_fingerprint
+from training.model.adapter import add_adapter
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel
 from training.parallel.replicated import Replicated
@@ -75,6 +76,9 @@ def test_only_the_adapter_has_gradients_state_and_a_place_in_checkpoints(tiny_wo
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_masters_of_an_adapter_are_float32(tiny_world, precision: Any):
     masters = Replicated(TrainableModel(tiny_world.model, precision, Adapter(rank=RANK), SEED), Layout(ALONE, copies=1))
+    drawn = AutoModelForCausalLM.from_pretrained(tiny_world.model)
+    add_adapter(drawn, Adapter(rank=RANK), SEED)
+    assert all(torch.equal(p, drawn.get_parameter(n)) for n, p in masters.parameters.items()), "as drawn, not rounded"
     assert {p.dtype for p in masters.parameters.values()} == {torch.float32}
     assert len(masters.gradient_N) == sum(p.numel() for p in masters.parameters.values())
     assert {str(p.dtype) for p in masters.model.parameters()} == {f"torch.{precision}"}

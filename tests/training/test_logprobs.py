@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from training.model import scoring
 from training.model.load import load_model
-from training.model.logprobs import LogProbs, response_logprobs
+from training.model.logprobs import LogProbs, collate, response_logprobs
 from training.model.prefix import TokenSequence
-from training.model.scoring import score
 
 CPU = torch.device("cpu")
 
@@ -28,6 +28,10 @@ def random_sequences(vocabulary: int, count: int, longest: int, seed: int = 0) -
         masks = [suffix, turns, torch.arange(length) == length - 1, torch.zeros(length, dtype=torch.bool)]
         sequences.append(TokenSequence(ids, masks[n % 4]))
     return sequences
+
+
+def score(model: PreTrainedModel, sequences: list[TokenSequence]) -> LogProbs:
+    return scoring.score(model, collate(model, sequences))
 
 
 def plain(model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:

@@ -227,6 +227,19 @@ def test_a_head_of_eight_bits_is_refused_on_a_device_without(tiny_world):
         tune(job)
 
 
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_table_in_another_dtype_is_told_with_what_it_costs(tiny_world, precision: str):
+    """The world's table is in float32. Rounded weights move the sums of some ten tokens by a tenth of a nat, not by ten."""
+    job = tiny_world.job("policy", settings(max_steps=1, precision=precision))
+    apart = tune(job).details["step0_apart"]
+    notes = [e["text"] for e in told(job, "note") if "`reference.dtype: bfloat16`" in e["text"]]
+    if precision == "float32":
+        assert apart < 1e-4 and notes == []
+    else:
+        assert 1e-3 < apart < 1.0
+        assert [f"before training they are {apart:.2g} nats a response apart" in text for text in notes] == [True]
+
+
 MUON = {"type": "muon", "learning_rate": 1e-3, "adamw": {"learning_rate": 1e-3}}
 
 

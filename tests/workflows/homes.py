@@ -106,3 +106,9 @@ def looker(home: Home, recipe: Path, workplace: Path, copy_home: bool = False) -
 
 def edit(looker: Looker, attributes: dict[str, object]) -> None:
     write_recipe(looker.folder, attributes)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

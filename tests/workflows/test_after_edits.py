@@ -19,6 +19,7 @@ from assets.world import look
 from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.edits import World, data_lines, field, fields, retokenizer
+from tests.workflows.homes import flip
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
 from training.contract.errors import CorruptArtifact, StoreError, UsageError
@@ -26,7 +27,7 @@ from training.contract.events import Event
 from training.contract.fingerprint import short
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
-from workflows.lineage import AssetStatus, status
+from workflows.lineage import CORRUPT_RECORD, AssetStatus, status
 from workflows.plan import plan
 from workflows.recipes import LoadedRecipe, load_recipe
 from workflows.verify import verify
@@ -184,7 +185,7 @@ def test_whatever_is_corrupt_and_no_model_is_made_again(ground: Ground, world: W
         flip(store.root / "keys" / asset / f"{latest(ground.instance, pipeline.key(asset)).key}.json")
     found = causes(pipeline, ground)
     assert found["raw_preferences"] == ("file preferences.parquet of its artifact is corrupt",)
-    assert found["evaluation"] == found["policy"] == ("the record of how it was made is corrupt",)
+    assert found["evaluation"] == found["policy"] == (CORRUPT_RECORD,)
     report = materialize(load_recipe(world.folder), ground.services, ground.instance)
     assert report.succeeded, report
     assert {asset.asset: asset.fingerprint for asset in report.assets} == before
@@ -197,14 +198,17 @@ def test_a_corrupt_model_is_refused(ground: Ground, world: World):
     weights = ground.services.store.folder("policy", ground.fingerprints["plain"]["policy"] or "") / "model.safetensors"
     flip(weights)
     loaded = load_recipe(world.folder)
-    words = "file model.safetensors of its artifact is corrupt; it is refused until it is moved away"
+    words = (
+        "file model.safetensors of its artifact is corrupt; it is refused until its folder is restored or moved away"
+    )
     assert causes(loaded.pipeline, ground)["policy"] == (words,)
     report = materialize(loaded, ground.services, ground.instance)
     with pytest.raises(CorruptArtifact, match=f"{weights} has sha256"):
         materialize_alone("evaluation", loaded, ground)
     flip(weights)
     assert [asset.asset for asset in report.assets if asset.outcome == "failed"] == ["policy"]
-    assert f"{weights} has sha256" in str(report.assets[-1].error)
+    told = str(report.assets[-1].error)
+    assert f"{weights} has sha256" in told and f"restore {weights.parent} from a backup, or move it away" in told
 
 
 def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Ground, world: World):
@@ -223,12 +227,6 @@ def test_two_jobs_of_one_asset_have_folders_of_their_own(ground: Ground, world: 
     """Variants run at the same time, and each writes its events there."""
     pipeline, works = load_recipe(world.folder).pipeline, [Work("policy", {"seed": seed}) for seed in (0, 1)]
     assert len({describe_job(pipeline, ground.services, "policy", work, {}).folder for work in works}) == 2
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_registry_that_is_away_leaves_a_word(ground: Ground, world: World):

@@ -20,7 +20,7 @@ def test_an_unknown_recipe_names_the_known_ones(home):
     assert "'nowhere'" in done.stderr and "demo" in done.stderr
 
 
-@pytest.mark.parametrize(("words", "code"), [(["plan", "nowhere"], 2), (["rollback", "nobody"], 1)])
+@pytest.mark.parametrize(("words", "code"), [(["plan", "nowhere"], 2), (["rollback", "nobody"], 2)])
 def test_with_json_a_failure_is_json_as_well(home, words, code):
     done = home.invoke(*words, "--json")
     told = json.loads(done.stdout)
@@ -39,7 +39,7 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
     folder = write_recipe(tmp_path / "wrong", attributes)
     lines = (folder / "defs.yaml").read_text().splitlines()
     done = home.pedigree("run", str(folder))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     message = done.stderr.replace("\n", "")
     for field, value in (("learning_rate", "fast"), ("batchsize", "3")):
         [number] = [n for n, line in enumerate(lines, 1) if line.strip().startswith(f"{field}: {value}")]

@@ -13,6 +13,8 @@ from assets.graph import GRAPH
 from assets.realize import record
 from assets.world import Found
 from model_registry.registry import ROLLED_BACK_TAG
+from tests.workflows.homes import flip
+from training.contract.errors import CorruptRecord
 from training.contract.job import Input, Job
 from training.contract.locks import holding
 from training.contract.manifest import Derivation, Source
@@ -61,6 +63,18 @@ def test_what_is_referred_to_stays_and_the_rest_goes(looking):
     assert collect(looking.services, looking.instance).garbage == []
     found = status(looking.pipeline, looking.services, looking.instance)
     assert {asset.state for asset in found} == {"fresh"}
+
+
+def test_records_that_are_corrupt_let_nothing_go(looking):
+    """Their manifests say the same; where one does not, what the artifact was made from is unknown, and so what may go."""
+    for path in looking.home.glob("store/keys/*/*.json"):
+        flip(path)
+    assert {item.kind for item in collect(looking.services, looking.instance).garbage} == {"job"}
+    [manifest] = looking.home.glob("store/policy/*/manifest.json")
+    flip(manifest)
+    with pytest.raises(CorruptRecord, match=f"{looking.home}/store/keys/policy/.*; a run of its recipe mends it"):
+        collect(looking.services, looking.instance, delete=True)
+    assert manifest.is_file()
 
 
 def test_a_registered_version_keeps_its_lineage_and_its_memo(looking):

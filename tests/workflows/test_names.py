@@ -80,4 +80,4 @@ def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, n
 def test_the_web_servers_do_not_start_with_a_recipe_that_is_wrong(tmp_path):
     folder = write_recipe(tmp_path / "wrong", yaml.safe_load("{data: {sources: []}}"))
     done = CliRunner().invoke(cli.main, ["ui", str(folder)], env={"PEDIGREE_RECIPES": ""})
-    assert done.exit_code == 1 and "reference: it is missing" in done.stderr
+    assert done.exit_code == 2 and "reference: it is missing" in done.stderr

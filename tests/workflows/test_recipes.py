@@ -9,10 +9,11 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster.components.component_scaffolding import scaffold_object
 
 from assets.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
-from training.contract.errors import RecipeError
+from training.contract.errors import RecipeError, UsageError
 from workflows.component import DEFS
 from workflows.definitions import definitions_in
 from workflows.recipes import load_recipe
@@ -235,6 +236,16 @@ def test_dg_finds_the_definitions(command):
     if command == ["list", "defs"]:
         for name in ("demo/released_model", "demo_schedule", "demo_data_sensor"):
             assert name in done.stdout
+
+
+def test_what_dg_scaffolds_is_a_recipe_to_fill_in(tmp_path):
+    """`dg scaffold defs workflows.PreferenceTuning my-model` ends in this call of Dagster's."""
+    folder = tmp_path / "my-model"
+    scaffold_object(folder, "workflows.PreferenceTuning", None, "yaml", None)
+    recipe = load_recipe(folder).pipeline.recipe
+    assert (recipe.release.model_name, recipe.reference.model) == ("my-model", str(folder / "base"))
+    with pytest.raises(UsageError, match="a folder of its own"):
+        scaffold_object(folder, "workflows.PreferenceTuning", None, "python", None)
 
 
 def test_a_hyphen_in_the_name_is_fine(tmp_path):

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.workflows.homes import Home
+from tests.workflows.homes import Home, flip
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
+from workflows.lineage import CORRUPT_RECORD
 from workflows.verify import agrees, verify
 
 pytestmark = pytest.mark.slow
@@ -21,12 +22,6 @@ pytestmark = pytest.mark.slow
 def folder_of(looking, materialized, asset):
     [fingerprint] = [a["fingerprint"] for a in materialized[1]["assets"] if a["asset"] == asset]
     return looking.home / "store" / asset / fingerprint
-
-
-def flip(path):
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def faults(looking):
@@ -66,7 +61,7 @@ def test_flipped_bits_and_lost_files(looking, materialized):
     flip(next(record.iterdir()))
     next((record.parent / "tokenized_pairs").iterdir()).unlink()
     found = faults(looking)
-    assert found["raw_preferences"] == "the record of how it was made is corrupt"
+    assert found["raw_preferences"] == CORRUPT_RECORD
     assert found["tokenized_pairs"] == "the record of how it was made is no longer in the store"
     assert found["policy"] == "file model.safetensors of its artifact is corrupt"
     assert found["evaluation"] == "file report.html of its artifact is corrupt"

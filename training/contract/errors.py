@@ -2,7 +2,7 @@
 
     PedigreeError                 something a person can act on; the command ends with exit code 1
     ├── UsageError                the request itself is wrong: unknown recipe, asset or row; exit code 2
-    ├── RecipeError               a field of a recipe (file, line, field, value, what was expected)
+    │   └── RecipeError           a field of a recipe (file, line, field, value, what was expected)
     ├── DataError                 input files that cannot be read or change meanwhile, too much in quarantine
     ├── TemplateError             a chat template or tokenizer that cannot be used as the recipe asks
     ├── ModelError                weights that are missing, incomplete or of an unsupported kind
@@ -14,6 +14,7 @@
     ├── NodesError                nodes.yaml, or one of the machines it lists, that cannot be used
     ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
     └── RegistryError             the MLflow tracking server or registry cannot do what was asked
+        ├── UnknownModel          it has no model of that name; exit code 2
         └── RegistryAway          it gives no answer, or none but that it has failed: it may be back in a moment
 
 Every message names the place, the value found, what was expected and what to do. Programmers' mistakes are `assert`s.
@@ -28,7 +29,7 @@ class UsageError(PedigreeError):
     exit_code = 2
 
 
-class RecipeError(PedigreeError):
+class RecipeError(UsageError):
     pass
 
 
@@ -74,6 +75,10 @@ class JobFailed(PedigreeError):
 
 class RegistryError(PedigreeError):
     pass
+
+
+class UnknownModel(RegistryError):
+    exit_code = 2
 
 
 class RegistryAway(RegistryError):

@@ -53,7 +53,7 @@ def data_files(path: str) -> list[DataFile]:
     matches = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
     if not matches:
         wanted = "matches no file" if glob.has_magic(path) else "does not exist"
-        raise DataError(f"{path} {wanted}; `path` of a data source is a file, a folder or a glob, beside the recipe")
+        raise DataError(f"{path} {wanted}; expected a file, a folder or a glob, beside the recipe")
     fixed = _fixed_part(place)
     return [_readable(match.relative_to(fixed).as_posix(), match) for match in matches]
 

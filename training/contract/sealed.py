@@ -28,7 +28,6 @@ class Sealed(Frozen):
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
         seal = found.pop(SEAL, None) if isinstance(found, dict) else None
-        model = cls.model_validate(found)
         if seal is not None and seal != value_digest(found).hex():
             raise ValueError(f"what it says has not the {SEAL} that it says")
-        return model
+        return cls.model_validate(found)

@@ -152,10 +152,12 @@ class Store:
         except FileNotFoundError:
             return None
         except ValueError as error:
-            raise CorruptRecord(f"{path} is not the record of a derivation ({error}); a run mends it") from error
+            raise CorruptRecord(
+                f"{path} is not the record of a derivation ({error}); a run of its recipe mends it"
+            ) from error
         if record.derivation.key != key:
             raise CorruptRecord(
-                f"{path} is the record of {short(record.derivation.key)}, not of its name; a run mends it"
+                f"{path} is the record of {short(record.derivation.key)}, not of its name; a run of its recipe mends it"
             )
         return record
 

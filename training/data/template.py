@@ -9,11 +9,13 @@ The job writes `spec.json` and `tokenizer/`: all that tokenizing needs, and noth
 
 import json
 import re
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
+from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -46,6 +48,14 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 
 class Rejected(Exception):
     """The template does not take this conversation; the text is the template's own message."""
+
+    @property
+    def line(self) -> int | None:
+        """The template's own line, where Jinja knows it: of a slip of syntax, or where a statement failed."""
+        if isinstance(self.__cause__, TemplateSyntaxError):
+            return self.__cause__.lineno
+        frames = traceback.extract_tb(self.__cause__.__traceback__ if self.__cause__ else None)
+        return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
 
 
 class Rendered(TypedDict):
@@ -105,7 +115,9 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     _check_files(job)
     template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
     events.phase("checking the chat template")
-    check_template(template, job.settings["train_on"])
+    check_template(
+        template, job.settings["train_on"], job.locations["chat_template"] or "the tokenizer's chat template"
+    )
     spec = {
         **{name: job.settings[name] for name in _SPEC_FIELDS},
         "template_kwargs": template.template_kwargs,
@@ -123,14 +135,15 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     return Made(fingerprint("tokenization_spec", identity), {**spec, "files": job.settings["files"]})
 
 
-def check_template(template: ChatTemplate, train_on: str) -> None:
+def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
     """Raises TemplateError if it fails on a plain question, depends on the clock or on chance, or marks no turns."""
     try:
         template.render(PROBES[0], generation_prompt=True, clock=True)
         marked = template.render(PROBES[2], clock=True)["spans"]
     except Rejected as error:
+        place = f"{name}, line {error.line}," if error.line else name
         raise TemplateError(
-            f"the chat template fails on a question and an answer: {error}; mend it, or set "
+            f"{place} fails on a question and an answer: {error}; mend it, or set "
             "`tokenization.chat_template` to another .jinja file"
         ) from error
     with_clock = _probe(template, clock=True)

@@ -13,8 +13,9 @@ plain model; or written by itself in peft's format. It is only ever loaded onto 
 fingerprint is part of its own.
 """
 
+import contextlib
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -44,8 +45,11 @@ _NAME, _FILE_PREFIX = "default", "base_model.model."
 _LINEAR = (torch.nn.Linear.forward, Conv1D.forward)
 
 
-def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
-    """Freeze `model` and add a new adapter, initialized from `seed`. Raises ModelError for targets it does not have."""
+def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: bool = False) -> None:
+    """Freeze `model` and add a new adapter, initialized from `seed`. Raises ModelError for targets it does not have.
+
+    It has the dtype of its layers; or is in float32 beside them, as it was drawn, where others round what runs.
+    """
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=settings.rank,
@@ -55,7 +59,8 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int) -> None:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
     asked = {name.rsplit(".", 1)[-1] for name in config.target_modules}
-    _inject(model, config, seed)
+    with _seen_in_float32(model) if float32 else contextlib.nullcontext():
+        _inject(model, config, seed)
     if config.target_parameters:  # peft takes names of layers in older versions of transformers for what they are now
         kept = {name.rsplit(".", 1)[-1] for name in config.target_modules}
         raise ModelError(
@@ -118,6 +123,19 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
     merge_adapter(model)
     save_model(model, folder)
     return weights_fingerprint(weights_identity(folder))
+
+
+@contextlib.contextmanager
+def _seen_in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block the weights are float32, and take no memory: peft rounds a new adapter to the dtype of its layer."""
+    values = {parameter: parameter.data for parameter in model.parameters()}
+    for parameter in values:
+        parameter.data = torch.zeros((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
+    try:
+        yield
+    finally:
+        for parameter, value in values.items():
+            parameter.data = value
 
 
 def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:

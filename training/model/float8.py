@@ -43,7 +43,9 @@ def float8_product(left_NK: Tensor, right_KM: Tensor) -> Tensor:
 
 def _rounded(rows_RK: Tensor) -> tuple[Tensor, Tensor]:
     """The rows in 8 bits, and the scale to multiply each by."""
-    scale_R1 = rows_RK.abs().amax(dim=1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / _LARGEST
+    largest_R1 = rows_RK.abs().amax(dim=1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny)
+    # By a tensor, since to divide by a number a GPU multiplies by its reciprocal, which may round otherwise.
+    scale_R1 = largest_R1 / torch.full_like(largest_R1, _LARGEST)
     return (rows_RK / scale_R1).to(torch.float8_e4m3fn), scale_R1
 
 

@@ -42,9 +42,12 @@ _COMPILE_OPTIONS = {"fallback_random": True}
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     """Raise ModelError where training by `recipe` would: for who computes with the same model before, and may take long.
 
-    That is about layers an adapter names that are not there, and about a device that knows no float8.
+    That is about layers an adapter names that are not there, about layers to checkpoint or compile, and about a device that
+    knows no float8.
     """
-    training = recipe.get("training", {})
+    training, compute = recipe.get("training", {}), recipe.get("compute", {})
+    if compute.get("activation_checkpointing") or compute.get("compile"):
+        _layers(model)
     if adapter := training.get("adapter"):
         targets(model, Adapter.model_validate(adapter))
     if training.get("head_precision") == "float8":

@@ -18,8 +18,9 @@ import torch
 from transformers import PreTrainedModel
 
 from training.distributed import Group
-from training.model.logprobs import LogProbs, response_logprobs, runs_in_lockstep
+from training.model.logprobs import CollatedRows, LogProbs, collate, logprobs_of, runs_in_lockstep
 from training.model.prefix import TokenSequence
+from training.model.transfer import ahead
 
 Positions = npt.NDArray[np.int64]
 
@@ -95,22 +96,26 @@ class Scored:
 def score_in_rounds(
     model: PreTrainedModel, batches: Sequence[Batch], read: Callable[[int], TokenSequence], group: Group
 ) -> Iterator[Scored]:
-    """Score `batches` in rounds, one a rank; `read` gives the sequence at a position.
+    """Score `batches` in rounds, one a rank; `read` gives the sequence at a position, in a thread, a batch ahead.
 
     In the last round there may be too few. Of a sharded model every pass is collective, so a rank without a batch runs that of
     rank 0 and drops the scores.
     """
-    for first in range(0, len(batches), group.world):
-        round_ = batches[first : first + group.world]
-        has_own = group.rank < len(round_)
-        if has_own or runs_in_lockstep(model):
-            batch = round_[group.rank if has_own else 0]
-            scores = score(model, [read(int(at)) for at in batch.positions], batch.sizes)
-        yield Scored((batch, scores) if has_own else None, np.concatenate([each.positions for each in round_]))
+    rounds = [batches[first : first + group.world] for first in range(0, len(batches), group.world)]
+    mine = [round_[group.rank] for round_ in rounds if group.rank < len(round_)]
+    company = rounds[-1][:1] if len(mine) < len(rounds) and runs_in_lockstep(model) else []
+
+    def collated(batch: Batch) -> CollatedRows:
+        return collate(model, [read(int(at)) for at in batch.positions], batch.sizes)
+
+    scored = ((batch, score(model, rows)) for batch, rows in ahead(collated, [*mine, *company]))
+    for number, round_ in enumerate(rounds):
+        own = next(scored, None)
+        yield Scored(own if number < len(mine) else None, np.concatenate([each.positions for each in round_]))
 
 
-def score(model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None) -> LogProbs:
-    """The log-probs of one batch, without gradients and on the CPU; `sizes` as in `Batch`, by default each alone."""
+def score(model: PreTrainedModel, collated: CollatedRows) -> LogProbs:
+    """The log-probs of sequences that were collated for `model`, without gradients and on the CPU."""
     with torch.no_grad():  # not inference_mode: tensors that FSDP gathers there cannot be used in training later
-        logprobs = response_logprobs(model, sequences, sizes)
+        logprobs = logprobs_of(model, collated)
     return LogProbs(logprobs.tokens_N.float().cpu(), logprobs.counts_S.cpu())

@@ -18,7 +18,7 @@ from training.model.attention import why_not_shared
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 
-TOLERANCE_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+_RMS_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _GROUPS = ((7, (5, 9, 2)), (4, (6, 3)))  # tokens of each prompt, and of the responses to it
 
 
@@ -42,7 +42,7 @@ def demand_exact(
     model.train(mode)
     error = float((found_N - plain_N).square().mean().sqrt())
     dtype = dtype or model.dtype
-    allowed = TOLERANCE_NATS.get(dtype, max(TOLERANCE_NATS.values()))
+    allowed = _RMS_NATS.get(dtype, max(_RMS_NATS.values()))
     if bool(plain_N.isfinite().all()) and not error <= allowed:  # a job that meets NaN in real data can name the rows
         raise ModelError(
             f"the log-probs of {type(model).__name__} ({model.config.model_type}) differ from those of its own forward "

@@ -19,7 +19,8 @@ from training.contract.job import Input
 from training.contract.recipe import Adapter, Dtype
 from training.contract.weights import ADAPTER_CONFIG
 from training.model.adapter import add_adapter, load_policy
-from training.model.load import load_model
+from training.model.load import DTYPES, load_model, named_tensors
+from training.parallel.precision import Precision
 
 _VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 _TRAINED_BYTES = {"float32": 16, "bfloat16": 18}
@@ -53,12 +54,21 @@ class TrainableModel:
     def parameter_bytes(self) -> int:
         return (_TRAINED_BYTES if self.adapter is None else _VALUE_BYTES)[self.precision]
 
-    def load(self, dtype: Dtype, device: torch.device) -> PreTrainedModel:
-        """With an adapter everything else is frozen. Raises ModelError."""
-        model = load_model(self.folder, dtype, device)
+    def load(self, device: torch.device, masters: bool = False) -> PreTrainedModel:
+        """As it runs, or with all that is trained in float32, as `masters`. With an adapter the rest is frozen.
+
+        Raises ModelError.
+        """
+        all_trained = self.adapter is None
+        model = load_model(self.folder, "float32" if masters and all_trained else self.precision, device)
         if self.adapter is not None:
-            add_adapter(model, self.adapter, self.seed)
+            add_adapter(model, self.adapter, self.seed, float32=masters)
         return model
+
+    def running(self) -> Precision:
+        """The dtypes in which its tensors run: those of a model that was loaded in the trained precision."""
+        running = self.load(torch.device("meta"))
+        return Precision(DTYPES[self.precision], {name: tensor.dtype for name, tensor in named_tensors(running)})
 
 
 @dataclass(frozen=True)

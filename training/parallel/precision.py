@@ -1,9 +1,10 @@
-"""In which dtype the tensors of a sharded model run, while its shards are float32 masters.
+"""In which dtype the tensors of a model run, while their masters are float32.
 
-FSDP gathers the weights of a module in one dtype. A model in bfloat16 is not all bfloat16, though: transformers keeps a few
-tensors of some architectures in float32, routers of experts for example. So the modules that own such weights are gathered by
-themselves, and the model computes what it would if it had been loaded in bfloat16. For the same reason FSDP leaves what goes
-into a module as it is: rotary positions, for one, are float32 in some architectures.
+Masters are never rounded, only what runs: a copy of all weights where a rank holds them whole, what FSDP gathers where it
+holds shards. So the model computes what it would if it had been loaded in the trained precision. A model in bfloat16 is not all
+bfloat16, though: transformers keeps a few tensors of some architectures in float32, routers of experts for example. FSDP
+gathers the weights of a module in one dtype, so the modules that own such weights are gathered by themselves. For the same
+reason it leaves what goes into a module as it is: rotary positions, for one, are float32 in some architectures.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
+from training.model.load import named_tensors
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,11 @@ class Precision:
                     f"be gathered together: set `compute.parallel: ddp`, or `precision: float32`"
                 )
         return {model.get_submodule(owner): dtype for owner, dtype in apart.items()}
+
+    def round_(self, model: PreTrainedModel) -> None:
+        """Give the tensors of a whole model of masters the dtypes in which they run."""
+        for name, tensor in named_tensors(model):
+            tensor.data = tensor.data.to(self.dtypes[name])
 
     def cast_buffers(self, model: PreTrainedModel) -> None:
         """Buffers have no masters: they are kept as they run."""

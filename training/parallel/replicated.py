@@ -29,13 +29,12 @@ class Replicated(Masters):
     """`gradient_N` holds all gradients in a row."""
 
     def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
-        model = layout.place(partial(trainable.load, trainable.precision))
-        self._copied = trainable.precision != "float32"
+        model = layout.place(partial(trainable.load, masters=True))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if self._copied and trainable.adapter is None:
-            trained = dict(layout.place(partial(trainable.load, "float32")).named_parameters())
-        elif self._copied:  # a new adapter was made in bfloat16, so its masters are just that
-            trained = {name: Parameter(running.detach().float()) for name, running in trained.items()}
+        self._copied = trainable.precision != "float32"
+        if self._copied:
+            trained = {name: Parameter(master.detach()) for name, master in trained.items()}
+            trainable.running().round_(model)
         super().__init__(model, trained, trainable.precision, layout)
         sizes = [p.numel() for p in trained.values()]
         self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self.group.device)

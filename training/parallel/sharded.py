@@ -19,20 +19,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.model.load import DTYPES, named_tensors
 from training.muon import Shards
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
-from training.parallel.precision import Precision
 from training.pieces import LocalRows
 
 
 class Sharded(Masters):
     def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
-        running = trainable.load(trainable.precision, torch.device("meta"))
-        precision = Precision(DTYPES[trainable.precision], {name: t.dtype for name, t in named_tensors(running)})
-        model = layout.place(partial(trainable.load, "float32"), precision)
+        precision = trainable.running()
+        model = layout.place(partial(trainable.load, masters=True), precision)
         self._dtypes = precision.dtypes
         self._reduce_scatter = _ReduceScatter(layout.group.device)
         _sum_gradients(model, self._reduce_scatter)
@@ -119,7 +116,7 @@ class _ReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         self.finite &= input_tensor.sum().isfinite()
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 def _sum_gradients(model: PreTrainedModel, reduce_scatter: _ReduceScatter) -> None:

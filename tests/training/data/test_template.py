@@ -133,7 +133,12 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
     [
         (DATED, {}, "strftime_now.*date_string"),
         ("{{ [1, 2, 3, 4] | random }}{{ messages[0]['content'] }}", {}, "another text each time"),
-        ("{% for m in messages %}", {}, "fails on a question and an answer"),
+        (
+            "{% for m in messages %}\n{% endif %}",
+            {},
+            r"template\.jinja, line 2, fails on a question and an answer: .*'endif'",
+        ),
+        ("one\n\n{{ messages[0].no.no }}", {}, r"template\.jinja, line 3, fails on a question and an answer: .*'no'"),
         ("{{ raise_exception('no chat here') }}", {}, "no chat here"),
         ("{{ messages[0]['content'] }}", {"train_on": "assistant_turns"}, r"\{% generation %\}"),
     ],

@@ -228,6 +228,7 @@ def test_on_a_gpu_the_kernel_is_plain_attention_of_bfloat16(groups, heads: tuple
     wanted = [expected, *torch.autograd.grad(expected, exact, upstream.double())]
     for way in (attention.in_one_call, attention.by_segment):
         q, k, v = ours = [tensor.cuda().requires_grad_() for tensor in given]
+        assert attention._suits_kernel(q, v)
         output = way(q, k, v, there, None, window)
         found = [output, *torch.autograd.grad(output, ours, upstream.cuda())]
         for one, other in zip(found, wanted, strict=True):

@@ -15,7 +15,7 @@ from training.contract.events import EventWriter, read_events
 from training.contract.recipe import Compute
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
-from training.model.prepare import prepare_for_training
+from training.model.prepare import demand_trainable, prepare_for_training
 from training.model.tiles import KEPT_BYTES
 
 VOCABULARY = 61
@@ -112,6 +112,10 @@ def test_a_model_without_layers_to_prepare_is_refused():
             module.layers = torch.nn.ModuleList([torch.nn.Identity()])
     with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
         prepare_for_training(model, Compute(activation_checkpointing=True), SILENT, training=False)
+    demand_trainable(model, {"compute": {"activation_checkpointing": False, "compile": False}})
+    for setting in ("activation_checkpointing", "compile"):  # and so is the job before, which may take hours
+        with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
+            demand_trainable(model, {"compute": {setting: True}})
 
 
 def test_eight_bits_are_refused_where_the_device_has_none():
