@@ -1,6 +1,7 @@
 """The collectives of two real ranks, and of one process alone, against numbers worked out by hand."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import training
 from tests.training.runs import ALONE
 from tests.training.workshop import Workshop
 from training.contract.errors import TrainingError
@@ -23,7 +25,7 @@ PROGRAMS = Path(__file__).parent / "launch" / "programs"
 @pytest.fixture
 def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """What each of the ranks got when they exchanged what `ranked_program` says."""
-    monkeypatch.setenv("PYTHONPATH", str(PROGRAMS))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PROGRAMS), str(Path(training.__file__).parents[1])]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
     def run(ranks: int) -> list[dict[str, Any]]:

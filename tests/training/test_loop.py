@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.training.runs import (
+    ALONE,
     BETA,
     RATE,
     SIDES,
@@ -25,9 +26,11 @@ from tests.training.runs import (
 )
 from tests.training.worlds import build_world
 from training.contract.errors import ModelError, TrainingError
+from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import epoch_order
+from training.loop import _Tuning
 from training.model.load import load_model
 
 
@@ -57,6 +60,10 @@ def test_what_is_told_and_written(tiny_world):
     first, last = told(job)[0], told(job)[-1]
     assert first["rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"])
+    table, rows = load_file(tiny_world.reference / "logprobs.safetensors"), steps_examples(tiny_world, 12)[-8:]
+    for side in SIDES:
+        reference = float(table[f"{side}_logprobs"][[example["row"] - 100 for example in rows]].mean())
+        assert last[f"rewards/{side}"] == pytest.approx(BETA * (last[f"logps/{side}"] - reference), abs=1e-9)
     assert first["learning_rate"] == RATE and first["grad_norm"] > 0 and first["tokens_per_second"] > 0
     assert told(job, "progress")[-1]["done"] == 12
     assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
@@ -79,16 +86,17 @@ def steps_examples(world: Any, steps: int) -> list[dict[str, Any]]:
     return [train[i] for batch in batches[:steps] for i in batch]
 
 
-def test_held_out_metrics_are_those_of_the_written_policy(tiny_world):
-    """The last eval event, computed again from the policy's folder with plain transformers."""
-    job = tiny_world.job("policy", settings())
+def test_held_out_metrics_are_those_of_the_written_policy(tmp_path):
+    """The last eval event, computed again from the policy's folder with plain transformers: dropout is of training alone."""
+    world = build_world(tmp_path, attention_dropout=0.3)
+    job = world.job("policy", settings())
     tune(job)
     model = AutoModelForCausalLM.from_pretrained(job.staging)
-    table, train = load_file(tiny_world.reference / "logprobs.safetensors"), len(tiny_world.split("train"))
+    table, train = load_file(world.reference / "logprobs.safetensors"), len(world.split("train"))
     margins = []
     with torch.no_grad():
-        for i, example in enumerate(tiny_world.split("validation"), train):
-            chosen, rejected = (float(tiny_world.plain_logprob(model, example, s)) for s in SIDES)
+        for i, example in enumerate(world.split("validation"), train):
+            chosen, rejected = (float(world.plain_logprob(model, example, s)) for s in SIDES)
             reference = table["chosen_logprobs"][i] - table["rejected_logprobs"][i]
             margins.append(BETA * (chosen - rejected - float(reference)))
     found = told(job, "eval")[-1]
@@ -148,12 +156,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(tiny_world):
 
 
 def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_world):
-    """Numbers around 1e30 are float32; the sum of their squares is none."""
+    """Numbers around 1e30 are float32; the sum of their squares is none. The weights are then still those of the file."""
     loss = {"type": "mixture", "beta": BETA, "of": [{"type": "sigmoid", "weight": 1e30}]}
     job = tiny_world.job("policy", settings(loss=loss))
+    tuning = _Tuning(job, ALONE, EventWriter(job.events))
     with pytest.raises(TrainingError, match="step 1: the norm of the gradient is inf on all 1 ranks together"):
-        tune(job)
+        tuning.trainer.run(tuning.observe)
     assert told(job) == []
+    before = load_file(tiny_world.model / "model.safetensors")
+    assert all(torch.equal(parameter, before[name]) for name, parameter in tuning.masters.parameters.items())
 
 
 def test_bfloat16_learns_like_float32(tiny_world):

@@ -115,11 +115,11 @@ def take(optimizer: Optimizers, parameters: dict[str, Parameter], steps: range) 
 @pytest.mark.parametrize("steps", [1, 10])
 @pytest.mark.parametrize(("adjust_lr", "nesterov"), [("original", True), ("match_rms_adamw", False)])
 def test_muon_and_adamw_are_torchs_own_two_stepped_by_hand(steps: int, adjust_lr: str, nesterov: bool):
-    settings = MUON.model_copy(update={"adjust_lr": adjust_lr, "nesterov": nesterov})
+    settings = MUON.model_copy(update={"adjust_lr": adjust_lr, "nesterov": nesterov, "ns_steps": 4})
     found, expected = random_parameters(), random_parameters()
     take(build_optimizer(settings, found, MATRICES), found, range(steps))
     muon = torch.optim.Muon(
-        [expected[n] for n in MATRICES], 0.02, 0.1, 0.9, nesterov=nesterov, ns_steps=5, adjust_lr_fn=adjust_lr
+        [expected[n] for n in MATRICES], 0.02, 0.1, 0.9, nesterov=nesterov, ns_steps=4, adjust_lr_fn=adjust_lr
     )
     groups = [{"params": [expected["embed.weight"]], "weight_decay": 0.2}, {"params": [expected["norm.weight"]]}]
     adamw = torch.optim.AdamW(groups, 0.01, (0.8, 0.9), weight_decay=0.0, fused=True)

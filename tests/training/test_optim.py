@@ -61,7 +61,7 @@ def test_warm_up_is_rounded_up_but_not_by_a_rounding_error(ratio: float, steps: 
 
 def test_adamw_by_the_paper():
     """Three steps of Loshchilov and Hutter's algorithm 2 in float64, with decay for the matrix and none for the norm."""
-    settings = AdamW(learning_rate=0.1, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.5)
+    settings = AdamW(learning_rate=0.1, betas=(0.8, 0.9), eps=0.03, weight_decay=0.5)
     parameters = {"layer.weight": Parameter(torch.full((1, 1), 2.0)), "norm.weight": Parameter(torch.full((1,), 2.0))}
     optimizer = build_optimizer(settings, parameters, {})
     gradients, factors = [0.3, -0.2, 0.7], [1.0, 0.5, 2.0]
@@ -81,7 +81,7 @@ def _adamw(weight: float, gradients: list[float], rates: list[float], decay: flo
         first, second = 0.8 * first + 0.2 * gradient, 0.9 * second + 0.1 * gradient**2
         unbiased = first / (1 - 0.8**step), second / (1 - 0.9**step)
         weight -= rate * decay * weight
-        weight -= rate * unbiased[0] / (math.sqrt(unbiased[1]) + 1e-6)
+        weight -= rate * unbiased[0] / (math.sqrt(unbiased[1]) + 0.03)
     return weight
 
 

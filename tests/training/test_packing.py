@@ -63,7 +63,9 @@ def test_an_epoch_is_a_permutation_and_the_last_batch_keeps_the_rest():
 def test_only_the_items_given_are_trained_on():
     ones = np.ones(9, dtype=np.int64)
     found = Batches(np.array([1, 4, 7]), Tokens(ones, ones), batch_size=2, micro_tokens=10, seed=3)
-    assert sorted(np.concatenate([found.batch(1), found.batch(2)])) == [1, 4, 7]
+    for epoch in (0, 1, 2):
+        batches_of_it = [found.batch(2 * epoch + 1), found.batch(2 * epoch + 2)]
+        assert np.concatenate(batches_of_it).tolist() == [(1, 4, 7)[at] for at in epoch_order(3, 3, epoch)]
 
 
 def test_order_changes_with_epoch_and_seed_and_with_nothing_else():

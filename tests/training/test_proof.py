@@ -76,9 +76,10 @@ def test_whatever_rounding_does_passes(tiny_world, kind: str):
 @pytest.mark.parametrize("kind", ["sigmoid", "simpo", "aot", "sppo_hard"])
 def test_more_than_rounding_does_not(tiny_world, kind: str):
     moved_I2 = np.zeros((len(tiny_world.examples), 2))
-    moved_I2[3, 1] = 1.001 * leeway(tiny_world, "float32")[3, 1]
-    with pytest.raises(TrainingError, match=r"1 of 45 pairs differ .*(.|\n)*row 103:"):
-        prove(tiny_world, moved_I2, settings(kind, "float32"))
+    for nats in (1.001 * leeway(tiny_world, "float32")[3, 1], np.nan):
+        moved_I2[3, 1] = nats
+        with pytest.raises(TrainingError, match=r"1 of 45 pairs differ .*(.|\n)*row 103:"):
+            prove(tiny_world, moved_I2, settings(kind, "float32"))
 
 
 def test_a_policy_in_another_dtype_than_the_table_may_be_further_off(tiny_world):

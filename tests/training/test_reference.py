@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 import signal
 import struct
@@ -22,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from tests.training.runs import published
 from tests.training.workshop import Workshop
 from training import memoized, reference
-from training.contract.errors import CorruptArtifact, TemplateError, TrainingError
+from training.contract.errors import CorruptArtifact, ModelError, TemplateError, TrainingError
 from training.contract.events import read_events
 from training.contract.job import Job
 from training.contract.logprob_table import TABLE_FILE, LogProbTable
@@ -321,22 +322,40 @@ def test_a_broken_shard_is_scored_again_and_said_so(tiny_world, workshop):
     assert any("set aside" in e["text"] for e in read_events(job.events) if e["event"] == "note")
 
 
-def test_a_count_that_is_not_the_masks_is_refused_with_its_row(tiny_world, workshop):
+@pytest.mark.parametrize(("token", "trained"), [(-1, False), (1, True)], ids=["a token less", "one of the prompt"])
+def test_a_count_that_is_not_the_masks_is_refused_with_its_row(tiny_world, workshop, token: int, trained: bool):
     """As another mask under the same key would make it: a stale cache."""
     workshop.do(tiny_job(tiny_world, workshop))
-    rewrite(tiny_world, lambda examples: examples[3]["chosen_mask"].__setitem__(-1, False))
+    rewrite(tiny_world, lambda examples: examples[3]["chosen_mask"].__setitem__(token, trained))
     with pytest.raises(TrainingError, match=r"1 of \d+ sequences .* the chosen response of row 103"):
         workshop.do(tiny_job(tiny_world, workshop))
 
 
 def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_world, workshop):
-    weights = load_file(tiny_world.model / "model.safetensors")
-    weights["model.norm.weight"][:] = np.nan
+    """Those of the rarest token: what is named is a response that has it."""
+    weights, examples = load_file(tiny_world.model / "model.safetensors"), tiny_world.examples
+    having = [{token for e in examples for token in e[f"{side}_ids"][:-1]} for side in ("chosen", "rejected")]
+    rare = min(having[0] & having[1], key=lambda t: sum(t in e["chosen_ids"] + e["rejected_ids"] for e in examples))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][rare] = np.nan
     save_file(weights, tiny_world.model / "model.safetensors", metadata={"format": "pt"})
     job = tiny_job(tiny_world, workshop)
-    with pytest.raises(TrainingError, match=r"not finite, first in the (chosen|rejected) response of row \d+"):
+    with pytest.raises(TrainingError, match="not finite, first in the ") as found:
         workshop.do(job)
+    named = re.search(r"the (chosen|rejected) response of row (\d+)", str(found.value))
+    assert named is not None and rare in examples[int(named[2]) - 100][f"{named[1]}_ids"][:-1]
     assert not (job.store / "memo").exists()
+
+
+def test_a_sequence_knows_the_prompt_of_its_own_pair(tiny_world):
+    """Which ends where its mask begins; the two responses of each pair share theirs, and no others do."""
+    sequences = memoized.DistinctSequences.of(Pairs.open(tiny_world.pairs))
+    prompts, read = sequences.prompts(), [sequences.read(at) for at in range(len(sequences))]
+    assert prompts.lengths_S.tolist() == [int(sequence.mask_T.int().argmax()) for sequence in read]
+    texts = [tuple(s.ids_T[:end].tolist()) for s, end in zip(read, prompts.lengths_S.tolist(), strict=True)]
+    assert (
+        len(set(texts)) == len(set(zip(texts, prompts.numbers_S.tolist(), strict=True))) == prompts.numbers_S.max() + 1
+    )
 
 
 def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, workshop):
@@ -349,6 +368,14 @@ def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, w
     Pairs.open(tiny_world.pairs).demand_known_tokens(vocabulary + 1)
     with pytest.raises(TemplateError, match=f"up to the number {vocabulary}, and the model has {vocabulary} tokens"):
         workshop.do(tiny_job(tiny_world, workshop))
+
+
+def test_what_training_will_refuse_is_refused_before_anything_is_scored(tiny_world, workshop):
+    recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
+    job = tiny_job(tiny_world, workshop).model_copy(update={"recipe": recipe})
+    with pytest.raises(ModelError, match="names 'q_prj', and in LlamaForCausalLM there is no layer of that name"):
+        workshop.do(job)
+    assert not (job.store / "memo").exists()
 
 
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.training.runs import ALONE, losses, published, told
 from tests.training.worlds import build_world
-from training.contract.errors import DataError, TemplateError
+from training.contract.errors import DataError, ModelError, TemplateError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
@@ -134,3 +134,9 @@ def test_tokens_the_model_does_not_have_are_refused(tiny_world):
         stream.write_table(pa.Table.from_pylist(tiny_world.examples, PAIRS_SCHEMA))
     with pytest.raises(TemplateError, match="up to the number 1,000,000, and the model has"):
         tune(tiny_world.job("sft", settings()))
+
+
+def test_what_training_will_refuse_is_refused_before_tuning(tiny_world):
+    recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
+    with pytest.raises(ModelError, match="names 'q_prj', and in LlamaForCausalLM there is no layer of that name"):
+        tune(tiny_world.job("sft", settings()).model_copy(update={"recipe": recipe}))

@@ -87,6 +87,9 @@ def test_rewinding_forgets_the_steps_of_a_lost_attempt(path):
     writer.emit("step", step=2, loss=20.0)
     assert [(e["event"], e.get("loss")) for e in follower.new()] == [("phase", None), ("step", 1.0), ("step", 20.0)]
     assert list(follower.new()) == []
+    writer.rewind(1)
+    writer.note("longer than what was dropped " * 9)
+    assert [e["event"] for e in follower.new()] == ["phase", "step", "note"]
 
 
 def test_an_attempt_taken_up_again_goes_on_after_the_last_whole_line(path):

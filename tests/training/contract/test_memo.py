@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from training.contract import memo as memo_module
-from training.contract.manifest import MANIFEST, Manifest
+from training.contract.manifest import MANIFEST, Derivation, Manifest
 from training.contract.memo import Memo, scoring_rule
-from training.contract.store import Store
+from training.contract.store import Made, Store
 
 RULE = scoring_rule("a" * 64, "float32")
 
@@ -329,7 +330,7 @@ def test_a_scoring_pass_killed_at_random_keeps_what_it_committed(store):
 
 
 def test_a_shard_that_holds_something_else_is_set_aside(store):
-    """Published all right, hashes and all, but its arrays do not fit each other: a writer of another version."""
+    """Published all right, hashes and all, but under another rule."""
     memo = Memo(store, RULE)
     name = add(memo, {key(1): [-1.0]})
     foreign = Memo(store, "f" * 64)
@@ -338,6 +339,19 @@ def test_a_shard_that_holds_something_else_is_set_aside(store):
     said: list[str] = []
     assert Memo(store, RULE, said.append).lookup(as_array(key(1), key(2))).found_Q.tolist() == [True, False]
     assert len(said) == 1 and name[:12] not in said[0]
+
+
+def test_a_shard_whose_arrays_do_not_fit_each_other_is_set_aside(store):
+    """Published all right too, by a writer of another version: two keys and counts, and one sum."""
+    memo = Memo(store, RULE)
+    with store.staging() as staging:
+        index = {"keys": as_array(key(1), key(2)), "sums": np.zeros(1), "counts": np.ones(2, np.int32)}
+        save_file(index, staging / "index.safetensors")
+        save_file({"tokens": np.zeros(2, np.float32)}, staging / "tokens.safetensors")
+        store.publish(staging, Derivation(kind=memo.kind, code_version="9", inputs={}, settings={}), Made("d" * 64))
+    said: list[str] = []
+    assert not Memo(store, RULE, said.append).lookup(as_array(key(1), key(2))).found_Q.any()
+    assert len(said) == 1 and "arrays that do not fit each other" in said[0]
 
 
 def test_numbers_that_are_not_finite_are_never_stored(store):

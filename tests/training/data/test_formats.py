@@ -26,6 +26,7 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
     "strings": [
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
         {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": "Why?", "question": "As it was asked at first", "chosen": "Because.", "rejected": "No idea."},
     ],
     "sharegpt": [
         {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "Because."},
@@ -69,9 +70,9 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
         ("alpaca", {"instruction": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
         ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
         ("hh", {
-            "chosen": "\n\nHuman: A\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
-            "rejected": "\n\nHuman: A\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
-         ["A", "B\n\nand more", "C"]),
+            "chosen": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
+            "rejected": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
+         [" A\t", "B\n\nand more", "C"]),
     ],
 )  # fmt: skip
 def test_what_belongs_to_the_prompt(name, row, prompt):
@@ -126,6 +127,8 @@ UNUSABLE = [
         {"conversations": [{"from": "robot", "value": "x"}], "chosen": {}, "rejected": {}},
         Reason.UNKNOWN_ROLE,
     ),
+    ("sharegpt", SAME_PAIR["sharegpt"][0] | {"tools": "[{}]"}, Reason.UNSUPPORTED_FIELD),
+    ("openai", SAME_PAIR["openai"][0] | {"input": {"messages": [ASK], "tools": [{}]}}, Reason.UNSUPPORTED_FIELD),
     ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
 ]
 
@@ -157,8 +160,9 @@ def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
 
 
 def test_detection_follows_most_rows_and_says_what_it_considered():
-    strings, odd = SAME_PAIR["strings"][0], {"a": 1}
-    assert detect([odd, strings, strings], "here") == "strings"
+    strings = SAME_PAIR["strings"][0]
+    for odd in ({"a": 1}, *(rows[0] for rows in SAME_PAIR.values())):
+        assert detect([odd, strings, strings], "here") == "strings"
     with pytest.raises(DataError) as caught:
         detect([{"question_text": "x", "answer": "y"}], "data.jsonl")
     for word in ("data.jsonl", "question_text, answer", *FORMATS, "`format`"):

@@ -92,6 +92,12 @@ def test_a_given_format_overrides_detection(workshop):
     assert done.details["reasons"] == {"not a transcript": 1}
 
 
+def test_the_format_is_that_of_most_rows_and_not_of_the_first(workshop):
+    done = workshop.rows([{"instruction": "A", "chosen": "a", "rejected": "b"}, GOOD, GOOD])
+    assert done.details["formats"] == {"rows0.jsonl": "strings"}
+    assert done.details["reasons"] == {"missing field": 1}
+
+
 def test_the_fingerprint_is_of_the_pairs_and_not_of_the_files(workshop, tmp_path):
     conversation = {
         "prompt": [{"role": "user", "content": "Why?"}], "rejected": [{"role": "assistant", "content": "No idea."}],

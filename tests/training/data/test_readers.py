@@ -45,7 +45,7 @@ def _arrow(path: Path) -> None:
 WRITERS = {
     "a.jsonl": _jsonl,
     "b.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(json.dumps(row).encode() for row in ROWS)),
-    "c.json": lambda path: path.write_text(json.dumps(ROWS, indent=2)),
+    "c.json": lambda path: path.write_text(json.dumps(ROWS, indent=2), encoding="utf-8-sig"),
     "d.json": _jsonl,
     "e.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
     "f.csv": _csv,

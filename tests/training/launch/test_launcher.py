@@ -7,12 +7,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from tests.training.launch.living import alive
 from training.contract.errors import JobFailed
-from training.contract.events import Event
+from training.contract.events import Event, EventWriter
 from training.contract.job import Job
 from training.contract.locks import is_held
 from training.contract.store import Store
@@ -46,6 +47,27 @@ def test_events_arrive_while_the_job_runs(make_job: MakeJob) -> None:
 
     run_job(LAUNCHER, job, answer)
     assert steps == [1, 2]
+
+
+class LastMoment:
+    """A job, by the protocols of a launcher and its handle, that tells an event and ends just before it is asked."""
+
+    def start(self, job: Job, lock: BinaryIO | None = None) -> "LastMoment":
+        self.events, self.log = job.events, job.log
+        return self
+
+    def poll(self) -> int:
+        EventWriter(self.events).note("done")
+        return 0
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_what_is_told_at_the_last_moment_arrives(make_job: MakeJob) -> None:
+    heard: list[str] = []
+    run_job(LastMoment(), make_job("status"), lambda event: heard.append(event["text"]))
+    assert heard == ["done"]
 
 
 def test_exit_status_and_last_lines_when_nobody_says_why(make_job: MakeJob) -> None:

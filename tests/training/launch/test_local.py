@@ -61,6 +61,12 @@ def test_what_a_user_sets_stays_but_for_the_rank_of_another_launcher() -> None:
     assert {name: found.get(name) for name in given} == {**given, "RANK": None}
 
 
+def test_the_processes_of_a_machine_share_its_cores() -> None:
+    """As many as there are cores have a thread each, and so has one more."""
+    cores = int(environment({}, 1)["OMP_NUM_THREADS"])
+    assert environment({}, cores)["OMP_NUM_THREADS"] == environment({}, cores + 1)["OMP_NUM_THREADS"] == "1"
+
+
 def test_two_ranks_publish_one_artifact(make_job: MakeJob) -> None:
     job = make_job("write", ranks=2)
     run_job(LAUNCHER, job, lambda event: None)

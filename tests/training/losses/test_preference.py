@@ -200,14 +200,17 @@ def test_far_from_the_reference_every_loss_and_gradient_is_a_number(settings: di
 
 @pytest.mark.parametrize("kind", PREFERENCES)
 def test_a_batch_in_parts_is_the_batch(kind: LossType, ragged: Any):
-    """With what the batch says to them, parts in any order have the values and the gradients of the whole."""
+    """With what the batch says to them, parts in any order have the values and the gradients of the whole. What is only told
+    has no gradient."""
     settings = Loss.model_validate(
         SETTINGS[kind] | ({"of": [{"type": "aot"}, {"type": "sft"}]} if kind == "mixture" else {})
     )
     logprobs = ragged(pairs=6).logprobs(settings)
     policy_B2 = logprobs.policy_B2.detach().requires_grad_()
     whole = PairLogProbs(policy_B2, logprobs.reference_B2, logprobs.tokens_B2)
-    losses_B = preference_loss(settings, whole).losses_B
+    outcome = preference_loss(settings, whole)
+    losses_B = outcome.losses_B
+    assert not any(told.requires_grad for told in (outcome.rewards_B2, *outcome.parts.values()))
     (expected,) = torch.autograd.grad(losses_B.sum(), policy_B2)
     peers = batch_context(LossInputs.of(settings, whole), RunningMean())
     for part in (torch.tensor([4, 0, 5]), torch.tensor([2, 1]), torch.tensor([3])):

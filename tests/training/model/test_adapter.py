@@ -216,6 +216,8 @@ def test_merged_it_is_a_plain_model_that_computes_the_same(saved, tmp_path, name
     save_model(model, tmp_path / "merged")
     merged = load_model(tmp_path / "merged", "float32", CPU)
     assert not any("lora" in n or "base_layer" in n for n, _ in merged.named_parameters())
+    ends = merged.get_input_embeddings().weight, merged.get_output_embeddings().weight
+    assert merged.config.tie_word_embeddings == torch.equal(*ends)
     torch.testing.assert_close(logprobs(merged), expected, atol=2e-5, rtol=0)
     torch.testing.assert_close(matrices(merged), layers, atol=1e-5, rtol=0)
     other = load_policy(*inputs(base, adapter), "float32", CPU)
@@ -267,10 +269,14 @@ def test_an_adapter_is_loaded_onto_its_own_base_only(saved):
     with pytest.raises(ModelError, match="not trained on the reference_model ffffffffffff"):
         load_policy(policy, other, "float32", CPU)
     tensors = load_file(adapter / "adapter_model.safetensors")
-    tensors.pop(next(iter(tensors)))
-    save_file(tensors, adapter / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match=r"adapter_model\.safetensors does not fit .*lora_A\.weight in one only \(1\)"):
-        load_policy(*inputs(base, adapter), "float32", CPU)
+    name = next(iter(tensors))
+    value = tensors.pop(name)
+    for others in (tensors, tensors | {name: value, f"more.{name}": value.clone()}):
+        save_file(others, adapter / "adapter_model.safetensors")
+        with pytest.raises(
+            ModelError, match=r"adapter_model\.safetensors does not fit .*lora_A\.weight in one only \(1\)"
+        ):
+            load_policy(*inputs(base, adapter), "float32", CPU)
 
 
 def test_an_adapter_is_its_tensors_its_rule_and_its_base(saved):

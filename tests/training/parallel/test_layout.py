@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.training.model.test_architectures import VARIANTS, build
 from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
+from training.contract.errors import ModelError
 from training.contract.job import Input, Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import SupervisedTuning, Training
 from training.contract.store import Artifact
 from training.model.load import load_model, named_tensors
+from training.parallel.layout import _demand_same_tensors, _TensorInfo
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 WEIGHTS = "model.safetensors"
@@ -137,6 +139,15 @@ def test_what_rank_0_refuses_stops_every_rank(tmp_path: Path, forker: Any, paral
     assert job.log.read_text().count(cause) == 3
     failure = json.loads(job.error.read_text())
     assert f"{failure['type']}: {failure['message']}" == cause
+
+
+def test_a_model_that_its_config_does_not_describe_is_refused():
+    """Else a rank would wait for ever for what it did not build, or take it for something else."""
+    built = [_TensorInfo(name, name, "float32", shape, True) for name, shape in (("a", [2]), ("b", [3, 1]), ("c", [4]))]
+    read = {"a": built[0], "b": built[1]._replace(shape=[1, 3]), "d": built[2]}
+    with pytest.raises(ModelError, match="differ in 3 tensors, among them b, c, d; such a model cannot be brought"):
+        _demand_same_tensors(built, read)
+    _demand_same_tensors(built, {info.name: info for info in built})
 
 
 @pytest.mark.slow

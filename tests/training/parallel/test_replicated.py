@@ -49,6 +49,18 @@ def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: Dtyp
     assert all(torch.equal(p.grad, expected[name]) for name, p in found.parameters.items())
 
 
+def test_a_long_gradient_is_cut_to_the_limit_and_no_other_is_touched(tmp_path):
+    """Four numbers of 2 have the norm 4: a limit of 8 is not met, one of 1 leaves a quarter, and a gradient of zero has none."""
+    found = masters(tmp_path)
+    found.gradient_N[:4] = 2.0
+    for limit, left in ((8.0, 2.0), (1.0, 0.5)):
+        found.clip_(float(found.norm()), limit)
+        assert found.gradient_N[:5].tolist() == pytest.approx([left] * 4 + [0], rel=1e-6)
+    found.zero()
+    found.clip_(float(found.norm()), 1.0)
+    assert not found.gradient_N.any()
+
+
 def test_what_is_not_finite_is_noted(tmp_path):
     found = masters(tmp_path)
     found.zero()

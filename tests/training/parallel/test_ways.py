@@ -152,7 +152,7 @@ def test_what_a_bfloat16_model_keeps_in_float32_stays_so_in_shards(tmp_path: Pat
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_every_rank_refuses_what_one_met(tmp_path: Path, forker: Any, way: str):
-    """A learning rate of 1e30 ruins the weights in step 3, the first after the warm-up from 0 did nothing yet."""
+    """A learning rate of 1e30 ruins the weights in step 1."""
     world = build_world(tmp_path)
     job = world.job(
         "policy", settings(optimizer={"learning_rate": 1e30}), parallel=way, checkpoint_every=1, processes_per_node=2
