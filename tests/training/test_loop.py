@@ -25,6 +25,7 @@ from tests.training.runs import (
     tune,
 )
 from tests.training.worlds import build_world
+from training.agreement import Flags
 from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
@@ -153,6 +154,18 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_rows(tiny_world):
     with pytest.raises(TrainingError, match=r"step 2: the loss or its gradient is not finite \(rank 0, rows 1\d\d, 1"):
         tune(job)
     assert len(told(job)) == 1
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is(tiny_world):
+    """The hinge of a margin of minus infinity is infinite, and its slope is beta as anywhere below the corner."""
+    tuning = _Tuning(tiny_world.job("policy", settings(loss={"type": "hinge"})), ALONE, EventWriter(None))
+    stepper, row = tuning.trainer._stepper, int(tuning.batches.batch(1)[3])
+    tuning.reference.logprobs_P2[row, 0] = np.inf
+    with pytest.raises(
+        TrainingError, match=rf"step 1: the loss .* is not finite \(rank 0, rows {100 + row}\); no weight"
+    ):
+        stepper.step(1, Flags())
+    assert stepper.masters.norm().isfinite()
 
 
 def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_world):

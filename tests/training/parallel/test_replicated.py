@@ -50,7 +50,7 @@ def test_gradients_of_several_passes_add_up_in_float32(tmp_path, precision: Dtyp
 
 
 def test_a_long_gradient_is_cut_to_the_limit_and_no_other_is_touched(tmp_path):
-    """Four numbers of 2 have the norm 4: a limit of 8 is not met, one of 1 leaves a quarter, and a gradient of zero has none."""
+    """Four numbers of 2 have the norm 4: a limit of 8 is not met, one of 1 leaves a quarter; a gradient of zero has none."""
     found = masters(tmp_path)
     found.gradient_N[:4] = 2.0
     for limit, left in ((8.0, 2.0), (1.0, 0.5)):
