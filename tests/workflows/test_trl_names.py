@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from typing import Any
 
 import pytest
 from peft import LoraConfig
@@ -22,7 +23,7 @@ def test_a_name_of_theirs_leads_to_a_field_and_is_in_the_table(name, path):
     """A list of a set is no value of any field: validation finds fault with the value, and not with the name."""
     assert name in THEIRS
     *sections, field = path.split(".")
-    written = {field: [{0}]}
+    written: Any = {field: [{0}]}
     for section in reversed(sections):
         written = {section: written}
     with pytest.raises(ValidationError) as told:

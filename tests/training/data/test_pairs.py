@@ -221,9 +221,16 @@ def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
         assert max(done.pairs.lengths(side).max() for side in SIDES) <= 30
 
 
-def test_no_pair_left_is_an_error(workshop, tiny_chat):
+def test_no_pair_left_is_an_error(workshop, tiny_chat, tmp_path):
     with pytest.raises(DataError, match="none of the 1 pairs can be used; the first: over max_length"):
         workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, max_length=2))
+    (template := tmp_path / "reversed.jinja").write_text(
+        "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
+    )
+    with pytest.raises(
+        DataError, match=r"not a prefix, .* mend the chat template \(recipe\.yaml:7: tokenization\.chat_tem"
+    ):
+        workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, template))
 
 
 def test_identity_is_of_tokens_and_splits(workshop, tiny_chat, tmp_path):
