@@ -169,7 +169,7 @@ def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):
     pipeline = run(ground, world).pipeline
     second = int(client.get_registered_model("plain").aliases["candidate"])
     few = "only 8 held-out pairs are shared with the champion; 10 are needed"
-    refused = f"{few}: add data, or raise `data.validation_fraction`"
+    refused = f"{few}: compare them yourself, and point the alias champion at the better one in MLflow"
     moved = f"a person has moved the alias since the gate decided; {refused}"
     assert second != first
     for champion, words in ((first, ("no", refused)), (second, ("yes", moved)), (first, ("no", refused))):
