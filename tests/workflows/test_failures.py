@@ -79,7 +79,7 @@ REVERSED = "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
         (
             BROKEN,
             "tokenization_spec",
-            "{place}: {file}, line 2, fails on a question and an answer: 'dict object' has no",
+            "{place}: the tokenizer's chat template, line 2, fails on a question",
         ),
         (REVERSED, "tokenized_pairs", "none of the 24 pairs can be used; the first: prompt is not a prefix"),
     ],
