@@ -127,9 +127,7 @@ class _Tuning:
             self.course.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
             if len(others):
                 self._compare(model, others, f"{len(others)} pairs spread over those after the first batch")
-            if (
-                len(held_out) and not self.starts_as_reference
-            ):  # else all of them are compared when they are first evaluated
+            if len(held_out) and not self.starts_as_reference:  # else all of them, when they are first evaluated
                 self._compare(model, held_out, "held-out pairs")
 
     def _compare(self, model: PreTrainedModel, positions: Positions, where: str) -> Proof:

@@ -47,7 +47,7 @@ def test_the_table_is_still_proven(tiny_world, champion, row: int, where: str):
 
 
 def test_a_run_that_goes_on_proves_nothing_again(tiny_world, champion):
-    """Its first attempt did, and the table is the same: no second model is loaded. Stopped before any step it does."""
+    """Its first attempt did, and the table is the same: no second model is loaded. Without a checkpoint it begins anew."""
     job = starting_from(tiny_world, champion, max_steps=2)
     job = job.model_copy(update={"compute": job.compute.model_copy(update={"checkpoint_every": 2})})
     before = tune(job).details
