@@ -35,6 +35,8 @@ class _MadeFromOthers(dg.AutomationCondition[dg.AssetKey]):
         return "made_from_others"
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
+        if context.candidate_subset.is_empty:  # as long as nothing happens: Dagster's records are not asked
+            return dg.AutomationResult(context, context.candidate_subset)
         node, instance = context.asset_graph.get(context.key), context.asset_graph_view.instance
         recorded = latest_of(instance, [context.key, *node.parent_keys])
         made = recorded[context.key]
