@@ -110,6 +110,7 @@ def test_keys_with_one_prefix_are_told_apart(store):
     hits = memo.lookup(as_array(colliding[3], colliding[4], colliding[0], colliding[2], key(1), b"\xff" * 32))
     assert hits.found_Q.tolist() == [True, False, True, True, True, False]
     assert hits.sums_Q[hits.found_Q].tolist() == [-3.0, 0.0, -2.0, -7.0]
+    assert memo.token_logprobs(colliding[3]).tolist() == [-3.0] and memo.token_logprobs(colliding[4]) is None
 
 
 _BYTE = st.sampled_from([b"\x00", b"\x7f", b"\x80", b"\xff"])

@@ -69,6 +69,8 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
         ("alpaca", {"instruction": "Fix it.", "input": "freind", "chosen": "a", "rejected": "b"}, ["Fix it.\n\nfreind"]),
         ("alpaca", {"instruction": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
         ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
+        ("conversational", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": [GOOD], "rejected": [BAD]},
+         ["", "Why?"]),
         ("hh", {
             "chosen": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
             "rejected": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
