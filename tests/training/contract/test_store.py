@@ -167,15 +167,17 @@ def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, vers
         assert record.exists() == mended and (not mended or record.read_bytes() == whole)
 
 
-def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch):
-    """The disk refuses to keep what was written, with the operating system's own error."""
+@pytest.mark.parametrize(("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("rename", errno.EDQUOT)])
+def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch, call, number):
+    """The disk, or the user's quota, refuses to keep what was written, with the operating system's own error."""
     publish(store, fingerprint="e" * 64, version="0")
 
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match=r"cannot publish policy in .*store \([\d,]+ bytes free\): .*No space"):
+    monkeypatch.setattr(os, call, full)
+    told = rf"cannot publish policy in .*store \([\d,]+ bytes free\): .*{os.strerror(number)}; make room and run again"
+    with pytest.raises(StoreError, match=told):
         publish(store)
     monkeypatch.undo()
     assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == ["e" * 64]

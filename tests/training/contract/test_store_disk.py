@@ -102,6 +102,8 @@ def umask(mask: int) -> Iterator[None]:
 )
 def test_permissions_are_those_of_the_umask(tmp_path, mask, file, folder):
     """Also those of files a library wrote as its owner's alone, as safetensors does, in folders `tempfile` made."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(0o2770)  # folders in it are of its group, and stay so
     with umask(mask):
         store = Store(tmp_path / "store")
         with store.staging() as staging:
@@ -109,9 +111,9 @@ def test_permissions_are_those_of_the_umask(tmp_path, mask, file, folder):
             save_file({"w": np.zeros(4)}, staging / "part" / "model.safetensors")
             assert (staging / "part" / "model.safetensors").stat().st_mode & 0o777 == 0o600
             published = store.publish(staging, DERIVATION, Made(FINGERPRINT))
-    modes = {path.relative_to(store.root): path.stat().st_mode & 0o777 for path in store.root.rglob("*")}
+    modes = {path.relative_to(store.root): path.stat().st_mode & 0o7777 for path in store.root.rglob("*")}
     assert {m for p, m in modes.items() if not (store.root / p).is_dir()} == {file}, modes
-    assert {m for p, m in modes.items() if (store.root / p).is_dir()} == {folder}, modes
+    assert {m for p, m in modes.items() if (store.root / p).is_dir()} == {0o2000 | folder}, modes
     assert set(published.manifest.files) == {"part/model.safetensors"} and (published.folder / MANIFEST).is_file()
 
 

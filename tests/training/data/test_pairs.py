@@ -85,11 +85,12 @@ def _template(tmp_path, text):
 
 
 def test_one_bos_if_the_template_writes_it_and_none_if_not(workshop, shared_data, tmp_path):
-    """phi-3-mini's BOS is id 1; its tokenizer config asks for none, gpt2's template below writes one of its own."""
+    """mistral-v3's BOS is id 1, and its tokenizer puts one before every text that is not said to have its own."""
     folder, turns = (
-        shared_data / "tokenizers" / "phi-3-mini",
+        shared_data / "tokenizers" / "mistral-v3",
         "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}",
     )
+    assert AutoTokenizer.from_pretrained(folder)("x")["input_ids"][0] == 1
     for text, expected in (("{{ bos_token }}" + turns, 1), (turns, 0)):
         spec = workshop.tokenizer(folder, _template(tmp_path, text))
         pairs = workshop.pairs(workshop.rows([_row()]), spec).pairs
