@@ -202,13 +202,15 @@ def test_over_length(cut):
     ],
 )
 def test_a_truncated_prompt_keeps_its_bos(bos, max_length, prompt):
-    pair = EncodedPair([1, 2, 3, 4, 5], Response([6] * 4, [True] * 4), Response([7], [True]))
-    if prompt is None:
-        with pytest.raises(Dropped, match=rf"9 tokens \(5 of the prompt\), max_length is {max_length}"):
-            fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos)
-    else:
-        expected = EncodedPair(prompt, pair.chosen, pair.rejected)
-        assert fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos) == expected
+    """Whichever of the responses is the longer one."""
+    longer, shorter = Response([6] * 4, [True] * 4), Response([7], [True])
+    for responses in ((longer, shorter), (shorter, longer)):
+        pair = EncodedPair([1, 2, 3, 4, 5], *responses)
+        if prompt is None:
+            with pytest.raises(Dropped, match=rf"9 tokens \(5 of the prompt\), max_length is {max_length}"):
+                fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos)
+        else:
+            assert fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos) == EncodedPair(prompt, *responses)
 
 
 def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
