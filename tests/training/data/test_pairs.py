@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from training.contract.errors import DataError
 from training.contract.fingerprint import sequence_key
-from training.data.encoding import Dropped, EncodedPair, OverLength, Response, fit
+from training.data.encoding import Dropped, EncodedPair, OverLength, Response, fit, inside
 
 pytestmark = pytest.mark.shared
 SIDES = ("chosen", "rejected")
@@ -213,6 +213,11 @@ def test_a_truncated_prompt_keeps_its_bos(bos, max_length, prompt):
             assert fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos) == EncodedPair(prompt, *responses)
 
 
+def test_a_token_that_reaches_into_a_span_is_inside():
+    """Characters 2 to 5 begin before the first token and end within it; the last token has none."""
+    assert inside([(3, 6), (6, 9), (9, 9)], [(0, 3), (2, 5), (9, 12)]) == [True, False, False]
+
+
 def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
     """Of 30 tokens, the long responses leave no room for a prompt, the long prompt none for a response."""
     long = "word " * 60
@@ -222,6 +227,8 @@ def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
         assert done.pairs.rows.tolist() == kept
         assert done.details["reasons"] == {"over max_length": 1}
         assert max(done.pairs.lengths(side).max() for side in SIDES) <= 30
+    with pytest.raises(Dropped, match=r"7 tokens \(3 of the prompt\), max_length is 3"):  # room for the prompt alone
+        fit(EncodedPair([1, 2, 3], *[Response([6] * 4, [True] * 4)] * 2), 3, OverLength.TRUNCATE_RESPONSE, None)
 
 
 def test_no_pair_left_is_an_error(workshop, tiny_chat):
