@@ -231,6 +231,26 @@ def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
         fit(EncodedPair([1, 2, 3], *[Response([6] * 4, [True] * 4)] * 2), 3, OverLength.TRUNCATE_RESPONSE, None)
 
 
+@pytest.mark.parametrize(
+    ("train_on", "room", "words"),
+    [
+        ("assistant_turns", 1, r"no trained token, none of the 1 tokens of `chosen` is trained"),
+        ("last_response", 2, r"responses have the same tokens, chosen and rejected are the same 2 tokens"),
+    ],
+)
+def test_of_what_a_cut_leaves_something_is_trained_and_differs(workshop, tiny_chat, tmp_path, train_on, room, words):
+    """Each answer begins with words of the template, which are not trained by turns, and both with the same word."""
+    turn = "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well, {% generation %}{{ m['content'] }}"
+    text = f"{{% for m in messages %}}{turn}<|im_end|>{{% endgeneration %}}{{% else %}}{{{{ m['content'] }}}}<|im_end|>\n"
+    text += "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    rules = {"train_on": train_on, "over_length": "truncate_response"}
+    rows = workshop.rows([_row(chosen="one two three", rejected="one two four")])
+    whole = workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules)).pairs
+    most = int(whole.prompt_lengths[0]) + room
+    with pytest.raises(DataError, match=words):
+        workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules, max_length=most))
+
+
 def test_no_pair_left_is_an_error(workshop, tiny_chat):
     with pytest.raises(DataError, match="none of the 1 pairs can be used; the first: over max_length"):
         workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, max_length=2))
