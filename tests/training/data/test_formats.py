@@ -77,6 +77,8 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
             "system": "S", "conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "C"}],
             "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
          ["S", "C"]),
+        ("conversational", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": [GOOD], "rejected": [BAD]},
+         ["", "Why?"]),
         ("hh", {
             "chosen": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
             "rejected": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
