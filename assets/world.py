@@ -163,7 +163,9 @@ def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | No
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
     """The files of all sources by name; of several with one name, each further one gets a number."""
     named: dict[str, dict[str, Any]] = {}
-    taken: Counter[str] = Counter()  # of each name, its numbers: a glob may find thousands of one name in as many folders
+    taken: Counter[str] = (
+        Counter()
+    )  # of each name, its numbers: a glob may find thousands of one name in as many folders
     for entry in (entry for source in identity if isinstance(source, list) for entry in source):
         name = own = entry["name"]
         while name in named:

@@ -25,7 +25,9 @@ def history(tmp_path: Path) -> Iterator[History]:
             for asset in list(GRAPH)[:-1]:
                 for key in (pipeline.key(asset), dg.AssetKey(["other", asset])):
                     tags = {"dagster/data_version": f"{key.to_user_string()} {version}"}
-                    instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata={"key": version}, tags=tags))
+                    instance.report_runless_asset_event(
+                        dg.AssetMaterialization(key, metadata={"key": version}, tags=tags)
+                    )
         yield History(instance, pipeline, Store(tmp_path / "store"))
 
 

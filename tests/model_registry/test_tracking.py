@@ -124,7 +124,9 @@ def test_a_rewound_events_file_adds_no_step_twice(tracker: Tracker, client: Mlfl
 def test_points_are_a_set_that_a_long_run_can_afford():
     """Oracle: Python's set of the same points, for which 60,000 tuples take 100 bytes a point and more; here it is a bit."""
     chance = random.Random(0)
-    given = [(name, chance.randrange(-5, 20_000)) for name in ("loss", "rewards/margins", "eval/loss") for _ in range(9000)]
+    given = [
+        (name, chance.randrange(-5, 20_000)) for name in ("loss", "rewards/margins", "eval/loss") for _ in range(9000)
+    ]
     points, known = Points(), set(given)
     points.update(given)
     asked = [(name, step) for name in ("loss", "rewards/margins", "eval/loss", "other") for step in range(-9, 20_010)]

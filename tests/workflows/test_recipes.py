@@ -55,7 +55,12 @@ def test_what_only_looks_at_one_of_many_variants_makes_no_assets_of_all(tmp_path
     """Twelve assets of a hundred variants cost Dagster seconds; a schedule that cannot be is told without them."""
     folder = write_recipe(tmp_path / "many", {**ATTRIBUTES, "variants": {"a": {"training": {"seed": 1}}}})
     made = []
-    monkeypatch.setattr("workflows.recipes.declare_assets", lambda pipeline: made.append(pipeline.name) or [])
+
+    def declare(pipeline):
+        made.append(pipeline.name)
+        return []
+
+    monkeypatch.setattr("workflows.recipes.declare_assets", declare)
     loaded = load_recipe(folder, "a")
     assert made == []
     assert (len(list(loaded.definitions.jobs)), made) == (2, ["many-a"])
