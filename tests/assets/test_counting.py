@@ -23,7 +23,7 @@ CONTENTS = {
     "a.jsonl": JSON_LINES,
     "b.json": b'[{"a": 1}, {"a": 2}]',
     "c.json": JSON_LINES,
-    "d.csv": b'a,b\n1,"x\ny"\n2,z\n',
+    "d.CSV": b'a,b\n1,"x\ny"\n2,z\n',
     "e.arrow": _stream(),
 }
 
@@ -31,7 +31,7 @@ CONTENTS = {
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", CONTENTS)
 def test_as_many_rows_are_counted_as_are_read(tmp_path, name, packed):
-    place = tmp_path / (name + ".gz" if packed else name)
+    place = tmp_path / (name + ".GZ" if packed else name)
     place.write_bytes(gzip.compress(CONTENTS[name]) if packed else CONTENTS[name])
     [file] = data_files(str(place))
     assert count_rows(place) == len(list(read_records(file))) > 1

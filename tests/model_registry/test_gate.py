@@ -47,6 +47,7 @@ def test_better_by_less_than_a_standard_error_is_not():
     assert not decision.promote
     assert decision.figures["gain"] == pytest.approx(0.05)
     assert decision.figures["standard_error"] == pytest.approx(0.95 * 4 / math.sqrt(15) / 4)
+    assert "the loss is 0.05 lower than the champion's" in decision.reasons[0]
 
 
 def test_a_worse_candidate_is_told_so():
@@ -76,6 +77,7 @@ def test_the_first_candidate_is_promoted():
     assert decision.promote
     assert decision.reasons == ["there was no champion before"]
     assert decision.figures == {"candidate_pairs": 16, "candidate_loss": 0.5}
+    assert decide(CHAMPION, None).figures["candidate_loss"] == 0.6875, "0.7, as a multiple of 1/16"
 
 
 @pytest.mark.parametrize("champion", [None, CHAMPION])
@@ -118,7 +120,8 @@ def test_too_few_shared_pairs_keep_the_champion():
 
 def test_pairs_that_only_one_of_them_has_do_not_count():
     alone = decide(BETTER | {"new": 1000.0}, CHAMPION | {"old": -1000.0})
-    assert alone.figures["gain"] == decide(BETTER, CHAMPION).figures["gain"]
+    both = decide(BETTER, CHAMPION)
+    assert all(alone.figures[name] == both.figures[name] for name in ("gain", "candidate_loss", "champion_loss"))
 
 
 @given(losses)

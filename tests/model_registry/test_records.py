@@ -76,5 +76,6 @@ def test_a_data_set_is_known_by_its_fingerprint():
     used = dataset_input(DatasetUsed("demo", fingerprint, "preferences.jsonl", {"train": 90, "validation": 10}))
     _validate_dataset_inputs([used])
     assert used.dataset.digest == fingerprint[:36]
+    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]
     assert json.loads(used.dataset.profile) == {"num_rows": 100, "train": 90, "validation": 10}
     assert json.loads(used.dataset.source) == {"uri": "preferences.jsonl"}

@@ -1,10 +1,15 @@
 """Runs of preference tuning: their settings, a run in this process, what it told, and a naive loop to hold beside it."""
 
+import json
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -86,6 +91,25 @@ def published(job: Job, statuses: list[int]) -> Artifact:
     found = Store(job.store).find(job.artifact, job.derivation.key)
     assert found is not None
     return found
+
+
+def on_two_ranks(place: Path, work: Callable[[Group], Any]) -> list[Any]:
+    """What `work` gives on each of two real ranks that talk over gloo: forks of this process, which has imported everything."""
+    children = []
+    for rank in range(2):
+        if (child := os.fork()) == 0:
+            try:
+                os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+                store, patience = dist.FileStore(str(place / "ranks"), 2), timedelta(minutes=1)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
+                (place / f"rank-{rank}.json").write_text(json.dumps(work(Group(rank, 2, torch.device("cpu")))))
+                dist.destroy_process_group()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        children.append(child)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    return [json.loads((place / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
 def shift_reference(world: Any, row: int, nats: float) -> None:

@@ -1,11 +1,12 @@
 """Checkpoints: whole or not used, the last k, restored to the last bit; against safetensors and plain files."""
 
+import errno
 import hashlib
 import json
 import os
 import resource
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
+from tests.training.runs import ALONE, on_two_ranks
 from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
@@ -25,7 +27,6 @@ from training.optim import Optimizers, build_optimizer
 from training.pieces import LocalRows, PieceReader, piece_of, write_pieces
 from training.saver import Saver
 
-ALONE = Group(0, 1, torch.device("cpu"))
 JOB = Derivation(kind="policy", code_version="1", inputs={}, settings={"beta": 0.1})
 SHAPES = {"a.weight": (5, 3), "b": (4,), "c": (1, 2)}
 
@@ -82,8 +83,9 @@ def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
 
 
 def resumed(checkpoints: Checkpoints, notes: list[str] | None = None) -> Checkpoint:
-    found = checkpoints.resume(ALONE, pytest.fail if notes is None else notes.append)
-    assert found is not None
+    step = checkpoints.last_whole(ALONE, pytest.fail if notes is None else notes.append)
+    assert step is not None
+    found = checkpoints.read(step)
     restored = Toy(-1.0)
     restored.state.restore(found.tensors)
     assert same(restored, Toy(found.step))
@@ -100,7 +102,7 @@ def test_what_was_saved_comes_back(tmp_path: Path):
 
 
 def test_without_any_there_is_none(tmp_path: Path):
-    assert Checkpoints(tmp_path / "none", JOB).resume(ALONE, pytest.fail) is None
+    assert Checkpoints(tmp_path / "none", JOB).last_whole(ALONE, pytest.fail) is None
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [100]), (2, [30, 100]), (3, [20, 30, 100])])
@@ -131,14 +133,14 @@ WAYS = {"two copies": (2, False), "three copies": (3, False), "two shards": (2, 
 @pytest.mark.parametrize("written", WAYS)
 @pytest.mark.parametrize("read", WAYS)
 def test_another_number_of_ranks_reads_what_some_wrote(tmp_path: Path, written: str, read: str):
-    """Tensors of 5, 4 and 1 rows: some ranks of three have no row at all."""
+    """Tensors of 5, 4 and 1 rows: some ranks of three have no row at all. Files need not be in the order of their rows."""
     (writers, cut), (readers, cut_again) = WAYS[written], WAYS[read]
     files = [tmp_path / f"{rank}" for rank in range(writers)]
     for rank, file in enumerate(files):
         write_pieces(Toy(5.0, rank, writers, cut).state.pieces(rank == 0), file)
     for rank in range(readers):
         expected, found = (Toy(fill, rank, readers, cut_again) for fill in (5.0, -1.0))
-        found.state.restore(PieceReader(files))
+        found.state.restore(PieceReader(files[::-1]))
         assert same(found, expected)
 
 
@@ -216,14 +218,14 @@ def test_a_step_that_was_saved_may_be_saved_again(tmp_path: Path):
 def test_all_corrupt_is_none(tmp_path: Path):
     checkpoints = saved(tmp_path, 5)
     flip_a_bit(place(tmp_path, 5) / "rank-00000.safetensors")
-    assert checkpoints.resume(ALONE, lambda text: None) is None
+    assert checkpoints.last_whole(ALONE, lambda text: None) is None
     assert resumed(saved(tmp_path, 5)).step == 5
 
 
 def test_another_job_in_the_same_folder_is_another_job(tmp_path: Path):
     saved(tmp_path, 5)
     other = JOB.model_copy(update={"settings": {"beta": 0.2}})
-    assert Checkpoints(tmp_path, other).resume(ALONE, pytest.fail) is None
+    assert Checkpoints(tmp_path, other).last_whole(ALONE, pytest.fail) is None
 
 
 def test_the_state_may_change_once_saving_began(tmp_path: Path):
@@ -278,65 +280,36 @@ def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size
     assert resumed(checkpoints).step == 5
 
 
-RANK = """
-import errno
-import os
-import resource
-import sys
-import time
-from pathlib import Path
-
-import torch
-import torch.distributed as dist
-
-from tests.training.test_checkpoint import JOB, Toy
-from training.checkpoint import Checkpoints
-from training.contract.errors import StoreError
-from training.distributed import Group
-from training.saver import Saver
-
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-group = Group(rank, 2, torch.device("cpu"))
-most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-
-
 LATE = {"as it is sealed": "rank-00001.unsealed", "at the manifest": ".manifest.json-"}
 
 
-def refuse_late(event, arguments):
+def refuse_late(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook of a rank's process: the disk is full for one file of each of two saves."""
     if event == "open" and any(when in str(arguments[0]) and name in str(arguments[0]) for when, name in LATE.items()):
         time.sleep(1)  # as a disk takes, or a hash: meanwhile the training goes on
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-sys.addaudithook(refuse_late)
-for when in ("at once", *LATE):
-    saver = Saver(Checkpoints(Path(sys.argv[3], when), JOB), group)
-    if rank == 1 and when == "at once":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
-    saver.start(10, Toy(10, rank, 2).state, {})
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-    try:
-        saver.finish()
-    except StoreError as error:
-        print(error)
-dist.destroy_process_group()
-"""
-
-
 def test_where_one_rank_finds_no_room_all_say_so_and_nobody_waits_for_it(tmp_path: Path):
     """Rank 1 as it writes its file, or later, in the thread that seals it; rank 0 at the very end, for the manifest."""
-    checkpoints = [saved(tmp_path / when, 5) for when in ("at once", "as it is sealed", "at the manifest")]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), str(tmp_path)] for rank in range(2)]
-    root = Path(__file__).parents[2]
-    ranks = [subprocess.Popen(c, stdout=subprocess.PIPE, env=environment, cwd=root, text=True) for c in commands]
-    try:
-        accounts = [process.communicate(timeout=120)[0].splitlines() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    checkpoints = [saved(tmp_path / when, 5) for when in ("at once", *LATE)]
+
+    def save(group: Group) -> list[str]:
+        sys.addaudithook(refuse_late)
+        most, told = resource.getrlimit(resource.RLIMIT_FSIZE)[1], []
+        for when in ("at once", *LATE):
+            saver = Saver(Checkpoints(tmp_path / when, JOB), group)
+            if group.rank == 1 and when == "at once":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
+            saver.start(10, Toy(10, group.rank, 2).state, {})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+            try:
+                saver.finish()
+            except StoreError as error:
+                told.append(str(error))
+        return told
+
+    accounts = on_two_ranks(tmp_path, save)
     assert accounts[0] == accounts[1]
     for account, before, rank in zip(accounts[0], checkpoints, (1, 1, 0), strict=True):
         assert account.startswith(f"rank {rank} cannot save the checkpoint of step 10") and "; rank" not in account

@@ -424,9 +424,36 @@ def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
     assert f"{worst['loss']:,.4f}" in text
 
 
-def test_the_report_tells_the_accuracy_by_length():
-    """Two of three, with z^2 = 3.8415: (2/3 + z^2/6 -+ z sqrt(2/27 + z^2/36)) / (1 + z^2/3) = 0.208 and 0.939."""
-    assert "chosen longer\n3\n66.7%\n20.8% to 93.9%\nsame length\n1\n0.0%" in lines_of(page_of())
+SHOWN = """\
+Policy|abc|against reference|def|on the held-out pairs of|123|.|The policy gives the preferred response the higher reward in
+50.0%|of 4 pairs; 95% interval|15.0% to 85.0%.|Metrics|eval/loss|0.6931|eval/pairs|4,000|Accuracy by length
+Pairs|Number|Accuracy|95% interval|chosen longer|3|66.7%|20.8% to 93.9%|same length|1|0.0%|0.0% to 79.3%|Margins
+The tallest bar stands for 2 pairs.|-10.0000 to -9.0000: 2 pairs|0.0000 to 1.0000: 1 pairs|30.0000 to 31.0000: 1 pairs
+-10.0000|0|31.0000|Samples|Row|Prompt|Before (reference)|After (policy)|Chosen in the data|5|ask|was|is|good
+Row|Loss|Margin|Prompt|Chosen|Rejected|7|2.5000|-1.0000|ask|good|bad"""
+
+
+def test_the_report_shows_each_number_in_its_place():
+    """Of 2 of 3, with z^2 = 3.8415: (2/3 + z^2/6 -+ z sqrt(2/27 + z^2/36)) / (1 + z^2/3) = 0.208 and 0.939. The histogram spans
+    40 in bins of 1, and one more for the last edge: 41 in 720 points, of which a bar fills nine tenths; the highest has 180."""
+    page = page_of(
+        metrics={"eval/loss": 0.6931, "eval/pairs": 4000},
+        margins=[-10.0, -10.0, 0.5, 30.0],
+        samples=[Sample(5, "ask", "was", "is", "good")],
+        worst=[WorstPair(7, 2.5, -1.0, "ask", "good", "bad")],
+    )
+    shown = lines_of(page).replace("label. The", "label.\nThe").replace("\n", "|")
+    for line in SHOWN.splitlines():
+        assert line in shown
+    bars = re.findall(r'<rect x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"\s+class="(\w+)"', page)
+    expected = [(0, 0, 180, "bad"), (10, 90, 90, "good"), (40, 90, 90, "good")]
+    assert [(*map(float, bar[:4]), bar[4]) for bar in bars] == [
+        (round(at * 720 / 41, 2), top, round(0.9 * 720 / 41, 2), high, side) for at, top, high, side in expected
+    ]
+    zero = round(10 * 720 / 41, 2)
+    assert f'<line x1="{zero}" x2="{zero}"' in page and f'<text x="{zero}"' in page
+    assert "The recipe asks for none" in lines_of(page_of(samples=[])) and "Before" not in lines_of(page_of(samples=[]))
+    assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in page
 
 
 @given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=5))

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.training.runs import ALONE, losses, published, told
 from tests.training.worlds import build_world
+from training import trainer
 from training.contract.errors import DataError, ModelError, TemplateError
 from training.contract.events import EventWriter
 from training.contract.job import Job
@@ -94,10 +95,14 @@ def test_micro_batches_change_nothing(tiny_world):
     assert losses(other) == pytest.approx(losses(usual), abs=1e-5)
 
 
-def test_step_events_have_rate_and_norm(tiny_world):
+def test_step_events_have_rate_and_norm_and_the_curve_begins_and_ends_with_the_run(tiny_world, monkeypatch):
+    """Of five steps a curve of three points has every second one, the first, and the last."""
+    monkeypatch.setattr(trainer, "_CURVE_POINTS", 3)
     job = tiny_world.job("sft", settings(epochs=1))
-    tune(job)
+    made = tune(job)
     steps = told(job)
+    assert made.details["series"]["steps"] == [1, 2, 4, 5]
+    assert made.details["series"]["loss"] == [losses(job)[n - 1] for n in (1, 2, 4, 5)]
     assert [e["learning_rate"] for e in steps] == pytest.approx([RATE * f for f in (1, 0.8, 0.6, 0.4, 0.2)])
     assert all(e["grad_norm"] > 0 and math.isfinite(e["loss"]) for e in steps)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from training.contract.errors import StoreError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_ATTEMPTS = 100
 
 
 def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> None:
@@ -69,16 +68,11 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def new_folder(parent: Path, prefix: str = "") -> Path:
-    """An empty folder of an unused name in `parent`, which is made where it is missing."""
+    """An empty folder of a new name in `parent`, which is made where it is missing."""
     parent.mkdir(parents=True, exist_ok=True)
-    for _ in range(_ATTEMPTS):
-        folder = parent / f"{prefix}{secrets.token_hex(8)}"
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            continue
-        return folder
-    raise FileExistsError(f"no unused name in {parent} after {_ATTEMPTS} attempts")
+    folder = parent / f"{prefix}{secrets.token_hex(8)}"
+    folder.mkdir()
+    return folder
 
 
 def open_as_umask_says(folder: Path) -> None:

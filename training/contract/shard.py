@@ -115,10 +115,6 @@ def _sorted(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> tuple[K
 
 def open_shard(artifact: Artifact) -> Shard:
     """The shard in `artifact`, its index verified. Raises CorruptArtifact if it is broken or not a shard."""
-    if set(artifact.manifest.files) != {_INDEX, _TOKENS}:
-        raise CorruptArtifact(
-            f"{artifact.folder} holds {sorted(artifact.manifest.files)}, expected {_INDEX}, {_TOKENS}"
-        )
     verify_contents(artifact.folder, artifact.manifest, [_INDEX])
     path = artifact.folder / _INDEX
     arrays = _read(path, {"keys": np.uint8, "sums": np.float64, "counts": np.int32})

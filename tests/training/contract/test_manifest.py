@@ -145,7 +145,12 @@ def test_links_and_pipes_are_not_published(folder, make):
         list_files(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b'{"kind": "policy"}', b"\xff\xfe", b'{"kind": 1e999}'])
+DEEP = b"[" * 100_000 + b"]" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"kind": "policy"}', b"\xff\xfe", b'{"kind": 1e999}', DEEP], ids=lambda c: repr(c[:20])
+)
 def test_a_manifest_of_another_form_is_refused_by_name(tmp_path, content):
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(CorruptArtifact, match=MANIFEST):
@@ -212,6 +217,9 @@ def test_it_reads_what_it_wrote_and_what_was_written_before_there_were_seals(fol
     for content in (manifest.sealed(), manifest.model_dump_json().encode()):
         (folder / MANIFEST).write_bytes(content)
         assert read_manifest(folder) == manifest
+    names = ("schema_version", "kind", "fingerprint", "made_from", "libraries", "created", "files", "details", "sha256")
+    written = json.loads(manifest.sealed())
+    assert tuple(written) == names and written["schema_version"] == 1, "as every store has them"
 
 
 def test_no_flipped_bit_makes_another_manifest(folder):

@@ -110,6 +110,7 @@ def test_keys_with_one_prefix_are_told_apart(store):
     hits = memo.lookup(as_array(colliding[3], colliding[4], colliding[0], colliding[2], key(1), b"\xff" * 32))
     assert hits.found_Q.tolist() == [True, False, True, True, True, False]
     assert hits.sums_Q[hits.found_Q].tolist() == [-3.0, 0.0, -2.0, -7.0]
+    assert memo.token_logprobs(colliding[3]).tolist() == [-3.0] and memo.token_logprobs(colliding[4]) is None
 
 
 _BYTE = st.sampled_from([b"\x00", b"\x7f", b"\x80", b"\xff"])
@@ -145,6 +146,17 @@ def test_of_two_shards_with_one_sequence_the_first_to_be_made_answers(store):
     memo, keys = Memo(store, RULE), [key(n) for n in range(40)]
     made_in_turn(store, memo, *({k: [-1.0 - i / 8] for k in keys} for i in range(6)))
     assert (Memo(store, RULE).lookup(as_array(*keys)).sums_Q == -1.0).all()
+
+
+def test_of_two_that_were_made_within_a_second_one_answers_whoever_asks(store, tmp_path):
+    """Also who had opened the other one before it came."""
+    memo = Memo(store, RULE)
+    first, _ = sorted(made_in_turn(store, memo, {key(1): [-1.0]}) + made_in_turn(store, memo, {key(1): [-2.0]}))
+    hidden = store.folder(memo.kind, first).rename(tmp_path / first)
+    early = Memo(store, RULE)
+    assert early.lookup(as_array(key(1))).found_Q.all()
+    hidden.rename(store.folder(memo.kind, first))
+    assert early.lookup(as_array(key(1))).sums_Q == Memo(store, RULE).lookup(as_array(key(1))).sums_Q
 
 
 def damage_bit(folder: Path, name: str = "index.safetensors") -> None:
@@ -341,17 +353,21 @@ def test_a_shard_that_holds_something_else_is_set_aside(store):
     assert len(said) == 1 and name[:12] not in said[0]
 
 
-def test_a_shard_whose_arrays_do_not_fit_each_other_is_set_aside(store):
-    """Published all right too, by a writer of another version: two keys and counts, and one sum."""
+@pytest.mark.parametrize(
+    ("sums", "words"),
+    [(np.zeros(1), "arrays that do not fit each other"), (np.zeros(2, np.float32), "'sums': dtype('float32')")],
+)
+def test_a_shard_that_another_version_wrote_is_set_aside(store, sums, words):
+    """Published all right too: two keys and counts, and one sum, or sums of another dtype."""
     memo = Memo(store, RULE)
     with store.staging() as staging:
-        index = {"keys": as_array(key(1), key(2)), "sums": np.zeros(1), "counts": np.ones(2, np.int32)}
+        index = {"keys": as_array(key(1), key(2)), "sums": sums, "counts": np.ones(2, np.int32)}
         save_file(index, staging / "index.safetensors")
         save_file({"tokens": np.zeros(2, np.float32)}, staging / "tokens.safetensors")
         store.publish(staging, Derivation(kind=memo.kind, code_version="9", inputs={}, settings={}), Made("d" * 64))
     said: list[str] = []
     assert not Memo(store, RULE, said.append).lookup(as_array(key(1), key(2))).found_Q.any()
-    assert len(said) == 1 and "arrays that do not fit each other" in said[0]
+    assert len(said) == 1 and words in said[0]
 
 
 def test_numbers_that_are_not_finite_are_never_stored(store):

@@ -14,6 +14,7 @@ import pytest
 
 from training.contract.durable import write_durably
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
+from training.contract.hash_cache import HashCache
 from training.contract.manifest import MANIFEST, Derivation
 from training.contract.store import Artifact, Made, Store
 
@@ -45,6 +46,13 @@ def test_what_is_published_is_found_by_key_and_by_fingerprint(store):
         assert found.file("part/text.txt").read_text() == "hello" and found.derivation == derivation()
     assert store.fingerprints(KIND) == [FINGERPRINT]
     assert list((store.root / "staging").iterdir()) == []
+
+
+def test_who_only_looks_leaves_the_hashes_to_a_cache(store, tmp_path):
+    """Without it a status would read every artifact to its end, each time."""
+    published, cache = publish(store), tmp_path / "hashes.json"
+    assert store.find(KIND, derivation().key, cache=HashCache(cache, settle_seconds=0)) is not None
+    assert str(published.file("part/text.txt")) in cache.read_text()
 
 
 def test_what_was_never_made_is_not_found(store):
@@ -114,7 +122,12 @@ def lose_everything(folder: Path) -> None:
     folder.mkdir()
 
 
-@pytest.mark.parametrize("damage", [flip_bit, lose_manifest, lose_everything])
+def lead_nowhere(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("damage", [flip_bit, lose_manifest, lose_everything, lead_nowhere])
 def test_publishing_again_repairs_what_is_broken(store, damage):
     damage(publish(store).folder)
     publish(store, version="2")
@@ -133,7 +146,14 @@ def test_a_record_of_another_form_is_refused_by_name(store, content):
 
 @pytest.mark.parametrize(("version", "mended"), [("1", True), ("2", False)])
 def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, version, mended):
-    """A figure of its details, and the record of another derivation under its name; the manifest names the first way only."""
+    """A figure of its details, and the record of another derivation under its name; the manifest names the first way only.
+
+    The first way once gave something else, and beside that lies an artifact that cannot be read: the latest is believed.
+    """
+    before = publish(store, fingerprint="e" * 64, accuracy=0.5)
+    old = before.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
+    (before.folder / MANIFEST).write_bytes(old.sealed())
+    lose_everything(publish(store, fingerprint="d" * 64, version="3").folder)
     for way in ("1", "2"):
         publish(store, version=way, accuracy=0.25)
     first, second = (store.root / "keys" / KIND / f"{derivation(way).key}.json" for way in ("1", "2"))
@@ -147,19 +167,23 @@ def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, vers
         assert record.exists() == mended and (not mended or record.read_bytes() == whole)
 
 
-def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch):
-    """The disk refuses to keep what was written, with the operating system's own error."""
+@pytest.mark.parametrize(("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("rename", errno.EDQUOT)])
+def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch, call, number):
+    """The disk, or the user's quota, refuses to keep what was written, with the operating system's own error."""
     publish(store, fingerprint="e" * 64, version="0")
 
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match=r"cannot publish policy in .*store \([\d,]+ bytes free\): .*No space"):
+    monkeypatch.setattr(os, call, full)
+    told = rf"cannot publish policy in .*store \([\d,]+ bytes free\): .*{os.strerror(number)}; make room and run again"
+    with pytest.raises(StoreError, match=told):
         publish(store)
     monkeypatch.undo()
     assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == ["e" * 64]
     assert list((store.root / "staging").iterdir()) == []
+    with pytest.raises(FileNotFoundError), store.staging() as staging:  # what is no matter of room stays what it is
+        (staging / "nowhere").read_bytes()
     publish(store)
 
 

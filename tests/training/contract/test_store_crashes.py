@@ -181,11 +181,14 @@ def while_repairing(place: Path, prepare: Callable[[Store], None]) -> None:
         demand_nothing_or_all(store)
 
 
+ORDERED = ("flush", "fsync", "rename", "replace")
+
+
 def in_order(place: Path, prepare: Callable[[Store], None]) -> None:
     steps = [step.split() for step in count_steps(place, by_system_calls, prepare)]
-    order = [name for event, name in steps if event == "c_return" and name in ("fsync", "rename", "replace")]
+    order = [name for event, name in steps if event == "c_return" and name in ORDERED]
     staged = ["fsync"] * (len(FILES) + 2)  # every file, and the two folders they are in
-    small_file = ["fsync", "replace", "fsync"]  # its bytes, its name, its folder
+    small_file = ["flush", "fsync", "replace", "fsync"]  # its bytes, its name, its folder
     assert order == [*staged, *small_file, "rename", "fsync", *small_file], order
 
 

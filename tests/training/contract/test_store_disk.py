@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from training.contract.locks import is_held, try_lock
 from training.contract.manifest import MANIFEST, Derivation
 from training.contract.store import Made, Store
 
@@ -102,6 +104,8 @@ def umask(mask: int) -> Iterator[None]:
 )
 def test_permissions_are_those_of_the_umask(tmp_path, mask, file, folder):
     """Also those of files a library wrote as its owner's alone, as safetensors does, in folders `tempfile` made."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store").chmod(0o2770)  # folders in it are of its group, and stay so
     with umask(mask):
         store = Store(tmp_path / "store")
         with store.staging() as staging:
@@ -109,9 +113,9 @@ def test_permissions_are_those_of_the_umask(tmp_path, mask, file, folder):
             save_file({"w": np.zeros(4)}, staging / "part" / "model.safetensors")
             assert (staging / "part" / "model.safetensors").stat().st_mode & 0o777 == 0o600
             published = store.publish(staging, DERIVATION, Made(FINGERPRINT))
-    modes = {path.relative_to(store.root): path.stat().st_mode & 0o777 for path in store.root.rglob("*")}
+    modes = {path.relative_to(store.root): path.stat().st_mode & 0o7777 for path in store.root.rglob("*")}
     assert {m for p, m in modes.items() if not (store.root / p).is_dir()} == {file}, modes
-    assert {m for p, m in modes.items() if (store.root / p).is_dir()} == {folder}, modes
+    assert {m for p, m in modes.items() if (store.root / p).is_dir()} == {0o2000 | folder}, modes
     assert set(published.manifest.files) == {"part/model.safetensors"} and (published.folder / MANIFEST).is_file()
 
 
@@ -134,11 +138,12 @@ def test_staging_of_the_dead_goes_and_that_of_the_living_stays(tmp_path):
             os._exit(0)
     os.waitpid(child, 0)
     (dead,) = (path for path in (store.root / "staging").iterdir() if path.is_dir())
+    (odd := store.root / "staging" / "odd.lock").mkdir()  # as little to be opened as the lock of another user
     with store.staging() as first:
         assert not dead.exists()
         with store.staging() as second:
             assert first.is_dir() and second.is_dir()
-    assert list((store.root / "staging").iterdir()) == []
+    assert list((store.root / "staging").iterdir()) == [odd]
 
 
 MAKER = """
@@ -194,3 +199,28 @@ def test_a_lock_survives_the_file_of_another_name(tmp_path):
         assert one.name != two.name
         with open(one.name, "rb") as again, pytest.raises(BlockingIOError):
             fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_two_who_only_ask_for_a_lock_do_not_see_each_other(tmp_path):
+    store = Store(tmp_path / "store")
+    with store.lock("policy", "k") as held:
+        path = store.lock_file("policy", "k")
+        assert held.name == str(path) and is_held(path)
+    with open(path, "rb") as asking:
+        fcntl.flock(asking, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        assert not is_held(path)
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_lock_file_that_goes_before_it_is_locked_is_no_lock(tmp_path, monkeypatch, made_again):
+    """Another process takes it for that of a dead one; a third may have made it anew."""
+    path, flock = tmp_path / "staged.lock", fcntl.flock
+
+    def lose(file: BinaryIO, how: int) -> None:
+        path.unlink()
+        if made_again:
+            path.touch()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", lose)
+    assert try_lock(path) is None

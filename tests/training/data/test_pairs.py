@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from training.contract.errors import DataError
 from training.contract.fingerprint import sequence_key
-from training.data.encoding import Dropped, EncodedPair, OverLength, Response, fit
+from training.data.encoding import Dropped, EncodedPair, OverLength, Response, fit, inside
 
 pytestmark = pytest.mark.shared
 SIDES = ("chosen", "rejected")
@@ -85,11 +85,12 @@ def _template(tmp_path, text):
 
 
 def test_one_bos_if_the_template_writes_it_and_none_if_not(workshop, shared_data, tmp_path):
-    """phi-3-mini's BOS is id 1; its tokenizer config asks for none, gpt2's template below writes one of its own."""
+    """mistral-v3's BOS is id 1, and its tokenizer puts one before every text that is not said to have its own."""
     folder, turns = (
-        shared_data / "tokenizers" / "phi-3-mini",
+        shared_data / "tokenizers" / "mistral-v3",
         "{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}",
     )
+    assert AutoTokenizer.from_pretrained(folder)("x")["input_ids"][0] == 1
     for text, expected in (("{{ bos_token }}" + turns, 1), (turns, 0)):
         spec = workshop.tokenizer(folder, _template(tmp_path, text))
         pairs = workshop.pairs(workshop.rows([_row()]), spec).pairs
@@ -201,13 +202,20 @@ def test_over_length(cut):
     ],
 )
 def test_a_truncated_prompt_keeps_its_bos(bos, max_length, prompt):
-    pair = EncodedPair([1, 2, 3, 4, 5], Response([6] * 4, [True] * 4), Response([7], [True]))
-    if prompt is None:
-        with pytest.raises(Dropped, match=rf"9 tokens \(5 of the prompt\), max_length is {max_length}"):
-            fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos)
-    else:
-        expected = EncodedPair(prompt, pair.chosen, pair.rejected)
-        assert fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos) == expected
+    """Whichever of the responses is the longer one."""
+    longer, shorter = Response([6] * 4, [True] * 4), Response([7], [True])
+    for responses in ((longer, shorter), (shorter, longer)):
+        pair = EncodedPair([1, 2, 3, 4, 5], *responses)
+        if prompt is None:
+            with pytest.raises(Dropped, match=rf"9 tokens \(5 of the prompt\), max_length is {max_length}"):
+                fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos)
+        else:
+            assert fit(pair, max_length, OverLength.TRUNCATE_PROMPT, bos) == EncodedPair(prompt, *responses)
+
+
+def test_a_token_that_reaches_into_a_span_is_inside():
+    """Characters 2 to 5 begin before the first token and end within it; the last token has none."""
+    assert inside([(3, 6), (6, 9), (9, 9)], [(0, 3), (2, 5), (9, 12)]) == [True, False, False]
 
 
 def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
@@ -219,6 +227,28 @@ def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
         assert done.pairs.rows.tolist() == kept
         assert done.details["reasons"] == {"over max_length": 1}
         assert max(done.pairs.lengths(side).max() for side in SIDES) <= 30
+    with pytest.raises(Dropped, match=r"7 tokens \(3 of the prompt\), max_length is 3"):  # room for the prompt alone
+        fit(EncodedPair([1, 2, 3], *[Response([6] * 4, [True] * 4)] * 2), 3, OverLength.TRUNCATE_RESPONSE, None)
+
+
+@pytest.mark.parametrize(
+    ("train_on", "room", "words"),
+    [
+        ("assistant_turns", 1, r"no trained token, none of the 1 tokens of `chosen` is trained"),
+        ("last_response", 2, r"responses have the same tokens, chosen and rejected are the same 2 tokens"),
+    ],
+)
+def test_of_what_a_cut_leaves_something_is_trained_and_differs(workshop, tiny_chat, tmp_path, train_on, room, words):
+    """Each answer begins with words of the template, which are not trained by turns, and both with the same word."""
+    turn = "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well, {% generation %}{{ m['content'] }}"
+    text = f"{{% for m in messages %}}{turn}<|im_end|>{{% endgeneration %}}{{% else %}}{{{{ m['content'] }}}}<|im_end|>\n"
+    text += "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    rules = {"train_on": train_on, "over_length": "truncate_response"}
+    rows = workshop.rows([_row(chosen="one two three", rejected="one two four")])
+    whole = workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules)).pairs
+    most = int(whole.prompt_lengths[0]) + room
+    with pytest.raises(DataError, match=words):
+        workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules, max_length=most))
 
 
 def test_no_pair_left_is_an_error(workshop, tiny_chat):

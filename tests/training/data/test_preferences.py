@@ -128,8 +128,8 @@ def test_data_without_a_pair_is_refused(workshop, rows, words):
 
 def test_split_by_hand():
     """sha256 of the canonical JSON of the prompt, as a number in [0, 1), against the fraction."""
-    prompt = [{"role": "user", "content": "Wie heißt du?"}]
-    text = '[{"content":"Wie heißt du?","role":"user"}]'
+    prompt = [{"role": "system", "content": "Knapp!"}, {"role": "user", "content": "Wie heißt du?"}]
+    text = '[{"content":"Knapp!","role":"system"},{"content":"Wie heißt du?","role":"user"}]'
     place = int(hashlib.sha256(text.encode()).hexdigest(), 16) / 2**256
     assert split_of(prompt, place + 1e-9) == "validation"
     assert split_of(prompt, place - 1e-9) == "train"

@@ -148,7 +148,7 @@ def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
 
 
 def test_folders_and_globs_are_read_in_name_order(tmp_path):
-    names = ["a/1.jsonl", "b/2.jsonl", "c.jsonl", "d.ndjson"]
+    names = ["a/1.jsonl", "b/2.jsonl", "c.jsonl", "d.ndjson", "state.json"]  # the last is no data set saved to disk
     for name in (*reversed(names), ".hidden.jsonl", ".cache/e.jsonl", "a/.cache/f.json", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text('{"a": 1}\n')
@@ -167,6 +167,11 @@ def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp
     words = f"{path} changed while it was read: it was {file.sha256[:12]} and is {now[:12]}"
     with pytest.raises(DataError, match=re.escape(words)):
         list(read_records(file))
+    begun = read_records(file)
+    next(begun)
+    path.unlink()
+    with pytest.raises(DataError, match=f"{path} changed while it was read: No such file or directory; run again"):
+        list(begun)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 from training.contract.errors import DataError, TemplateError
 from training.contract.files import tokenizer_files
 from training.contract.fingerprint import hash_file
-from training.data.template import PROBES, ChatTemplate, Rejected, read_spec
+from training.data.template import PROBES, ChatTemplate, Rejected, _write, read_spec
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 pytestmark = pytest.mark.shared
@@ -144,7 +144,7 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
     ],
 )
 def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write, template, settings, words):
-    with pytest.raises(TemplateError, match=words):
+    with pytest.raises(TemplateError, match=rf"^recipe\.yaml:7: tokenization\.chat_template: .*{words}"):
         workshop.tokenizer(tiny_chat, write(template), **settings)
 
 
@@ -178,10 +178,20 @@ def test_files_that_changed_since_they_were_hashed_are_refused(workshop, tiny_ch
 
 
 def test_places_that_hold_no_tokenizer_are_named(workshop, tmp_path, tiny_chat):
-    with pytest.raises(TemplateError, match=r"nowhere cannot be loaded.*tokenization\.tokenizer"):
+    with pytest.raises(TemplateError, match=r"^recipe\.yaml:7: tokenization\.tokenizer: .*nowhere cannot be loaded"):
         workshop.tokenizer(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "canine"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}')
+    with pytest.raises(TemplateError, match="is a CanineTokenizer, not a fast tokenizer; convert it"):
+        workshop.tokenizer(tmp_path)
     with pytest.raises(TemplateError, match=r"chat_template.*missing\.jinja"):
         workshop.tokenizer(tiny_chat, tmp_path / "missing.jinja")
+
+
+def test_a_tokenizer_that_saving_would_change_is_refused(tmp_path, tiny_chat):
+    """Of none is that known; here the other one has no identity at all."""
+    with pytest.raises(TemplateError, match=r"does not survive being saved \(0{12} became [0-9a-f]{12}\)"):
+        _write(tmp_path, load_tokenizer(tiny_chat), {"tokenizer_fingerprint": "0" * 64})
 
 
 def test_a_refused_role_carries_the_templates_own_words(tiny_chat, write):

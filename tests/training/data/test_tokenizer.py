@@ -11,8 +11,11 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerFast
+from transformers import tokenization_utils_base as library
+from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
+from training.contract.files import TOKENIZER_FILES
 from training.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_fingerprint
 
 Change = Callable[[dict[str, Any]], None]
@@ -34,6 +37,13 @@ def build() -> Tokenizer:
 def folder(tmp_path: Path) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=build(), **SPECIAL).save_pretrained(tmp_path / "built")
     return tmp_path / "built"
+
+
+def test_every_file_that_makes_a_tokenizer_is_looked_at():
+    """By the library's own names of them, those of byte-level BPE and of SentencePiece among them."""
+    named = {getattr(library, name) for name in dir(library) if name.endswith("_FILE")}
+    vocabularies = {*GPT2TokenizerFast.vocab_files_names.values(), *LlamaTokenizerFast.vocab_files_names.values()}
+    assert {*named, *vocabularies, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE} == set(TOKENIZER_FILES)
 
 
 def identity(folder: Path) -> str:

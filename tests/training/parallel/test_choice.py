@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.training.runs import on_two_ranks
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
 from training.contract.job import Input
@@ -55,6 +56,13 @@ def test_it_shards_what_takes_more_than_seven_tenths_of_a_device(folder: Path, k
     enough = -(-needed * 10 // 7)
     assert choose(source(folder, kind), "auto", ALONE, enough + 1)[0] == "ddp"
     assert choose(source(folder, kind), "auto", ALONE, enough - 2)[0] == "fsdp"
+
+
+def test_ranks_of_unequal_memory_choose_alike_by_the_least(folder: Path, tmp_path: Path):
+    """Chosen by each for itself, one would wait for ever for the other's part of a tensor."""
+    scored = source(folder, "scored in float32")
+    chosen = on_two_ranks(tmp_path, lambda group: choose(scored, "auto", group, [3 << 30, 1 << 10][group.rank]))
+    assert chosen[0] == chosen[1] == ["fsdp", "scoring takes 0.00 GiB beside activations, a device has 0.00 GiB"]
 
 
 def test_it_says_how_much_that_is(folder: Path):

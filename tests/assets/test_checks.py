@@ -1,0 +1,58 @@
+"""Where each check draws its line, by numbers on both sides of it; that its details are there, every run of a recipe shows."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from assets import checks
+from assets.graph import derivation
+from training.contract.manifest import Manifest
+from training.contract.store import Artifact
+
+WON = {"eval/rewards/accuracies": 0.6}
+
+
+def artifact(**details: Any) -> Artifact:
+    how = derivation("policy", {}, {})
+    manifest = Manifest(
+        kind="policy", fingerprint="f" * 64, made_from=how, libraries={}, created="", files={}, details=details
+    )
+    return Artifact(Path(), manifest, how, details)
+
+
+@pytest.mark.parametrize(
+    ("check", "details", "more", "passes"),
+    [
+        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 4}}, [0.25], True),
+        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 5}}, [0.25], False),
+        (checks.quarantine, {"counts": {"rows_read": 0, "quarantined": 0}}, [0.25], False),
+        (checks.responses, {"empty_masks": 0}, [], True),
+        (checks.responses, {"empty_masks": 1}, [], False),
+        (checks.prefix, {"prefix_violations": 4, "counts": {"pairs": 12}}, [0.25], True),
+        (checks.prefix, {"prefix_violations": 4, "counts": {"pairs": 11}}, [0.25], False),
+        (checks.prefix, {"prefix_violations": 0, "counts": {"pairs": 0}}, [0.25], True),
+        (checks.splits, {"shared_prompts": 0}, [], True),
+        (checks.splits, {"shared_prompts": 1}, [], False),
+        (checks.coverage, {"pairs": 9, "finite": 9}, [9], True),
+        (checks.coverage, {"pairs": 9, "finite": 8}, [9], False),
+        (checks.coverage, {"pairs": 9, "finite": 9}, [10], False),
+        (checks.step0, {"step0_loss": 0.5, "step0_expected": 0.75, "step0_allowed": 0.25}, [], True),
+        (checks.step0, {"step0_loss": 1.5, "step0_expected": 0.75, "step0_allowed": 0.5}, [], False),
+        (checks.step0, {"step0_loss": 0.0, "step0_expected": 0.75, "step0_allowed": 0.5}, [], False),
+        (checks.step0, {"step0_loss": math.nan, "step0_expected": 0.75, "step0_allowed": 0.5}, [], False),
+        (checks.step0, {"step0_loss": 0.6939, "step0_expected": math.log(2)}, [], True),
+        (checks.step0, {"step0_loss": 0.6949, "step0_expected": math.log(2)}, [], False),
+        (checks.rewards, {"rewards_finite": True}, [], True),
+        (checks.rewards, {"rewards_finite": False}, [], False),
+        (checks.accuracy, {"interval": [0.51, 0.7], "metrics": WON}, [], True),
+        (checks.accuracy, {"interval": [0.5, 0.7], "metrics": WON}, [], False),
+    ],
+)
+def test_a_check_passes_up_to_its_limit(check, details, more, passes):
+    found = check(artifact(**details), *more)
+    assert found.passed is passes
+    warns = found.check_name == checks.ACCURACY
+    assert found.severity == (dg.AssetCheckSeverity.WARN if warns else dg.AssetCheckSeverity.ERROR)
