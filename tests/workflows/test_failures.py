@@ -165,10 +165,10 @@ def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(fo
     """
     client, elsewhere = connect(services.registry.tracking_uri), "f" * 64
     client.create_registered_model("split")
-    ways = (
+    ways: list[tuple[dict[str, str], str]] = [
         ({"pedigree.evaluation": elsewhere}, f"copy that home's folder store/evaluation/{elsewhere} to "),
         ({}, "or at none"),
-    )
+    ]
     for tags, told in ways:
         other = client.create_model_version("split", "file:///elsewhere", tags=tags)
         client.set_registered_model_alias("split", "champion", other.version)
