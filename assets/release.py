@@ -25,7 +25,7 @@ from assets.step import Step
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, Measure, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
-from training.contract.errors import RegistryAway, RegistryError, StoreError
+from training.contract.errors import RegistryAway, RegistryError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -185,13 +185,20 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
 
 
 def _evaluation_of(store: Store, champion: Version) -> Artifact:
-    try:
-        return store.open("evaluation", champion.fingerprint_of("evaluation") or "")
-    except StoreError as error:
+    """Raises RegistryError where another home, or another program, made it champion; CorruptArtifact."""
+    found, whose = champion.fingerprint_of("evaluation"), f"version {champion.number} of {champion.name}, the champion,"
+    if found is None:
         raise RegistryError(
-            f"the evaluation of version {champion.number} of {champion.name}, the champion, is not in this store, so "
-            f"nothing can be compared with it: {error}"
-        ) from error
+            f"{whose} was not released by a recipe, so nothing can be compared with it: let the alias `champion` point at "
+            "a version that was, or at none"
+        )
+    if not (folder := store.folder("evaluation", found)).is_dir():
+        raise RegistryError(
+            f"{whose} was released in another home, whose evaluation is not in this store, so nothing can be compared with "
+            f"it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, or release into another "
+            "`release.model_name`"
+        )
+    return store.open("evaluation", found)
 
 
 def _by_pair(evaluation: Artifact, measure: Measure) -> dict[str, float]:

@@ -7,7 +7,7 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
-from assets.materialized import latest
+from assets.materialized import latest, latest_of
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from workflows.recipes import load_recipe
 from workflows.resources import services
@@ -198,6 +198,20 @@ def conditions(tmp_path):
 def test_an_identical_materialization_asks_for_nothing(conditions):
     conditions.materialize(1, "preference_source", "tokenization_spec", "tokenized_pairs")
     assert [conditions.tick(), conditions.tick()] == [set(), set()]
+
+
+def test_a_tick_asks_once_what_was_made_of_what(conditions, monkeypatch):
+    """A hundred variants have a hundred sensors, twice a minute each, and a question costs a dozen connections."""
+    asked = []
+
+    def noted(instance, keys):
+        asked.append(len(keys))
+        return latest_of(instance, keys)
+
+    monkeypatch.setattr("assets.conditions.latest_of", noted)
+    assert (conditions.tick(), asked) == (set(), [len(GRAPH)])
+    conditions.materialize(2, "preference_source")
+    assert (conditions.tick(), asked) == (BELOW_ROWS, [len(GRAPH)] * 2), "and each tick what is there then"
 
 
 def test_new_data_ask_once_for_all_that_lies_below(conditions):
