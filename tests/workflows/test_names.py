@@ -54,8 +54,12 @@ def test_a_note_that_is_none_is_written_again(tmp_path, home, note):
 def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
     changed = {**ATTRIBUTES, "variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
     claim(home, load_recipe(write_recipe(tmp_path / "first" / "mine", changed), "hot"))
+    other = load_recipe(write_recipe(tmp_path / "second" / "mine-hot", OTHER))
     with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
-        refuse_namesake(home, load_recipe(write_recipe(tmp_path / "second" / "mine-hot", OTHER)))
+        refuse_namesake(home, other)
+    claim(tmp_path / "another home", other)
+    with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
+        refuse_namesake(tmp_path / "another home", load_recipe(tmp_path / "first" / "mine", "hot"))
 
 
 def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch):

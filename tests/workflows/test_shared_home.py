@@ -98,12 +98,14 @@ def test_only_what_came_along_follows(tmp_path: Path):
     (elsewhere / "kept").mkdir(parents=True)
     (tmp_path / "link").symlink_to("new")
     old = tmp_path / "old" / "mlflow" / "artifacts"
+    (old / "moved-not").mkdir(parents=True)
     places = {
         (old / "moved").as_uri(): (root / "moved").as_uri(),
         (old / "nothing yet").as_uri(): (root / "nothing yet").as_uri(),
         (elsewhere / "kept").as_uri(): (elsewhere / "kept").as_uri(),
         (tmp_path / "link" / "mlflow" / "artifacts" / "moved").as_uri(): None,
-        (old / "moved").as_uri() + "-too": (root / "moved-too").as_uri(),
+        (old / "moved too").as_uri(): (root / "moved too").as_uri(),
+        (old / "moved").as_uri() + "-not": None,
         "s3://bucket/mlflow/artifacts/moved": None,
     }
     database = tmp_path / "new" / "mlflow" / "mlflow.db"
@@ -114,14 +116,20 @@ def test_only_what_came_along_follows(tmp_path: Path):
         )
         connection.executemany("INSERT INTO experiments VALUES (?)", [(place,) for place in places])
         connection.executemany("INSERT INTO runs VALUES (?)", [(f"{place}/1/artifacts",) for place in places])
+        rows = [(f"{place}/1/artifacts/policy", f"{place}/2/artifacts/policy") for place in places]
+        connection.executemany("INSERT INTO model_versions VALUES (?, ?)", rows)
     connection.close()
     follow_move(database, root)
     with sqlite3.connect(database) as connection:
         experiments = [found for (found,) in connection.execute("SELECT artifact_location FROM experiments")]
         runs = [found for (found,) in connection.execute("SELECT artifact_uri FROM runs")]
+        versions = connection.execute("SELECT source, storage_location FROM model_versions").fetchall()
     connection.close()
     assert experiments == [now or place for place, now in places.items()]
     assert runs == [f"{now or place}/1/artifacts" for place, now in places.items()]
+    assert versions == [
+        (f"{now or place}/1/artifacts/policy", f"{now or place}/2/artifacts/policy") for place, now in places.items()
+    ]
 
 
 SIGN_AND_WAIT = """
