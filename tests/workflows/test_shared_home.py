@@ -98,7 +98,9 @@ def test_only_what_came_along_follows(tmp_path: Path):
     (elsewhere / "kept").mkdir(parents=True)
     (tmp_path / "link").symlink_to("new")
     old = tmp_path / "old" / "mlflow" / "artifacts"
-    (old / "moved-not").mkdir(parents=True)
+    for name in ("moved", "moved too", "moved-not"):  # the original of a copy is still there
+        (old / name).mkdir(parents=True)
+    (root / "moved too").mkdir()
     places = {
         (old / "moved").as_uri(): (root / "moved").as_uri(),
         (old / "nothing yet").as_uri(): (root / "nothing yet").as_uri(),
@@ -115,6 +117,7 @@ def test_only_what_came_along_follows(tmp_path: Path):
             "CREATE TABLE model_versions (source TEXT, storage_location TEXT);"
         )
         connection.executemany("INSERT INTO experiments VALUES (?)", [(place,) for place in places])
+        connection.execute("INSERT INTO experiments VALUES (NULL)")
         connection.executemany("INSERT INTO runs VALUES (?)", [(f"{place}/1/artifacts",) for place in places])
         rows = [(f"{place}/1/artifacts/policy", f"{place}/2/artifacts/policy") for place in places]
         connection.executemany("INSERT INTO model_versions VALUES (?, ?)", rows)
@@ -125,7 +128,7 @@ def test_only_what_came_along_follows(tmp_path: Path):
         runs = [found for (found,) in connection.execute("SELECT artifact_uri FROM runs")]
         versions = connection.execute("SELECT source, storage_location FROM model_versions").fetchall()
     connection.close()
-    assert experiments == [now or place for place, now in places.items()]
+    assert experiments == [*(now or place for place, now in places.items()), None]
     assert runs == [f"{now or place}/1/artifacts" for place, now in places.items()]
     assert versions == [
         (f"{now or place}/1/artifacts/policy", f"{now or place}/2/artifacts/policy") for place, now in places.items()
