@@ -133,12 +133,14 @@ def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_ver
     )
     write_recipe(sensed.folder, {**ATTRIBUTES, "tokenization": {"max_length": 64}})
     assert Sensed(sensed.folder, sensed.instance).requests() == 0
-    template.write_text("{# shorter #}" + template.read_text())
+    before = template.read_text()
+    template.write_text("{# shorter #}" + before)
     [request] = sensed.tick().run_requests
     assert request.tags["pedigree/cause"].startswith("tokenization_spec: chat template changed: line 1")
     assert sensed.requests() == 0
+    template.write_text(before)
     own = {**ATTRIBUTES, "tokenization": {"max_length": 128, "chat_template": "own.jinja"}}
-    (sensed.folder / "own.jinja").write_text(template.read_text())
+    (sensed.folder / "own.jinja").write_text("{# longer #}" + before)
     assert Sensed(write_recipe(sensed.folder, own), sensed.instance).requests() == 1
 
 
