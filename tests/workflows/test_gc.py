@@ -13,7 +13,7 @@ from assets.graph import GRAPH
 from assets.realize import record
 from assets.world import Found
 from model_registry.registry import ROLLED_BACK_TAG
-from tests.workflows.homes import flip
+from tests.workflows.homes import Home, flip
 from training.contract.errors import CorruptRecord
 from training.contract.job import Input, Job
 from training.contract.locks import holding
@@ -170,7 +170,8 @@ def test_a_version_that_was_rolled_back_is_not_promoted_again(looking, monkeypat
     source = client.get_model_version("small", "1")
     client.create_model_version("small", source.source, source.run_id)
     client.set_model_version_tag("small", "1", "pedigree.previous_champion", "2")
-    assert registry.rollback("small").number == 2
+    told = Home(looking.home).look("rollback", "small")
+    assert told == {"model": "small", "champion": 2, "rolled_back": 1}
     client.delete_model_version_tag("small", "1", "pedigree.champion")
     monkeypatch.setenv("PEDIGREE_HOME", str(looking.home))
     loaded = load_recipe(looking.folder)
