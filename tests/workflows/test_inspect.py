@@ -45,6 +45,7 @@ def test_the_colour_is_the_log_prob():
     page = Page(render_page("colours", [TokenizedRow(0, "train", row, row)]))
     spans = [attributes for tag, attributes in page.tags if tag == "span" and attributes.get("title")][:3]
     assert [span["style"] for span in spans] == [f"background: rgba(231,111,81,{a})" for a in ("0.00", "0.50", "1.00")]
+    assert all(span["class"] == "trained" for span in spans)
     assert [span["title"] for span in spans] == ["0.0000 nats", "-5.0000 nats", "-50.0000 nats"]
 
 

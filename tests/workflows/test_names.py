@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import UsageError
 from workflows import cli
+from workflows.component import DEFS
 from workflows.names import claim, refuse_namesake
 from workflows.recipes import extra_recipes, load_recipe
 
@@ -79,6 +80,8 @@ def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, n
     monkeypatch.setenv("PEDIGREE_RECIPES", f"{folders[0]}:{folders[0]}")
     if name == "mine":
         assert extra_recipes() == [folders[0]]
+        monkeypatch.setenv("PEDIGREE_RECIPES", str(DEFS / "demo"))
+        assert extra_recipes() == [], "the project's own are shown anyway"
 
 
 def test_the_web_servers_do_not_start_with_a_recipe_that_is_wrong(tmp_path):

@@ -170,6 +170,12 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             "{data: {sources: a.jsonl}, reference: {model: b}, release: {model_name: x}}",
             "sources: expected a list, found 'a",
         ),
+        ("{%s, evaluation: {samples: " + "x" * 99 + "}}", r"evaluation.samples: .*, found 'x{79} \.\.\.$"),
+        ("{%s, training: {loss: {loss: hinge}}}", r"training.loss.loss: (?!.*`training.loss`)"),
+        (
+            "{data: {sources: [{pathh: a}]}, reference: {model: b}, release: {model_name: x}}",
+            r"3: data.sources.0.pathh: .*`path`\?$",
+        ),
         ("{%s, variants: {one: hinge}}", r"variants.one: expected a section with fields \(data, tok.*, found 'hinge'"),
         ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),
         ("", "`attributes` is missing"),

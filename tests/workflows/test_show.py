@@ -1,8 +1,10 @@
 """What a person reads in a terminal: of a run the last lines are what one has to know; the tables of the other commands."""
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -38,9 +40,11 @@ def report(
 
 
 def test_one_cause_of_two_failures_is_told_once_and_last_with_its_path_in_one_piece():
-    error = f"there is no folder {PATH}; `reference.model` is a folder beside the recipe, or a hub id"
+    error = f"there is no folder {PATH}/[new]; `reference.model` is a folder beside the recipe, or a hub id"
     failed = [AssetRun(name, "failed", None, 0.0, error) for name in ("base_model", "tokenization_spec")]
-    assert shown(report(failed))[-1] == f"base_model, tokenization_spec failed: {error}"
+    lines = shown(report(failed))
+    assert lines[-1] == f"base_model, tokenization_spec failed: {error}"
+    assert sum("failed:" in line for line in lines) == 1
 
 
 def test_a_run_ends_with_what_the_gate_decided():
@@ -65,14 +69,15 @@ def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute()
         for n in range(1, 131)
     ]
     with Progress(console) as progress:
-        for event in [{"event": "phase", "phase": "training", "time": 1000.0}, *steps]:
+        loss = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
+        for event in [{"event": "phase", "phase": "training", "time": 1000.0}, loss, *steps]:
             progress.hear({**event, "asset": "policy"})
         progress.hear({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
     assert console.export_text().splitlines() == [
         "policy: training",
-        "policy: 1 of 300 steps, 299 s left",
-        "policy: 62 of 300 steps, 238 s left",
-        "policy: 123 of 300 steps, 177 s left",
+        "policy: 1 of 300 steps, loss 0.5000, 299 s left",
+        "policy: 62 of 300 steps, loss 0.5000, 238 s left",
+        "policy: 123 of 300 steps, loss 0.5000, 177 s left",
         "policy: [/a/path] is a file",
     ]
 
@@ -83,6 +88,20 @@ def text_of(show_it: Callable[..., None], *things: object) -> list[str]:
     show_it(console, *things)
     lines = (" | ".join(part.strip() for part in re.split("[│┃]", line)) for line in console.export_text().splitlines())
     return [line.strip(" |") for line in lines if re.search(r"\w", line)]
+
+
+def test_in_a_terminal_one_line_tells_how_far_it_is():
+    console = Console(force_terminal=True, width=120, file=io.StringIO())
+    told: list[dict[str, Any]] = [
+        {"event": "phase", "phase": "training"},
+        {"event": "progress", "done": 3, "total": 10, "unit": "steps", "seconds_left": 7.0},
+        {"event": "step", "step": 3, "loss": 0.5},
+    ]
+    with Progress(console) as progress:
+        for event in told:
+            progress.hear({**event, "asset": "policy", "time": 1.0})
+    last = console.file.getvalue().rpartition("policy ")[2]
+    assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
 
 FINGERPRINT = "0123456789ab" + "c" * 52
