@@ -127,10 +127,8 @@ def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_ver
         shutil.copytree(base, staging / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
         write_json(staging / "spec.json", {"template": template.read_text()})
         services.store.publish(staging, how, Made("f" * 64))
-    made = {"tags": {"dagster/data_version": "f" * 64}, "metadata": {"key": how.key}}
-    sensed.instance.report_runless_asset_event(
-        dg.AssetMaterialization(sensed.pipeline.key("tokenization_spec"), **made)
-    )
+    key, tags = sensed.pipeline.key("tokenization_spec"), {"dagster/data_version": "f" * 64}
+    sensed.instance.report_runless_asset_event(dg.AssetMaterialization(key, tags=tags, metadata={"key": how.key}))
     write_recipe(sensed.folder, {**ATTRIBUTES, "tokenization": {"max_length": 64}})
     assert Sensed(sensed.folder, sensed.instance).requests() == 0
     before = template.read_text()

@@ -35,6 +35,8 @@ def test_what_the_data_say_is_text_and_nothing_else():
     page = Page(render_page(HOSTILE, [row], {3: (-1.25, None)}))
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "a", "link", "iframe"})
     assert page.text.count(HOSTILE) == 3, "title, heading and token"
+    policy = {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"}
+    assert ("meta", policy) in page.tags
     assert "reference log-prob -2.5000, policy log-prob -1.2500" in page.text
     assert page.text.count("reference log-prob not computed") == 1 and page.text.count("policy log-prob") == 1
 

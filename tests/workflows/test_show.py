@@ -91,7 +91,7 @@ def text_of(show_it: Callable[..., None], *things: object) -> list[str]:
 
 
 def test_in_a_terminal_one_line_tells_how_far_it_is():
-    console = Console(force_terminal=True, width=120, file=io.StringIO())
+    console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
     told: list[dict[str, Any]] = [
         {"event": "phase", "phase": "training"},
         {"event": "progress", "done": 3, "total": 10, "unit": "steps", "seconds_left": 7.0},
@@ -100,7 +100,7 @@ def test_in_a_terminal_one_line_tells_how_far_it_is():
     with Progress(console) as progress:
         for event in told:
             progress.hear({**event, "asset": "policy", "time": 1.0})
-    last = console.file.getvalue().rpartition("policy ")[2]
+    last = written.getvalue().rpartition("policy ")[2]
     assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
 
@@ -162,7 +162,9 @@ def test_the_table_of_a_collection_tells_what_is_freed():
         "job | policy-0123456789ab | 1",
         "2 items, 2,049 bytes would be freed with --delete; 12 artifacts are kept",
     ]
-    assert text_of(show.collection, Collection([], 0, 12, deleted=True)) == ["0 items, 0 bytes freed; 12 artifacts are kept"]
+    assert text_of(show.collection, Collection([], 0, 12, deleted=True)) == [
+        "0 items, 0 bytes freed; 12 artifacts are kept"
+    ]
 
 
 def test_a_pair_is_shown_with_what_is_known_of_it():

@@ -166,7 +166,9 @@ def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, vers
         assert record.exists() == mended and (not mended or record.read_bytes() == whole)
 
 
-@pytest.mark.parametrize(("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("rename", errno.EDQUOT)])
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("rename", errno.EDQUOT)]
+)
 def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch, call, number):
     """The disk, or the user's quota, refuses to keep what was written, with the operating system's own error."""
     publish(store, fingerprint="e" * 64, version="0")
