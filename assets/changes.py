@@ -38,14 +38,15 @@ def found_changes(step: Step, found: Found) -> list[str] | None:
 
 def input_changes(step: Step) -> list[str] | None:
     """Which inputs, and whether the code version, differ from the latest materialization; None if there is none."""
-    latest, node = step.history.latest(step.asset), GRAPH[step.asset]
+    history, node = step.history, GRAPH[step.asset]
+    latest = history.latest(step.asset)
     if latest.fingerprint is None:
         return None
     words = []
     if latest.code_version != (new := node.code_version(step.pipeline.recipe)):
         words.append(f"code version {latest.code_version} -> {new}")
     for name in node.inputs(step.pipeline.recipe):
-        old, now = latest.input_version(step.pipeline.key(name)), step.history.latest(name).fingerprint
+        old, now = latest.input_version(step.pipeline.key(name)), history.latest(name).fingerprint
         if old != now:
             words.append(f"{name} {short(old)} -> {short(now)}")
     return words

@@ -22,7 +22,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.materialized import latest
+from assets.materialized import latest_of
 
 _Condition = dg.AutomationCondition
 
@@ -35,12 +35,15 @@ class _MadeFromOthers(dg.AutomationCondition[dg.AssetKey]):
         return "made_from_others"
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
+        if context.candidate_subset.is_empty:  # as long as nothing happens: Dagster's records are not asked
+            return dg.AutomationResult(context, context.candidate_subset)
         node, instance = context.asset_graph.get(context.key), context.asset_graph_view.instance
-        made = latest(instance, context.key)
+        recorded = latest_of(instance, [context.key, *node.parent_keys])
+        made = recorded[context.key]
         is_of_now = (
             made.fingerprint is not None
             and made.code_version == node.code_version
-            and all(made.input_version(key) == latest(instance, key).fingerprint for key in node.parent_keys)
+            and all(made.input_version(key) == recorded[key].fingerprint for key in node.parent_keys)
         )
         return dg.AutomationResult(context, context.get_empty_subset() if is_of_now else context.candidate_subset)
 

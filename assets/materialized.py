@@ -1,11 +1,16 @@
-"""What Dagster recorded when an asset was materialized, and how the artifacts behind that were made."""
+"""What Dagster recorded when an asset was materialized, and how the artifacts behind that were made.
 
-from collections.abc import Mapping
+Dagster is asked for all assets of interest at once: a question costs it a dozen connections to its database.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 import dagster as dg
 
+from assets.graph import GRAPH
 from assets.pipeline import Pipeline
 from training.contract.errors import UsageError
 from training.contract.manifest import Derivation
@@ -44,10 +49,15 @@ class Materialization:
 
 def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
     """The latest materialization of the asset `key`."""
-    event = instance.get_latest_materialization_event(key)
-    if event is None or (recorded := event.asset_materialization) is None:
-        return Materialization()
-    return Materialization.of(recorded)
+    return latest_of(instance, [key])[key]
+
+
+def latest_of(instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey]) -> dict[dg.AssetKey, Materialization]:
+    """The latest materialization of each of the assets."""
+    entries = [record.asset_entry for record in instance.get_asset_records(keys)]
+    events = {entry.asset_key: entry.last_materialization for entry in entries}
+    made = {key: event.asset_materialization for key, event in events.items() if event is not None}
+    return {key: Materialization() if (found := made.get(key)) is None else Materialization.of(found) for key in keys}
 
 
 @dataclass(frozen=True)
@@ -60,14 +70,18 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class History:
-    """What was materialized of a pipeline, as Dagster recorded it, and the artifacts behind that in the store."""
+    """What was materialized of a pipeline when it was first asked, and the artifacts behind that in the store."""
 
     instance: dg.DagsterInstance
     pipeline: Pipeline
     store: Store
 
+    @cached_property
+    def _latest(self) -> dict[dg.AssetKey, Materialization]:
+        return latest_of(self.instance, [self.pipeline.key(asset) for asset in GRAPH])
+
     def latest(self, asset: str) -> Materialization:
-        return latest(self.instance, self.pipeline.key(asset))
+        return self._latest[self.pipeline.key(asset)]
 
     def find(self, asset: str) -> Artifact | None:
         """The artifact of `asset` as last materialized, verified; None if it never was. Raises StoreError."""

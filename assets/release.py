@@ -118,12 +118,10 @@ def _release(candidate: _Candidate) -> _Released:
             return _Released(known, "reused")
         version = _register(candidate)
         with sole_decision(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
-            registry.set_alias(version.name, "candidate", version.number)
-            decision = _decide(candidate, version)
+            registry.nominate(version)
+            decision = _carry_out(candidate, version)
             reasons = "; ".join(decision.reasons)
             log.info(f"version {version.number} of {version.name}: {reasons}")
-            if decision.promote:
-                registry.set_alias(version.name, "champion", version.number)
             tags = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: reasons}
             return _Released(registry.tag(version, tags), "computed", decision.figures)
 
@@ -162,8 +160,16 @@ def _description(candidate: _Candidate, lineage: Mapping[str, str]) -> str:
     return "\n".join([title, "", "| artifact | fingerprint |", "|---|---|", *rows])
 
 
-def _decide(candidate: _Candidate, version: Version) -> Decision:
-    champion = candidate.registry.champion(version.name)
+def _carry_out(candidate: _Candidate, version: Version) -> Decision:
+    """The gate's decision, carried out; again if meanwhile another home, or a person, has made another version champion."""
+    while True:
+        champion = candidate.registry.champion(version.name)
+        decision = _decide(candidate, version, champion)
+        if not decision.promote or candidate.registry.promote(version, over=champion):
+            return decision
+
+
+def _decide(candidate: _Candidate, version: Version, champion: Version | None) -> Decision:
     if champion is not None and champion.number == version.number:
         return Decision(True, ["it is the champion already"], {})
     evaluation = candidate.above["evaluation"]

@@ -5,21 +5,29 @@ A run imports the definitions anew, so a file that is edited between two steps w
 
 import dagster as dg
 
+from assets.pipeline import Pipeline
 from assets.realize import Work, realize, realize_found
 from assets.step import Step
 from assets.world import FoundTokenizer, find_tokenizer, look
+from assets.written import place
 
 
-def tokenizer_work(found: FoundTokenizer) -> Work:
-    """The job that freezes the tokenizer and the template that were found."""
-    template = found.located.chat_template
-    locations = {"tokenizer": str(found.located.folder), "chat_template": None if template is None else str(template)}
+def tokenizer_work(pipeline: Pipeline, found: FoundTokenizer) -> Work:
+    """The job that freezes the tokenizer and the template that were found; `named`: where the recipe names either."""
+    template, settings = found.located.chat_template, pipeline.recipe.tokenization
+    tokenizer_field = "reference.model" if settings.tokenizer is None else "tokenization.tokenizer"
+    template_field = tokenizer_field if template is None else "tokenization.chat_template"
+    locations = {
+        "tokenizer": str(found.located.folder),
+        "chat_template": None if template is None else str(template),
+        "named": {"tokenizer": place(pipeline, tokenizer_field), "chat_template": place(pipeline, template_field)},
+    }
     return Work("tokenizer", found.derivation.settings, locations)
 
 
 def tokenization_spec(step: Step) -> dg.MaterializeResult:
     found = find_tokenizer(step.pipeline, step.services)
-    made = realize(step, tokenizer_work(found), found)
+    made = realize(step, tokenizer_work(step.pipeline, found), found)
     spec = made.artifact.json("spec.json")
     return made.result(
         {

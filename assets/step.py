@@ -33,8 +33,10 @@ class Step:
 
     @property
     def history(self) -> History:
+        """As it is now: another run may materialize something at any moment."""
         return History(self.context.instance, self.pipeline, self.services.store)
 
     def inputs(self) -> dict[str, Artifact]:
         """The artifacts that the asset is made from in this recipe, verified. Raises UsageError for one that never was made."""
-        return {name: self.history.artifact(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}
+        history = self.history
+        return {name: history.artifact(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}

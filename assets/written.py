@@ -22,10 +22,10 @@ def written(pipeline: Pipeline, field: str) -> Iterator[None]:
     except RegistryAway:
         raise
     except PedigreeError as error:
-        raise type(error)(f"{_place(pipeline, field)}: {error}") from error
+        raise type(error)(f"{place(pipeline, field)}: {error}") from error
 
 
-def _place(pipeline: Pipeline, field: str) -> str:
+def place(pipeline: Pipeline, field: str) -> str:
     """`file:line: field: value`. The line is left out where the file cannot be read any more, or does not say the field."""
     own = [f"variants.{pipeline.variant}.{field}"] if pipeline.variant is not None else []
     for name in (*own, field):

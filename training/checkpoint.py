@@ -127,8 +127,8 @@ class Checkpoints:
         for old in self._steps()[: -self._keep]:
             shutil.rmtree(self._place(old))
 
-    def resume(self, group: Group, note: Callable[[str], None]) -> Checkpoint | None:
-        """The last checkpoint that is whole, the same on every rank; None if there is none.
+    def last_whole(self, group: Group, note: Callable[[str], None]) -> int | None:
+        """The step of the last checkpoint that is whole, the same on every rank; None if there is none.
 
         Partial ones are removed first, so that no file of an old rank is taken for a new one. The ranks share the hashing.
         """
@@ -138,13 +138,19 @@ class Checkpoints:
         while (step := self._last(group)) is not None:
             problem = self._problem(step, group)
             if problem is None:
-                return self._read(step)
+                return step
             if group.is_main:
                 place = self._place(step)
                 aside = _replace(place, place.with_name(place.name + _CORRUPT))
                 note(f"the checkpoint of step {step} is not used and was moved to {aside}: {problem}")
             group.barrier()
         return None
+
+    def read(self, step: int) -> Checkpoint:
+        """The checkpoint of `step`, which is whole."""
+        place = self._place(step)
+        manifest = read_manifest(place)
+        return Checkpoint(step, manifest.details, PieceReader(place / name for name in sorted(manifest.files)))
 
     def _last(self, group: Group) -> int | None:
         """The last step as rank 0 sees it, which alone moves corrupt checkpoints."""
@@ -164,11 +170,6 @@ class Checkpoints:
             own = str(error)
         group.barrier()
         return next(filter(None, group.gather_texts(own)), None)
-
-    def _read(self, step: int) -> Checkpoint:
-        place = self._place(step)
-        manifest = read_manifest(place)
-        return Checkpoint(step, manifest.details, PieceReader(place / name for name in sorted(manifest.files)))
 
     def _place(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step-{step:08d}{suffix}"

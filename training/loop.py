@@ -1,13 +1,16 @@
 """The `policy` job: preference tuning of the reference model, whose log-probs come from a table.
 
-    load      pairs, table, and the model that becomes the policy: the reference model, or the champion; its log-probs must
-              be those of plain transformers (training.model.selfcheck)
-    prove     before the first step, the reference model must give the log-probs of the table: on the first batch, on pairs
-              spread over the others, and on held-out ones (training.proof). The policy is that model as long as it has
-              learned nothing; where it starts from the champion, the reference model is loaded for the proof alone
+    prove     before the first step, the model that made the table must still give its log-probs: on the first batch, on pairs
+              spread over the others, and on held-out ones (training.proof)
+    load      the model that becomes the policy: the reference model, or the champion; its log-probs must be those of plain
+              transformers (training.model.selfcheck)
     train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
     save      a Hugging Face folder in the precision that was trained, or its adapter alone, with the tokenizer and a
               summary of the run
+
+A policy that starts as the reference model, in the dtype of the table, made the table: it is proved itself, once it is loaded,
+with all that was done to prepare it for training. Where it starts from the champion or in another dtype, the reference model is
+loaded for the proof, scored, and gone before the policy is loaded. So the two are never in memory together.
 
 The same code runs in one process or in many; results differ by rounding only.
 """
@@ -15,7 +18,6 @@ The same code runs in one process or in many; results differ by rounding only.
 import gc
 import math
 import shutil
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,15 @@ from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import TrainingSpec
 from training.contract.store import Made, write_json
+from training.course import Course
 from training.data.packing import Batches, Positions, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
 from training.objective import PreferenceObjective, pair_tokens
+from training.parallel.choice import load_frozen
+from training.parallel.masters import Masters
 from training.parallel.models import FrozenModel, TrainableModel
-from training.proof import Proof, evenly_spaced, prove_zero_margin
+from training.proof import Proof, evenly_spaced, nats_apart, prove_zero_margin
 from training.scored_pairs import ScoredPairs, score_pairs
 from training.stepper import Stepper
 from training.tails import read_table
@@ -45,36 +50,38 @@ _PROVEN_PAIRS = 16
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Train the policy and write it into `job.staging`. Raises TrainingError where the run must not go on."""
-    events.phase("loading the model that becomes the policy")
-    started = time.perf_counter()
+    events.phase("reading pairs and reference log-probs")
     tuning = _Tuning(job, group, events)
-    tuning.trainer.add_seconds("loading", time.perf_counter() - started)
     tuning.trainer.run(tuning.observe)
     events.phase("saving the policy")
     return tuning.save()
 
 
 class _Tuning:
-    """The parts of one run, and what is done with them before, between and after its steps."""
+    """The parts of one run, and what is done with them before, between and after its steps.
+
+    `starts_as_reference`: before the first step the policy is the model that made the table, in the same dtype.
+    """
 
     def __init__(self, job: Job, group: Group, events: EventWriter) -> None:
         self.job, self.group, self.events = job, group, events
         self.settings = settings = TrainingSpec.model_validate(job.settings)
-        self.from_champion = settings.champion is not None
-        self.start = self._start()
+        self.course = Course(job, group, events, ("loss", *_REWARDS))
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.held_out = self.pairs.indices("validation")
-        everything = np.arange(len(self.pairs))
-        self.reference = read_table(job, self.pairs, everything, settings.loss, group, events)
-        trainable = TrainableModel(self.start.folder, settings.precision, settings.adapter, settings.seed)
-        float8_head = settings.head_precision == "float8"
-        self.masters = load_for_training(trainable, job.compute, group, events, float8_head)
-        objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group)
         items, tokens = train_items(self.pairs), pair_tokens(self.pairs)
         self.batches = Batches(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
         self.steps = settings.max_steps or settings.epochs * self.batches.steps_per_epoch
-        stepper = Stepper(self.masters, objective, self.batches, settings, self.steps)
-        self.trainer = Trainer(job, events, stepper, ("loss", *_REWARDS))
+        everything = np.arange(len(self.pairs))
+        self.reference = read_table(job, self.pairs, everything, settings.loss, group, events)
+        self.starts_as_reference = settings.champion is None and settings.precision == self.reference.dtype
+        if self.course.resumed_step is None and not self.starts_as_reference:
+            self._prove_apart()
+        self.start = self._start()
+        self.masters = self._load()
+        objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group)
+        self.stepper = Stepper(self.masters, objective, self.batches, settings, self.steps)
+        self.trainer = Trainer(job, events, self.stepper, self.course)
 
     def _start(self) -> Input:
         if self.settings.champion is None:
@@ -82,59 +89,68 @@ class _Tuning:
         folder = Path(self.job.locations["champion"])
         return Input(kind="champion", fingerprint=self.settings.champion, folder=folder)
 
+    def _load(self) -> Masters:
+        self.events.phase("loading the model that becomes the policy")
+        settings = self.settings
+        trainable = TrainableModel(self.start.folder, settings.precision, settings.adapter, settings.seed)
+        float8_head = settings.head_precision == "float8"
+        with self.course.timed("loading"):
+            return load_for_training(trainable, self.job.compute, self.group, self.events, float8_head)
+
     def observe(self, step: int) -> None:
-        """Before the first step the proof; held-out metrics when they are due."""
-        if step == 0:
-            self._prove_table()
+        """Before the first step the proof, or how far the policy is from the table; held-out metrics when they are due."""
+        if step == 0 and self.starts_as_reference:
+            self._prove(self.masters.model)
+        elif step == 0 and self.settings.champion is None:
+            self._note_rounding()
         if len(self.held_out) and (step % self.job.compute.evaluate_every == 0 or step == self.steps):
             self._evaluate(step)
 
-    def _prove_table(self) -> None:
-        """Compare the table with the reference model on some pairs of either split. Raises TrainingError."""
+    def _prove_apart(self) -> None:
+        """Prove the table with the reference model, which is gone afterwards. Raises TrainingError."""
+        self.events.phase("loading the reference model for the proof of step 0")
+        frozen = FrozenModel(self.job.inputs["reference_model"], self.reference.dtype)
+        with self.course.timed("proof"):
+            model = load_frozen(frozen, self.job.compute.parallel, self.group, self.events)
+        self._prove(model)
+        del model
+        gc.collect()  # its parts refer to each other, and the policy wants the memory
+
+    def _prove(self, model: PreTrainedModel) -> None:
+        """Compare the table with the model that made it, on some pairs of either split. Raises TrainingError."""
         self.events.phase("proof of step 0")
-        with self.trainer.timed("proof"):
-            model, first = self._reference_model(), self.batches.batch(1)
-            proof = self._prove(model, first, "the first batch")
-            self.trainer.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
-            self._note_rounding(proof)
-            others = evenly_spaced(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
+        first = self.batches.batch(1)
+        others = evenly_spaced(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
+        held_out = evenly_spaced(self.held_out, _PROVEN_PAIRS)
+        with self.course.timed("proof"):
+            proof = self._compare(model, first, "the first batch")
+            self.course.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
             if len(others):
-                self._prove(model, others, f"{len(others)} pairs spread over those after the first batch")
-            if self.from_champion and len(self.held_out):  # else all of them are proved when they are first evaluated
-                self._prove(model, evenly_spaced(self.held_out, _PROVEN_PAIRS), "held-out pairs")
-            del model
-            if self.from_champion:
-                gc.collect()  # its parts refer to each other, and training wants the memory
+                self._compare(model, others, f"{len(others)} pairs spread over those after the first batch")
+            if len(held_out) and not self.starts_as_reference:  # else all of them, when they are first evaluated
+                self._compare(model, held_out, "held-out pairs")
 
-    def _note_rounding(self, proof: Proof) -> None:
+    def _compare(self, model: PreTrainedModel, positions: Positions, where: str) -> Proof:
+        return prove_zero_margin(self._score(model, positions), self.reference, self.settings.loss, where)
+
+    def _note_rounding(self) -> None:
         """Rounding is the same for policy and reference, and cancels in their difference, in one dtype only."""
-        dtype, of_table = self.settings.precision, self.reference.dtype
-        if dtype != of_table and not self.from_champion:
-            self.events.note(
-                f"the policy runs in {dtype} and the reference's log-probs are of {of_table}: before training they are "
-                f"{proof.apart:.2g} nats a response apart, which stays in all rewards; `reference.dtype: {dtype}` avoids it"
-            )
-
-    def _reference_model(self) -> PreTrainedModel:
-        """The model that made the table: the policy, as long as it has learned nothing, or one that is gone after the proof.
-
-        That one is laid out on the ranks like the policy: there is room beside it, since no moments are kept yet.
-        """
-        if not self.from_champion:
-            return self.masters.model
-        return self.masters.layout.place(FrozenModel(self.job.inputs["reference_model"], self.reference.dtype).load)
-
-    def _prove(self, model: PreTrainedModel, positions: Positions, where: str) -> Proof:
-        dtype = self.reference.dtype if self.from_champion else self.settings.precision
-        return prove_zero_margin(self._score(model, positions), dtype, self.reference, self.settings.loss, where)
+        some = evenly_spaced(self.batches.batch(1), _PROVEN_PAIRS)
+        with self.course.timed("proof"):
+            apart = nats_apart(self._score(self.masters.model, some))
+        self.course.facts["step0_apart"] = apart
+        dtype = self.settings.precision
+        self.events.note(
+            f"the policy runs in {dtype} and the reference's log-probs are of {self.reference.dtype}: before training they "
+            f"are {apart:.2g} nats a response apart, which stays in all rewards; `reference.dtype: {dtype}` avoids it"
+        )
 
     def _evaluate(self, step: int) -> None:
-        with self.trainer.timed("evaluation"):
+        with self.course.timed("evaluation"):
             scored = self._score(self.masters.model, self.held_out)
-            if step == 0 and not self.from_champion:
-                settings = self.settings
-                prove_zero_margin(scored, settings.precision, self.reference, settings.loss, "the held-out pairs")
-        self.trainer.facts["eval"] = scored.metrics()
+            if step == 0 and self.starts_as_reference:
+                prove_zero_margin(scored, self.reference, self.settings.loss, "the held-out pairs")
+        self.course.facts["eval"] = scored.metrics()
         self.events.emit("eval", step=step, **scored.metrics())
 
     def _score(self, model: PreTrainedModel, positions: Positions) -> ScoredPairs:
@@ -146,7 +162,7 @@ class _Tuning:
     def save(self) -> Made:
         """Write the policy's folder, on rank 0, which alone can tell the fingerprint of what it wrote."""
         staging = self.job.staging
-        with self.trainer.timed("saving"):
+        with self.course.timed("saving"):
             fingerprint = write_trained(self.job, self.masters, self.start, self.settings.adapter)
         if not self.group.is_main:
             return Made(fingerprint)
@@ -160,7 +176,7 @@ class _Tuning:
 
     def _summary(self) -> dict[str, Any]:
         """The run's facts: last metrics on both splits, counts, seconds, and the course of the rewards."""
-        facts = self.trainer.facts
+        facts = self.course.facts
         rewards = [value for name in _REWARDS for value in facts["series"][name]]
         counts = {"train": len(self.batches.items), "validation": len(self.held_out)}
         return {**facts, "pairs": counts, "rewards_finite": all(map(math.isfinite, rewards)), "world": self.group.world}

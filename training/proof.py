@@ -1,17 +1,18 @@
-"""The proof of step 0: before training the policy is the reference, so every margin is zero and the loss is known.
+"""The proof of step 0: the model that made the table still gives its log-probs, so the loss of a policy that is it is known.
 
-Expected is the loss of a policy that has the table's log-probs. For a loss of log-ratios that is a constant, ln 2 for the
-sigmoid loss; for one without a reference (SimPO, the SFT term) it follows from the table. Whatever breaks this (a stale
-table, another mask or template, other weights, a wrong precision) would otherwise train towards nonsense without an
+A policy that starts as the reference, in the dtype of the table, is that model; for any other the reference model is loaded
+for the proof alone. Expected is the loss of a policy that has the table's log-probs. For a loss of log-ratios that is a
+constant, ln 2 for the sigmoid loss; for one without a reference (SimPO, the SFT term) it follows from the table. Whatever
+breaks this (a stale table, another mask or template, other weights) would otherwise train towards nonsense without an
 error. The mean alone does not suffice, since errors of opposite sign cancel in it; so each response is compared too.
 
 Both log-probs are sums over n response tokens of values with independent rounding errors, so they may differ by a number of
-nats times sqrt(n) (`rounding_nats`). In one dtype the same code ran on the same numbers, and differs where a response shared
-its row with others: in bfloat16 by up to 0.03 in random Llamas with weights of deviation 0.1, and by 1e-6 where the row is the
-same. A policy in bfloat16 beside a table in float32 has other weights, rounded ones: there they were up to 0.13 apart. The loss
-itself tells how far off it may be: all log-probs are moved to the corners of what is allowed (chosen and rejected up or down),
-and each pair may change by twice its largest change there. Losses are monotone or convex in each log-prob, or smooth over
-so small a box: so the corners bound what lies between them, and the factor of two covers the last case.
+nats times sqrt(n) (`rounding_nats`). The same code ran on the same numbers in the same dtype, and differs where a response
+shared its row with others: in bfloat16 by up to 0.03 in random Llamas with weights of deviation 0.1, and by 1e-6 where the row
+is the same. The loss itself tells how far off it may be: all log-probs are moved to the corners of what is allowed (chosen
+and rejected up or down), and each pair may change by twice its largest change there. Losses are monotone or convex in each
+log-prob, or smooth over so small a box: so the corners bound what lies between them, and the factor of two covers the last
+case.
 
 Three sets of pairs are compared: the first batch, pairs spread over the rest of the train split, and held-out ones. So
 errors in any part of the table are likely to be met, whatever the order of the data.
@@ -31,7 +32,6 @@ from training.losses.preference import preference_loss
 from training.scored_pairs import ScoredPairs
 
 _ROUNDING_NATS = {"float32": 0.001, "bfloat16": 0.05}
-_MIXED_NATS = 0.25
 _SHOWN = 5
 _SLACK = 2.0
 
@@ -40,61 +40,56 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Deviations:
-    """Per pair and side (chosen, rejected): both log-probs in nats, and by how much they may differ."""
+    """Per pair and side (chosen, rejected): the log-prob scored now and that of the table, and by how much they may differ."""
 
-    policy_I2: Floats
-    reference_I2: Floats
+    live_I2: Floats
+    stored_I2: Floats
     allowed_I2: Floats
 
     @property
     def excess_I(self) -> Floats:
         """Of the worse side of each pair, in units of what is allowed; NaN counts as infinite."""
-        excess_I2 = np.abs(self.policy_I2 - self.reference_I2) / self.allowed_I2
+        excess_I2 = np.abs(self.live_I2 - self.stored_I2) / self.allowed_I2
         worse_I: Floats = np.nan_to_num(excess_I2, nan=np.inf).max(axis=1)
         return worse_I
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The mean loss before training, what it should be, and by how much it may be off.
-
-    `apart`: how many nats the two log-probs of a response are apart, as the root of the mean square.
-    """
+    """The mean loss at zero margin, what it should be, and by how much it may be off."""
 
     loss: float
     expected: float
     allowed: float
-    apart: float
 
 
-def rounding_nats(dtype: str, reference: str) -> float:
-    """By how much log-probs of one token may differ between a model in `dtype` and a table that was made in `reference`."""
-    return _ROUNDING_NATS[dtype] if dtype == reference else _MIXED_NATS
+def rounding_nats(dtype: str) -> float:
+    """By how much two passes of a model in `dtype` may differ in a sum of n log-probs, divided by the root of n."""
+    return _ROUNDING_NATS[dtype]
 
 
-def prove_zero_margin(scored: ScoredPairs, dtype: str, reference: LogProbTable, loss: Loss, where: str) -> Proof:
-    """Check pairs that were scored in `dtype` before training.
+def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, where: str) -> Proof:
+    """Check pairs that were scored by the model that made the table, in the table's dtype.
 
     Raises TrainingError, with the worst rows, if the loss or a response is off.
     """
-    found = deviations(scored, reference, rounding_nats(dtype, reference.dtype))
+    found = deviations(scored, reference)
     proof = _loss_at_reference(scored, loss, found)
     wrong = int((found.excess_I > 1).sum())
     if abs(proof.loss - proof.expected) <= proof.allowed and not wrong:
         return proof
     raise TrainingError(
-        f"before the first step the policy is not the reference, on {where}: the loss is {proof.loss:.6f}, expected "
+        f"the reference model does not give the log-probs of the table, on {where}: the loss is {proof.loss:.6f}, expected "
         f"{proof.expected:.6f} within {proof.allowed:.6f}, and {wrong} of {len(found.excess_I)} pairs differ by more than "
         f"rounding. The worst:\n{_worst(found, scored.pairs.rows[scored.positions_V])}\n"
         f"The reference log-probs were made from other weights, tokens or masks: materialize reference_logprobs again"
-        f"{_advice(dtype, reference.dtype)}"
     )
 
 
-def _advice(dtype: str, reference: str) -> str:
-    """What else may be the cause where the dtypes differ."""
-    same = f"; or rounding weighs more in this model: set `reference.dtype: {dtype}`, so that policy and reference round alike"
-    return "" if dtype == reference else same
+def nats_apart(scored: ScoredPairs) -> float:
+    """How many nats the two log-probs of a response are apart, policy and table, as the root of the mean square."""
+    apart_V2 = scored.logprobs.policy_B2 - scored.logprobs.reference_B2
+    return float(apart_V2.square().mean().sqrt())
 
 
 def _loss_at_reference(scored: ScoredPairs, settings: Loss, found: Deviations) -> Proof:
@@ -108,9 +103,8 @@ def _loss_at_reference(scored: ScoredPairs, settings: Loss, found: Deviations) -
     signs = allowed_I2.new_tensor([[1, 1], [1, -1], [-1, 1], [-1, -1]])
     corners = [losses_I(logprobs.reference_B2 + allowed_I2 * corner) for corner in signs]
     changes_I = torch.stack([(corner_I - expected_I).abs() for corner_I in corners]).amax(dim=0)
-    apart = float(np.sqrt(np.square(found.policy_I2 - found.reference_I2).mean()))
     loss, expected = float(scored.outcome.losses_B.mean()), float(expected_I.mean())
-    return Proof(loss, expected, _SLACK * float(changes_I.mean()), apart)
+    return Proof(loss, expected, _SLACK * float(changes_I.mean()))
 
 
 def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -119,18 +113,18 @@ def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[n
     return positions[at]
 
 
-def deviations(scored: ScoredPairs, reference: LogProbTable, nats: float) -> Deviations:
-    """Scores made now beside those in the table; each may differ by `nats` times the root of its token count."""
+def deviations(scored: ScoredPairs, reference: LogProbTable) -> Deviations:
+    """Scores made now, in the dtype of the table, beside those that it holds."""
     at, logprobs = scored.positions_V, scored.logprobs
-    leeway_I2 = nats * np.sqrt(np.maximum(reference.tokens_P2[at], 1))
+    leeway_I2 = rounding_nats(reference.dtype) * np.sqrt(np.maximum(reference.tokens_P2[at], 1))
     return Deviations(logprobs.policy_B2.numpy(), logprobs.reference_B2.numpy(), leeway_I2)
 
 
 def _worst(found: Deviations, rows: npt.NDArray[np.int64]) -> str:
     worst = np.argsort(-found.excess_I, kind="stable")[:_SHOWN]
     return "\n".join(
-        f"  row {rows[at]}: chosen policy {found.policy_I2[at, 0]:.4f} reference {found.reference_I2[at, 0]:.4f}, "
-        f"rejected policy {found.policy_I2[at, 1]:.4f} reference {found.reference_I2[at, 1]:.4f} "
+        f"  row {rows[at]}: chosen {found.live_I2[at, 0]:.4f}, in the table {found.stored_I2[at, 0]:.4f}; rejected "
+        f"{found.live_I2[at, 1]:.4f}, in the table {found.stored_I2[at, 1]:.4f} "
         f"(allowed {found.allowed_I2[at, 0]:.4f} and {found.allowed_I2[at, 1]:.4f})"
         for at in worst
     )

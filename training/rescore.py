@@ -41,15 +41,14 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     demand_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = score_pairs(model, pairs, positions, table, Loss(), group, events)
-    nats = rounding_nats(table.dtype, table.dtype)
-    found = deviations(scored, table, nats)
+    found = deviations(scored, table)
     rows = [
         {
             "row": int(row),
             **{
                 side: {
-                    "stored": float(found.reference_I2[at, number]),
-                    "live": float(found.policy_I2[at, number]),
+                    "stored": float(found.stored_I2[at, number]),
+                    "live": float(found.live_I2[at, number]),
                     "allowed": float(found.allowed_I2[at, number]),
                 }
                 for number, side in enumerate(SIDES)
@@ -59,7 +58,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     ]
     if group.is_main:
         write_json(job.staging / RESULT_FILE, rows)
-    return Made(fingerprint("proof", rows), {"tolerance": nats, "dtype": table.dtype})
+    return Made(fingerprint("proof", rows), {"tolerance": rounding_nats(table.dtype), "dtype": table.dtype})
 
 
 def _positions(pairs: Pairs, wanted: Any) -> npt.NDArray[np.int64]:

@@ -5,8 +5,6 @@ short ones, as everywhere in language modelling. Stepping, resuming and saving a
 the pair that carries a chosen response; a response that several pairs share is trained on as often.
 """
 
-import time
-
 import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +13,7 @@ from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
+from training.course import Course
 from training.data.packing import Batches, Positions, Tokens, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
@@ -46,11 +45,12 @@ class ResponseObjective(Objective[CollatedRows]):
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Tune the base model and write it into `job.staging`. Raises TrainingError where the run must not go on."""
-    events.phase("loading the base model")
-    started = time.perf_counter()
     settings, base = SupervisedTuning.model_validate(job.settings), job.inputs["base_model"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    masters = load_for_training(TrainableModel(base.folder, "float32"), job.compute, group, events)
+    course = Course(job, group, events, ("loss",))
+    events.phase("loading the base model")
+    with course.timed("loading"):
+        masters = load_for_training(TrainableModel(base.folder, "float32"), job.compute, group, events)
     pairs.demand_known_tokens(masters.model.config.vocab_size)
     demand_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
@@ -58,10 +58,9 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
     )
     steps = settings.epochs * batches.steps_per_epoch
-    trainer = Trainer(job, events, Stepper(masters, ResponseObjective(pairs), batches, settings, steps), ("loss",))
-    trainer.add_seconds("loading", time.perf_counter() - started)
-    trainer.run()
+    stepper = Stepper(masters, ResponseObjective(pairs), batches, settings, steps)
+    Trainer(job, events, stepper, course).run()
     events.phase("saving the reference model")
-    with trainer.timed("saving"):
+    with course.timed("saving"):
         fingerprint = write_trained(job, masters, base)
-    return Made(fingerprint, trainer.facts | {"pairs": len(batches.items), "world": group.world})
+    return Made(fingerprint, course.facts | {"pairs": len(batches.items), "world": group.world})

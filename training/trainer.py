@@ -1,8 +1,5 @@
 """The training loop: resume, then step, report, observe and save, until the last step. It knows nothing of the loss.
 
-What a run has to remember beside weights and optimizer is `facts`, plain JSON that goes into every checkpoint. So a run
-that was killed and resumed ends with the same facts, but for the seconds, as one that was never interrupted.
-
 The order within a step is: step event, observation (which may add eval events), checkpoint. So all events up to a checkpoint
 are written before it is committed; resuming drops the later ones, and they are written again.
 
@@ -12,22 +9,18 @@ finishes the step, saves, and ends with an error that says so; an observation th
 
 import contextlib
 import signal
-import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from training.agreement import Flags
-from training.checkpoint import Checkpoints, State
+from training.checkpoint import State
 from training.contract.errors import StoreError, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.job import Job
+from training.course import Course
 from training.saver import Saver
-from training.stepper import Stepper, peak_memory_mb
-
-_OBSERVED = "observed"  # among a checkpoint's facts: the last step after which `observe` was called
-_CURVE_POINTS = 200
+from training.stepper import Stepper
 
 
 def _observe_nothing(step: int) -> None:
@@ -35,26 +28,14 @@ def _observe_nothing(step: int) -> None:
 
 
 class Trainer:
-    """Runs the steps of `stepper` for `job`; `curves` names the metrics of which some 200 values are kept among the facts."""
+    """Runs the steps of `stepper` for `job`, and notes them in `course`."""
 
-    def __init__(self, job: Job, events: EventWriter, stepper: Stepper, curves: tuple[str, ...]) -> None:
-        self._events, self._stepper, self._group = events, stepper, stepper.group
+    def __init__(self, job: Job, events: EventWriter, stepper: Stepper, course: Course) -> None:
+        self._events, self._stepper, self._group, self._course = events, stepper, stepper.group, course
         self._every = job.compute.checkpoint_every
-        self._checkpoints = Checkpoints(job.checkpoints, job.derivation, job.compute.keep_checkpoints)
-        self._saver, self._checkpoint_is_due = Saver(self._checkpoints, stepper.group), False
+        self._saver, self._checkpoint_is_due = Saver(course.checkpoints, stepper.group), False
         self._signals: list[str] = []
         self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
-        self._stride = -(-stepper.steps // _CURVE_POINTS)
-        empty: dict[str, list[float]] = {name: [] for name in curves}
-        self.facts: dict[str, Any] = {
-            "steps": 0,
-            "tokens": 0,
-            "peak_memory_mb": 0.0,
-            "seconds": {},
-            "peaks_mb": {},
-            "train": {},
-            "series": {"steps": []} | empty,
-        }
 
     def run(self, observe: Callable[[int], None] = _observe_nothing) -> None:
         """Take the steps that are left; `observe` is called on every rank, with 0 before the first and after each."""
@@ -76,65 +57,41 @@ class Trainer:
                 observe(step)
                 self._save_if_due(step, flags)
                 progress.advance()
-            with self.timed("checkpoints"):
+            with self._course.timed("checkpoints"):
                 self._saver.finish()
             self._stop_if_asked_since()
-
-    @contextlib.contextmanager
-    def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the block to those of `phase` in `facts`."""
-        started = time.perf_counter()
-        yield
-        self.add_seconds(phase, time.perf_counter() - started)
-
-    def add_seconds(self, phase: str, seconds: float) -> None:
-        """Add to the seconds of `phase`, and note the most memory that this process has held until now."""
-        total = self.facts["seconds"]
-        total[phase] = total.get(phase, 0.0) + seconds
-        self.facts["peaks_mb"][phase] = peak_memory_mb(self._group.device)
 
     def _step(self, step: int) -> Flags:
         """Take a step, emit its event and update the facts; gives the flags of all ranks. Raises TrainingError."""
         flags = Flags(bool(self._signals), self._saver.busy, self._saver.failed)
         try:
-            with self.timed("training"):
+            with self._course.timed("training"):
                 done = self._stepper.step(step, flags)
         except TrainingError:
             with contextlib.suppress(StoreError):
                 self._saver.finish()  # every rank is here; let the last good checkpoint be complete
             raise
-        metrics, facts, series = done.metrics, self.facts, self.facts["series"]
-        self._events.emit("step", step=step, **metrics)
-        facts["steps"] = step
-        facts["tokens"] += self._stepper.batches.tokens(step)
-        facts["peak_memory_mb"] = max(facts["peak_memory_mb"], metrics["peak_memory_mb"])
-        facts["train"] = metrics
+        self._events.emit("step", step=step, **done.metrics)
+        self._course.add_step(step, self._stepper.steps, done.metrics, self._stepper.batches.tokens(step))
         if state := self._stepper.objective.state():
-            facts["objective"] = state
-        if step % self._stride == 0 or step in (1, self._stepper.steps):
-            series["steps"].append(step)
-            for name in series.keys() - {"steps"}:
-                series[name].append(metrics[name])
+            self._course.facts["objective"] = state
         return done.flags
 
     def _resume(self) -> tuple[int, int]:
         """Restore the last checkpoint; gives its step, and the last step that was observed before it was saved."""
-        with self.timed("resuming"):
-            found = self._checkpoints.resume(self._group, self._events.note)
-            if found is None:
-                self._events.rewind(-1)
-                return 0, 0
+        step = self._course.resumed_step
+        if step is None:
+            self._events.rewind(-1)
+            return 0, 0
+        with self._course.timed("resuming"):
+            found = self._course.checkpoints.read(step)
             self._state.restore(found.tensors)
             self._stepper.masters.update_model()
-            observed = found.facts.pop(_OBSERVED)
-            before = self.facts["seconds"]
-            self.facts.update(found.facts)
-            for phase, seconds in before.items():
-                self.add_seconds(phase, seconds)
-            self._stepper.objective.restore(self.facts.get("objective", {}))
-        self._events.rewind(found.step)
-        self._events.note(f"resumed from the checkpoint of step {found.step}")
-        return found.step, observed
+            observed = self._course.restore(found.facts)
+            self._stepper.objective.restore(self._course.facts.get("objective", {}))
+        self._events.rewind(step)
+        self._events.note(f"resumed from the checkpoint of step {step}")
+        return step, observed
 
     def _save_if_due(self, step: int, flags: Flags) -> None:
         """Save when it is time, unless a rank is still saving; all ranks decide alike. Raises StoreError."""
@@ -162,8 +119,8 @@ class Trainer:
         )
 
     def _save(self, step: int, observed: int) -> None:
-        with self.timed("checkpoints"):
-            self._saver.start(step, self._state, {**self.facts, _OBSERVED: observed})
+        with self._course.timed("checkpoints"):
+            self._saver.start(step, self._state, self._course.to_save(observed))
 
 
 @contextlib.contextmanager

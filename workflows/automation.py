@@ -18,8 +18,8 @@ import dagster as dg
 
 from assets.changes import changes_since
 from assets.graph import GRAPH
-from assets.materialized import Materialization, latest
-from assets.pipeline import Pipeline, Services
+from assets.materialized import History, Materialization
+from assets.pipeline import Pipeline
 from assets.world import Found, FoundTokenizer, hash_cache, look
 from training.contract.errors import RecipeError
 from training.contract.fingerprint import fingerprint
@@ -97,12 +97,13 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         description=f"Records data, base model and tokenizer of {pipeline.name} when they are not what they were.",
     )
     def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
-        if latest(context.instance, pipeline.key("preference_source")).fingerprint is None:
-            return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
         services = build_services(pedigree_home())
+        history = History(context.instance, pipeline, services.store)
+        if history.latest("preference_source").fingerprint is None:
+            return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
         cache = hash_cache(services)
         found = [look(pipeline, services, asset, cache) for asset in _LOOKED_AT]
-        causes = _causes(pipeline, services, context.instance, found)
+        causes = _causes(history, found)
         if not causes:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
             return dg.SensorResult(skip_reason=same, cursor=_NOTHING)
@@ -121,13 +122,13 @@ def _was_asked_for(seen: str, cursor: str | None) -> bool:
     return asked == seen and time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN
 
 
-def _causes(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: Sequence[Found]) -> list[str]:
+def _causes(history: History, found: Sequence[Found]) -> list[str]:
     """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
     causes = []
     for each in found:
-        recorded = latest(instance, pipeline.key(each.asset))
-        if recorded.key is not None and not _is_recorded(services.store, recorded, each):
-            causes += [f"{each.asset}: {words}" for words in changes_since(services.store, recorded.key, each)]
+        recorded = history.latest(each.asset)
+        if recorded.key is not None and not _is_recorded(history.store, recorded, each):
+            causes += [f"{each.asset}: {words}" for words in changes_since(history.store, recorded.key, each)]
     return causes
 
 

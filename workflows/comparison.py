@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import dagster as dg
 
 from assets.held_out import accuracy, loss, margin, rows_by_pair, scale
-from assets.materialized import Ancestor, History, latest
+from assets.materialized import Ancestor, History
 from assets.pipeline import Pipeline, Services
 from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
 from model_registry.records import flatten
@@ -86,25 +86,25 @@ def compare(evaluated: Sequence[Evaluated]) -> Comparison:
 
 def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> Evaluated:
     """The last evaluation of a pipeline; one that is corrupt, or stands on what is no longer in the store, is none."""
-    found = latest(instance, pipeline.key("evaluation")).fingerprint
+    history = History(instance, pipeline, services.store)
+    found = history.latest("evaluation").fingerprint
     if found is None:
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
     try:
-        return _evaluated(pipeline, services, instance, found)
+        return _evaluated(history, services, found)
     except StoreError as error:
         return Evaluated(pipeline.name, notes=(f"its evaluation cannot be used: {error}",))
 
 
-def _evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, found: str) -> Evaluated:
+def _evaluated(history: History, services: Services, found: str) -> Evaluated:
     artifact = services.store.open("evaluation", found)
     rows = rows_by_pair(artifact)
-    stood_on = History(instance, pipeline, services.store).ancestry({"evaluation": found})
     return Evaluated(
-        recipe=pipeline.name,
-        settings=_settings(stood_on),
+        recipe=history.pipeline.name,
+        settings=_settings(history.ancestry({"evaluation": found})),
         scale=scale(artifact),
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
-        notes=_edited(pipeline, services, instance),
+        notes=_edited(history.pipeline, services, history.instance),
     )
 
 

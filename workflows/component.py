@@ -57,12 +57,9 @@ class PreferenceTuning(dg.Component):
         return cls(pipelines)
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        return dg.Definitions.merge(*(pipeline_definitions(pipeline) for pipeline in self.pipelines))
-
-
-def pipeline_definitions(pipeline: Pipeline) -> dg.Definitions:
-    """The assets of a pipeline with its jobs, schedule and sensors."""
-    return dg.Definitions.merge(dg.Definitions(assets=declare_assets(pipeline)), retraining(pipeline))
+        """The assets of all pipelines with their jobs, schedules and sensors."""
+        assets = [asset for pipeline in self.pipelines for asset in declare_assets(pipeline)]
+        return dg.Definitions.merge(dg.Definitions(assets=assets), *map(retraining, self.pipelines))
 
 
 def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:

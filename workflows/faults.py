@@ -1,7 +1,7 @@
 """What pydantic finds wrong in a recipe, in words: place, field, what was expected, what was found, and what was meant.
 
 What was meant is guessed from the recipe's own fields: a name that is nearly one of the section, or one that is a field
-of another section, as `learning_rate` is of the optimizer.
+of another section, as `learning_rate` is of the optimizer, or what TRL calls so.
 """
 
 import difflib
@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from training.contract.recipe import Recipe
 from training.contract.variants import RecipeFile
+from workflows import trl_names
 
 _LONGEST_VALUE = 80
 _ALIKE = 0.75  # below it are other words: gpu and cpu, sigmoid and sigmoid_norm
@@ -64,18 +65,21 @@ def _words(name: str, fault: Any) -> str:
 
 
 def _no_choice(expected: str, given: Any) -> str:
-    near = difflib.get_close_matches(str(given), re.findall("'(.*?)'", expected), n=1, cutoff=_ALIKE)
+    known = re.findall("'(.*?)'", expected)
+    trl = [name for name in known if name == trl_names.CHOICES.get(str(given))]
+    near = trl or difflib.get_close_matches(str(given), known, n=1, cutoff=_ALIKE)
     meant = f"; did you mean `{near[0]}`?" if near else ""
     return f"expected {expected}, found {_shown(given)}{meant}"
 
 
 def _unknown(name: str) -> str:
-    """A field there is not. What has this very name in the same section, or nearly, was meant; or else what has it anywhere."""
+    """A field there is not. What TRL calls so was meant; or what has this name in the same section, or nearly, or anywhere."""
     section, _, field = name.rpartition(".")
     known = _section(section)
     elsewhere = [path for path in _paths(Recipe) if path.endswith(f".{field}") and not section.startswith(path)]
     below = [path for path in elsewhere if path.startswith(f"{section}.")]
-    near = below or difflib.get_close_matches(field, known, n=1) or elsewhere
+    trl = [path for path in [trl_names.FIELDS.get(field)] if path]
+    near = trl or below or difflib.get_close_matches(field, known, n=1) or elsewhere
     return f"there is no such field; did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
 
 

@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from assets.adapters import MERGED
 from assets.graph import GRAPH
-from assets.materialized import latest
+from assets.materialized import latest_of
 from assets.pipeline import Services
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.job import Job
@@ -137,8 +137,8 @@ class Sweep:
             yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
 
     def _materialized(self) -> Iterator[Reference]:
-        for key in self._instance.get_asset_keys():
-            asset, recorded = key.path[-1], latest(self._instance, key)
+        for key, recorded in latest_of(self._instance, self._instance.get_asset_keys()).items():
+            asset = key.path[-1]
             if asset not in GRAPH or recorded.fingerprint is None:
                 continue
             yield asset, recorded.fingerprint

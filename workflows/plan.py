@@ -83,7 +83,7 @@ class _Cheap:
         source, base_model = record(services, data), record(services, model)
         for asset in ("training_spec", "evaluation_spec"):
             record(services, look(pipeline, services, asset))
-        spec = make(pipeline, services, "tokenization_spec", tokenizer_work(tokenizer), {}, _LOG)
+        spec = make(pipeline, services, "tokenization_spec", tokenizer_work(pipeline, tokenizer), {}, _LOG)
         reading = preferences_work(pipeline, data)
         rows = make(pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact}, _LOG)
         above = {"raw_preferences": rows.artifact, "tokenization_spec": spec.artifact}

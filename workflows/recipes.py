@@ -5,22 +5,32 @@ A file holds one pipeline or more: the recipe's own and those of its variants, w
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 
 import dagster as dg
 
+from assets.declare import declare_assets
 from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
-from workflows.component import DEFS, PreferenceTuning, pipeline_definitions
+from workflows.automation import retraining
+from workflows.component import DEFS, PreferenceTuning
 from workflows.recipe_file import RECIPE_FILE, explained, refuse_no_recipe
 
 
 @dataclass(frozen=True)
 class LoadedRecipe:
+    """`automation`: jobs, schedule and sensors of the pipeline."""
+
     folder: Path
     pipeline: Pipeline
-    definitions: dg.Definitions
+    automation: dg.Definitions
+
+    @cached_property
+    def definitions(self) -> dg.Definitions:
+        """All that Dagster is told of it. Made when it is asked for, since that takes long: only a run asks, of one variant."""
+        return dg.Definitions.merge(dg.Definitions(assets=declare_assets(self.pipeline)), self.automation)
 
 
 def find_recipes(text: str) -> list[LoadedRecipe]:
@@ -70,7 +80,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
     try:
         components = tree.get_all_components(of_type=PreferenceTuning)
         pipelines = [pipeline for component in components for pipeline in component.pipelines]
-        found = [LoadedRecipe(folder, pipeline, pipeline_definitions(pipeline)) for pipeline in pipelines]
+        found = [LoadedRecipe(folder, pipeline, retraining(pipeline)) for pipeline in pipelines]
     except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
         raise RecipeError(explained(folder / RECIPE_FILE, error)) from error
     return found

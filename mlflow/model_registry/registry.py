@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
@@ -22,7 +21,6 @@ from model_registry.records import tags_of
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.fingerprint import fingerprint, short
 
-Alias = Literal["candidate", "champion"]
 PREVIOUS_TAG = "pedigree.previous_champion"
 ROLLED_BACK_TAG = "pedigree.rolled_back"
 _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[0-9]+))")
@@ -112,13 +110,25 @@ class Registry:
             number = registered and registered.get("champion")
             return _version(client.get_model_version(name, number)) if number else None
 
-    def set_alias(self, name: str, alias: Alias, number: int) -> None:
-        """Point `alias` at the version. A new champion first records which version it replaces."""
-        replaced = self.champion(name) if alias == "champion" else None
-        with self._connection.asking(f"make version {number} of {name} its {alias}") as client:
-            if replaced and replaced.number != number:
-                client.set_model_version_tag(name, str(number), PREVIOUS_TAG, str(replaced.number))
-            client.set_registered_model_alias(name, alias, str(number))
+    def nominate(self, version: Version) -> None:
+        """Point the alias `candidate` at the version."""
+        with self._connection.asking(f"make version {version.number} of {version.name} its candidate") as client:
+            client.set_registered_model_alias(version.name, "candidate", str(version.number))
+
+    def promote(self, version: Version, over: Version | None) -> bool:
+        """Make the version champion, and note which one it replaces, if that is still `over`; gives whether it did.
+
+        MLflow cannot compare and set in one request: who promotes another in the milliseconds between the two is not seen.
+        """
+        name, number = version.name, version.number
+        with self._connection.asking(f"make version {number} of {name} its champion") as client:
+            now = (_registered(client, name) or {}).get("champion")
+            if (now and int(now)) != (over and over.number):
+                return False
+            if over is not None and over.number != number:
+                client.set_model_version_tag(name, str(number), PREVIOUS_TAG, str(over.number))
+            client.set_registered_model_alias(name, "champion", str(number))
+        return True
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> Version:
         """Add tags to a version; gives it with them."""

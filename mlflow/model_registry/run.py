@@ -22,6 +22,7 @@ _DELIVER_SECONDS = 2.0
 _RETRY_SECONDS = 30.0
 _METRICS_A_BATCH = 500
 _PARAMS_A_BATCH = 100
+_STEPS_A_BLOCK = 1024
 
 Point = tuple[str, int]
 T = TypeVar("T")
@@ -37,6 +38,23 @@ class RunPlan:
     dataset: DatasetUsed | None
 
 
+class Points:
+    """A set of points, a bit each: as tuples, those of a run of a million steps would take gigabytes."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Point, int] = {}
+
+    def update(self, points: Iterable[Point]) -> None:
+        for name, step in points:
+            block, at = divmod(step, _STEPS_A_BLOCK)
+            self._blocks[name, block] = self._blocks.get((name, block), 0) | 1 << at
+
+    def __contains__(self, point: Point) -> bool:
+        name, step = point
+        block, at = divmod(step, _STEPS_A_BLOCK)
+        return bool(self._blocks.get((name, block), 0) >> at & 1)
+
+
 class TrackedRun:
     """The run that `open_run` finds or makes as soon as the server answers; until then `run_id` is None.
 
@@ -47,7 +65,7 @@ class TrackedRun:
         self.run_id: str | None = None
         self._connection, self._open_run, self._plan = connection, open_run, plan
         self._pending: dict[Point, Metric] = {}
-        self._delivered: set[Point] = set()
+        self._delivered = Points()
         self._not_finite: set[str] = set()
         self._warned = False
         self._next_delivery = 0.0
@@ -113,8 +131,7 @@ class TrackedRun:
             client.log_inputs(run_id, datasets=[dataset_input(self._plan.dataset)])
         for key in run.data.metrics:
             self._delivered.update((key, old.step) for old in client.get_metric_history(run_id, key))
-        for point in self._delivered & self._pending.keys():
-            del self._pending[point]
+        self._pending = {point: new for point, new in self._pending.items() if point not in self._delivered}
         self.run_id = run_id
 
 

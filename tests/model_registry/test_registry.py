@@ -64,7 +64,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path
     run_id = new_run(Tracker(uri, home / "artifacts"), "a")
     registry = Registry(uri, home / "downloads")
     version = registry.register("demo", policy, run_id, identity=IDENTITY, tags={"pedigree.tokenized_pairs": "b" * 64})
-    registry.set_alias("demo", "champion", version.number)
+    assert registry.promote(version, over=None)
     return Registered(uri, run_id, registry, version)
 
 
@@ -182,19 +182,37 @@ def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry
     assert registry.champion("demo") is None
     add_versions(uri, new_run(tracker, "a"), 3)
     assert registry.champion("demo") is None
+    versions = sorted(registry.versions(), key=lambda version: version.number)
     for number in (1, 2, 2, 3):
-        registry.set_alias("demo", "candidate", number)
-        registry.set_alias("demo", "champion", number)
+        registry.nominate(versions[number - 1])
+        assert registry.promote(versions[number - 1], over=registry.champion("demo"))
     assert registry.champion("demo").tags[PREVIOUS_TAG] == "2"
     assert registry.rollback("demo").number == 2
     assert registry.champion("demo").number == 2
     assert registry.find_version("demo", {ROLLED_BACK_TAG: "true"}).number == 3
     for number in (1, 3):  # a candidate replaces nobody
-        registry.set_alias("demo", "candidate", number)
+        registry.nominate(versions[number - 1])
     assert registry.rollback("demo").number == 1
     with pytest.raises(RegistryError, match="version 1 is the first champion of demo"):
         registry.rollback("demo")
     assert MlflowClient(uri).get_model_version_by_alias("demo", "candidate").version == 3
+
+
+def test_a_version_is_promoted_only_over_the_champion_it_was_compared_with(
+    registry: Registry, uri: str, tracker: Tracker, tmp_path: Path
+):
+    """Another registry is another home, that asked in between."""
+    add_versions(uri, new_run(tracker, "a"), 3)
+    first, second, third = sorted(registry.versions(), key=lambda version: version.number)
+    assert not registry.promote(second, over=first), "there is none yet"
+    assert Registry(uri, tmp_path / "elsewhere").promote(first, over=None)
+    assert not registry.promote(second, over=None)
+    assert registry.champion("demo").number == 1
+    assert registry.promote(second, over=first)
+    assert not registry.promote(third, over=first)
+    champion = registry.champion("demo")
+    assert (champion.number, champion.tags[PREVIOUS_TAG]) == (2, "1")
+    assert PREVIOUS_TAG not in registry.find_version("demo", third.tags).tags
 
 
 def test_what_is_not_there_is_said(registry: Registry, uri: str, tracker: Tracker):
@@ -207,7 +225,7 @@ def test_what_is_not_there_is_said(registry: Registry, uri: str, tracker: Tracke
     add_versions(uri, new_run(tracker, "a"), 1)
     with pytest.raises(RegistryError, match="demo has no champion"):
         registry.rollback("demo")
-    registry.set_alias("demo", "candidate", 1)
+    registry.nominate(registry.find_version("demo", {}))
     with pytest.raises(
         RegistryError, match=r"no version of demo has the alias champion in .*, where there is candidate; "
     ):

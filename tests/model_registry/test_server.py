@@ -48,7 +48,7 @@ def test_a_run_and_a_version_through_http(
     )
     registry = Registry(server.uri, tmp_path / "downloads")
     version = registry.register("remote", policy, run.run_id, identity={"pedigree.policy": "a"}, tags={})
-    registry.set_alias("remote", "champion", version.number)
+    assert registry.promote(version, over=None)
     folder = registry.resolve("models:/remote@champion")
     assert weights_identity(folder) == weights_identity(policy)
     assert registry.resolve("models:/remote/1") == folder

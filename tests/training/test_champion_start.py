@@ -1,6 +1,7 @@
 """A policy that starts as the champion, while its reference stays what the recipe says."""
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,20 @@ def test_the_table_is_still_proven(tiny_world, champion, row: int, where: str):
     with pytest.raises(TrainingError, match=rf"{where}(.|\n)*1 of \d+ pairs|1 of \d+ pairs(.|\n)*{where}"):
         tune(job)
     assert told(job) == []
+
+
+def test_a_run_that_goes_on_proves_nothing_again(tiny_world, champion):
+    """Its first attempt did, and the table is the same: no second model is loaded. Without a checkpoint it begins anew."""
+    job = starting_from(tiny_world, champion, max_steps=2)
+    job = job.model_copy(update={"compute": job.compute.model_copy(update={"checkpoint_every": 2})})
+    before = tune(job).details
+    shift_reference(tiny_world, 0, 0.5)
+    again = tune(job).details
+    assert again["seconds"]["proof"] == before["seconds"]["proof"] > 0
+    assert [e["phase"] for e in told(job, "phase")].count("proof of step 0") == 1
+    shutil.rmtree(job.checkpoints)
+    with pytest.raises(TrainingError, match="row 100"):
+        tune(job)
 
 
 def test_an_adapter_on_the_champion_is_merged_into_the_champion(tiny_world, champion):

@@ -83,8 +83,9 @@ def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
 
 
 def resumed(checkpoints: Checkpoints, notes: list[str] | None = None) -> Checkpoint:
-    found = checkpoints.resume(ALONE, pytest.fail if notes is None else notes.append)
-    assert found is not None
+    step = checkpoints.last_whole(ALONE, pytest.fail if notes is None else notes.append)
+    assert step is not None
+    found = checkpoints.read(step)
     restored = Toy(-1.0)
     restored.state.restore(found.tensors)
     assert same(restored, Toy(found.step))
@@ -101,7 +102,7 @@ def test_what_was_saved_comes_back(tmp_path: Path):
 
 
 def test_without_any_there_is_none(tmp_path: Path):
-    assert Checkpoints(tmp_path / "none", JOB).resume(ALONE, pytest.fail) is None
+    assert Checkpoints(tmp_path / "none", JOB).last_whole(ALONE, pytest.fail) is None
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [100]), (2, [30, 100]), (3, [20, 30, 100])])
@@ -217,14 +218,14 @@ def test_a_step_that_was_saved_may_be_saved_again(tmp_path: Path):
 def test_all_corrupt_is_none(tmp_path: Path):
     checkpoints = saved(tmp_path, 5)
     flip_a_bit(place(tmp_path, 5) / "rank-00000.safetensors")
-    assert checkpoints.resume(ALONE, lambda text: None) is None
+    assert checkpoints.last_whole(ALONE, lambda text: None) is None
     assert resumed(saved(tmp_path, 5)).step == 5
 
 
 def test_another_job_in_the_same_folder_is_another_job(tmp_path: Path):
     saved(tmp_path, 5)
     other = JOB.model_copy(update={"settings": {"beta": 0.2}})
-    assert Checkpoints(tmp_path, other).resume(ALONE, pytest.fail) is None
+    assert Checkpoints(tmp_path, other).last_whole(ALONE, pytest.fail) is None
 
 
 def test_the_state_may_change_once_saving_began(tmp_path: Path):

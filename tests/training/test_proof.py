@@ -12,11 +12,10 @@ import torch
 from training.contract.errors import TrainingError
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss, LossType
-from training.contract.recipe import Training
 from training.data.tokenized import Pairs
 from training.losses.inputs import PairLogProbs
 from training.losses.preference import preference_loss
-from training.proof import Proof, prove_zero_margin
+from training.proof import Proof, nats_apart, prove_zero_margin
 from training.scored_pairs import ScoredPairs
 
 FILLED: dict[str, dict[str, Any]] = {
@@ -28,18 +27,18 @@ TYPES = [kind for kind in LossType if kind.traits.compares_responses]
 NATS = {"float32": 0.001, "bfloat16": 0.05}
 
 
-def settings(kind: str, precision: str, **options: Any) -> Training:
-    loss = {"type": kind, "beta": 0.5, **FILLED.get(kind, {}), **options}
-    return Training.model_validate({"loss": loss, "precision": precision})
+def of(kind: str, **options: Any) -> Loss:
+    return Loss.model_validate({"type": kind, "beta": 0.5, **FILLED.get(kind, {}), **options})
 
 
-def prove(world: Any, moved_I2: np.ndarray, training: Training, moved_tails: float = 0.0, reference: str = "") -> Proof:
-    """The proof of the tiny world's pairs, had the policy the table's log-probs moved by so much, and their tails.
+def table_of(world: Any, dtype: str) -> LogProbTable:
+    return replace(LogProbTable.read(world.reference, len(world.examples)), dtype=dtype)
 
-    The table was made in the policy's dtype, or in `reference`.
-    """
-    table = replace(LogProbTable.read(world.reference, len(world.examples)), dtype=reference or training.precision)
-    tails_I2 = torch.from_numpy(table.logprobs_P2 / 3) if training.loss.needs_token_logprobs else None
+
+def moved(world: Any, moved_I2: np.ndarray, loss: Loss, moved_tails: float = 0.0) -> ScoredPairs:
+    """The tiny world's pairs, had they the table's log-probs moved by so much, and their tails."""
+    table = table_of(world, "float32")
+    tails_I2 = torch.from_numpy(table.logprobs_P2 / 3) if loss.needs_token_logprobs else None
     logprobs = PairLogProbs(
         torch.from_numpy(table.logprobs_P2 + moved_I2),
         torch.from_numpy(table.logprobs_P2),
@@ -47,10 +46,12 @@ def prove(world: Any, moved_I2: np.ndarray, training: Training, moved_tails: flo
         None if tails_I2 is None else tails_I2 + moved_tails * torch.tensor([1, -1]),
         tails_I2,
     )
-    scored = ScoredPairs(
-        Pairs.open(world.pairs), np.arange(len(table)), logprobs, preference_loss(training.loss, logprobs)
-    )
-    return prove_zero_margin(scored, training.precision, table, training.loss, "all pairs")
+    return ScoredPairs(Pairs.open(world.pairs), np.arange(len(table)), logprobs, preference_loss(loss, logprobs))
+
+
+def prove(world: Any, moved_I2: np.ndarray, loss: Loss, dtype: str = "float32", moved_tails: float = 0.0) -> Proof:
+    """The proof of pairs that were so `moved`, with a table of `dtype`."""
+    return prove_zero_margin(moved(world, moved_I2, loss, moved_tails), table_of(world, dtype), loss, "all pairs")
 
 
 def leeway(world: Any, precision: str) -> np.ndarray:
@@ -69,7 +70,7 @@ def test_whatever_rounding_does_passes(tiny_world, kind: str):
             shares = np.sign(shares)
         elif draw % 3 == 2:
             shares = np.broadcast_to(np.sign(shares[:1]), shares.shape)
-        proof = prove(tiny_world, 0.999 * shares * allowed_I2, settings(kind, precision))
+        proof = prove(tiny_world, 0.999 * shares * allowed_I2, of(kind), precision)
         assert abs(proof.loss - proof.expected) <= proof.allowed
 
 
@@ -79,40 +80,33 @@ def test_more_than_rounding_does_not(tiny_world, kind: str):
     for nats in (1.001 * leeway(tiny_world, "float32")[3, 1], np.nan):
         moved_I2[3, 1] = nats
         with pytest.raises(TrainingError, match=r"1 of 45 pairs differ .*(.|\n)*row 103:"):
-            prove(tiny_world, moved_I2, settings(kind, "float32"))
+            prove(tiny_world, moved_I2, of(kind))
 
 
-def test_a_policy_in_another_dtype_than_the_table_may_be_further_off(tiny_world):
-    """Its weights are rounded, and five times what rounding does in one dtype passes; beyond it the cause may be just that."""
-    moved_I2, mixed = 4.99 * leeway(tiny_world, "bfloat16"), settings("sigmoid", "bfloat16")
-    apart = prove(tiny_world, moved_I2, mixed, reference="float32").apart
+def test_how_far_two_models_are_apart_is_a_root_mean_square(tiny_world):
+    moved_I2 = np.random.default_rng(0).normal(size=(len(tiny_world.examples), 2))
+    apart = nats_apart(moved(tiny_world, moved_I2, of("sigmoid")))
     assert apart == pytest.approx(math.sqrt((moved_I2**2).sum() / moved_I2.size))
-    with pytest.raises(TrainingError, match=r"materialize reference_logprobs again$"):
-        prove(tiny_world, moved_I2, mixed)
-    with pytest.raises(
-        TrainingError, match=r"again; or .* `reference.dtype: bfloat16`, so that policy and reference round"
-    ):
-        prove(tiny_world, 1.01 * moved_I2, mixed, reference="float32")
 
 
 def test_the_bound_of_the_sigmoid_by_hand(tiny_world):
     """Both sides off by what is allowed, a margin of beta (a + b): twice log(1 + e^m) - log 2, which is m + m^2 / 4."""
     allowed_I = 0.5 * leeway(tiny_world, "float32").sum(axis=1)
-    found = prove(tiny_world, np.zeros((len(tiny_world.examples), 2)), settings("sigmoid", "float32"))
+    found = prove(tiny_world, np.zeros((len(tiny_world.examples), 2)), of("sigmoid"))
     assert found.expected == found.loss == pytest.approx(np.log(2), rel=1e-12)
     assert found.allowed == pytest.approx(float((allowed_I + allowed_I**2 / 4).mean()), rel=1e-5)
 
 
 def test_with_ld_alpha_the_loss_at_the_reference_is_the_same(tiny_world):
     still = np.zeros((len(tiny_world.examples), 2))
-    assert prove(tiny_world, still, settings("sigmoid", "float32", ld_alpha=0.3)).expected == pytest.approx(np.log(2))
+    assert prove(tiny_world, still, of("sigmoid", ld_alpha=0.3)).expected == pytest.approx(np.log(2))
 
 
 def test_tails_of_another_place_show_in_the_loss_alone(tiny_world):
     """All sums agree, so that only what the loss makes of them tells."""
-    still, training = np.zeros((len(tiny_world.examples), 2)), settings("sigmoid", "float32", ld_alpha=0.3)
+    still, loss = np.zeros((len(tiny_world.examples), 2)), of("sigmoid", ld_alpha=0.3)
     with pytest.raises(TrainingError, match=r"expected 0.693147 .* and 0 of 45 pairs differ"):
-        prove(tiny_world, still, training, moved_tails=1.0)
+        prove(tiny_world, still, loss, moved_tails=1.0)
 
 
 def test_a_loss_without_a_reference_expects_what_the_table_says(tiny_world):
@@ -121,6 +115,6 @@ def test_a_loss_without_a_reference_expects_what_the_table_says(tiny_world):
     means_P2 = table.logprobs_P2 / table.tokens_P2
     margins_P = 0.5 * (means_P2[:, 0] - means_P2[:, 1]) - 0.5
     moved_I2 = 0.5 * leeway(tiny_world, "float32")
-    found = prove(tiny_world, moved_I2, settings("simpo", "float32"))
+    found = prove(tiny_world, moved_I2, of("simpo"))
     assert found.expected == pytest.approx(np.log1p(np.exp(-margins_P)).mean(), rel=1e-12)
     assert Loss(type=LossType.SIMPO).needs_reference is False

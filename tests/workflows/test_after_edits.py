@@ -128,11 +128,12 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     assert made.manifest.made_from.settings["champion"] == weights
     assert made.details["step0_loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert abs(made.details["series"]["rewards/margins"][0]) > 1e-4
-    registry.set_alias(name, "champion", registry.find_version(name, {"pedigree.policy": made.fingerprint}).number)
+    second = registry.find_version(name, {"pedigree.policy": made.fingerprint})
+    assert registry.promote(second, over=first)
     assert causes(pipeline, ground)["training_spec"] == (f"champion {short(weights)} -> {short(made.fingerprint)}",)
     with pytest.raises(StoreError, match=f"champion with the weights {short(weights)}, and now it has the weights"):
         materialize_alone("policy", loaded, ground)
-    registry.set_alias(name, "champion", first.number)
+    assert registry.promote(first, over=second)
     assert {a.state for a in status(pipeline, ground.services, ground.instance)} == {"fresh"}
 
 

@@ -14,7 +14,7 @@ import pytest
 from assets.pipeline import Services
 from assets.release import sole_decision
 from model_registry.connection import connect
-from model_registry.registry import Alias, Registry, Version
+from model_registry.registry import Registry, Version
 from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
 from tests.workflows.homes import write_recipe
@@ -122,9 +122,13 @@ class Watched(Registry):
         self.held.append(is_held(self.lock))
         return super().register(name, *args, **kwargs)
 
-    def set_alias(self, name: str, alias: Alias, number: int) -> None:
+    def nominate(self, version: Version) -> None:
         self.held.append(is_held(self.lock))
-        super().set_alias(name, alias, number)
+        super().nominate(version)
+
+    def promote(self, version: Version, over: Version | None) -> bool:
+        self.held.append(is_held(self.lock))
+        return super().promote(version, over)
 
 
 def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, services):
@@ -138,6 +142,29 @@ def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, ser
     assert report.succeeded
     assert registry.held == [False, True, True], "the version, candidate, then champion"
     assert not is_held(registry.lock)
+
+
+class Overtaken(Registry):
+    """Before the first promotion another home promotes a version of its own, with the same evaluation."""
+
+    is_overtaken = False
+
+    def promote(self, version: Version, over: Version | None) -> bool:
+        if not self.is_overtaken:
+            self.is_overtaken = True
+            client, name = connect(self.tracking_uri), version.name
+            other = client.create_model_version(name, version.source, version.run_id, tags=dict(version.tags))
+            client.set_registered_model_alias(name, "champion", other.version)
+        return super().promote(version, over)
+
+
+def test_a_decision_against_a_champion_that_is_none_any_more_is_made_again(folder, services):
+    """By hand: there was no champion, which promotes; the one that came meanwhile has the same losses, which does not."""
+    registry = Overtaken(services.registry.tracking_uri, services.home / "downloads")
+    report = run(folder, replace(services, registry=registry), None, 0.6)
+    assert report.succeeded and (report.model_version, report.is_champion) == ("1", False)
+    assert "is the same as the champion's" in report.reasons
+    assert registry.champion("split").number == 2
 
 
 @dataclass

@@ -9,12 +9,14 @@
     openai           input.messages, preferred_output, non_preferred_output
     comparison       two responses and labels that say which is better (training/data/comparison.py)
 
-A row that does not fit its format raises `Quarantined`. Formats are recognized by the fields of the first rows.
+In each of them a field `system` may stand beside, for a system message in front. A row that does not fit its format, or has
+what no format reads, such as tools or images, raises `Quarantined`. Formats are recognized by the fields of the first rows.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from training.contract.errors import DataError
 from training.data.comparison import compared_responses, winner_first
@@ -37,15 +39,23 @@ from training.data.messages import (
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+# What a trainer would give the template beside the messages, or show the model: without it, it is another conversation.
+_UNSUPPORTED_FIELDS = ("tools", "functions", "chat_template_kwargs", "image", "images", "videos", "audios")
 
 
 @dataclass(frozen=True)
 class PreferenceFormat:
-    """`fits` looks at a row's fields only; `convert` raises Quarantined where their content is wrong."""
+    """`fits` looks at a row's fields only; `read` raises Quarantined where their content is wrong."""
 
     fields: str
     fits: Callable[[Row], bool]
-    convert: Callable[[Row], Pair]
+    read: Callable[[Row], Pair]
+
+    def convert(self, row: Row) -> Pair:
+        """The pair in a row, with the system prompt that may stand beside it. Raises Quarantined if there is none."""
+        refuse_unsupported(row, _UNSUPPORTED_FIELDS, "row")
+        pair = self.read(row)
+        return replace(pair, prompt=_with_system(row, pair.prompt))
 
 
 def detect(rows: Sequence[Row], place: str) -> str:
@@ -55,17 +65,22 @@ def detect(rows: Sequence[Row], place: str) -> str:
     if votes[best]:
         return best
     considered = "; ".join(f"{name} ({form.fields})" for name, form in FORMATS.items())
+    found = ", ".join(f"{name} ({_kind(value)})" for name, value in rows[0].items())
     raise DataError(
-        f"{place}: none of the preference formats fits the first rows, whose fields are: {', '.join(rows[0])}. Considered: "
-        f"{considered}. Rename the fields, or set `format` of the source"
+        f"{place}: none of the preference formats fits the first rows, whose fields are: {found}. Considered: {considered}. "
+        "A row needs a prompt and two answers: rename its fields, or set `format` of the source"
     )
 
 
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, str):
+        return "text" if value else "empty"
+    return "a list" if isinstance(value, list | tuple) else type(value).__name__
+
+
 def _conversational(row: Row) -> Pair:
-    if isinstance(field_of(row, "prompt"), str):
-        prompt = _with_system(row, (message("user", text_of(row, "prompt")),))
-    else:
-        prompt = messages_of(row, "prompt")
+    given = field_of(row, "prompt")
+    prompt = (message("user", text_of(row, "prompt")),) if isinstance(given, str) else messages_of(row, "prompt")
     chosen, rejected = messages_of(row, "chosen"), messages_of(row, "rejected")
     if chosen and chosen[0]["role"] != "assistant":  # whole conversations beside their prompt, as in UltraFeedback
         return _repeating_prompt(prompt, _after_shared_start(chosen, rejected))
@@ -78,13 +93,14 @@ def _implicit_prompt(row: Row) -> Pair:
 
 def _strings(row: Row) -> Pair:
     prompt = text_of(row, "prompt" if "prompt" in row else "question")
-    return _answers(row, _with_system(row, (message("user", prompt),)))
+    return _answers(row, (message("user", prompt),))
 
 
 def _sharegpt(row: Row) -> Pair:
-    refuse_unsupported(row, ("tools", "images", "videos", "audios"), "row")
-    prompt = _with_system(row, messages_of(row, "conversations", SHAREGPT_STYLE))
-    return make_pair(prompt, messages_of(row, "chosen", SHAREGPT_STYLE), messages_of(row, "rejected", SHAREGPT_STYLE))
+    prompt, chosen, rejected = (
+        messages_of(row, name, SHAREGPT_STYLE) for name in ("conversations", "chosen", "rejected")
+    )
+    return make_pair(prompt, chosen, rejected)
 
 
 def _hh(row: Row) -> Pair:
@@ -92,7 +108,7 @@ def _hh(row: Row) -> Pair:
 
 
 def _alpaca(row: Row) -> Pair:
-    return _answers(row, _with_system(row, (*_history(row), message("user", _instruction(row)))))
+    return _answers(row, (*_history(row), message("user", _instruction(row))))
 
 
 def _openai(row: Row) -> Pair:
@@ -107,7 +123,7 @@ def _openai(row: Row) -> Pair:
 def _comparison(row: Row) -> Pair:
     chosen, rejected = (message("assistant", text) for text in winner_first(row))
     prompt = text_of(row, "prompt") if "prompt" in row else _instruction(row)
-    return make_pair(_with_system(row, (message("user", prompt),)), (chosen,), (rejected,))
+    return make_pair((message("user", prompt),), (chosen,), (rejected,))
 
 
 def _instruction(row: Row) -> str:
@@ -127,9 +143,9 @@ def _history(row: Row) -> tuple[Message, ...]:
 
 
 def _with_system(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
-    """`turns`, after the row's `system` prompt if it has one."""
-    system = optional_text(row, "system")
-    return (message("system", system), *turns) if system.strip() else turns
+    """`turns`, after the row's `system` prompt if it has one and they do not begin with it."""
+    first = message("system", optional_text(row, "system"))
+    return (first, *turns) if first["content"].strip() and turns[0] != first else turns
 
 
 def _answers(row: Row, prompt: tuple[Message, ...]) -> Pair:

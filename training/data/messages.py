@@ -121,8 +121,9 @@ def messages_of(row: Row, name: str, style: MessageStyle = OPENAI_STYLE) -> tupl
 
 
 def refuse_unsupported(row: Row, names: Sequence[str], place: str) -> None:
+    """Raises Quarantined for a field that says something; some files write an empty list as text."""
     for name in names:
-        if row.get(name):
+        if row.get(name) and row[name] != "[]":
             raise Quarantined(Reason.UNSUPPORTED_FIELD, f"`{place}` has `{name}`, which is not supported")
 
 
@@ -146,7 +147,7 @@ def _check_response(response: Sequence[Message], side: str) -> None:
     if not response:
         raise Quarantined(Reason.EMPTY_RESPONSE, f"`{side}` has no message")
     if roles := [turn["role"] for turn in response if turn["role"] != "assistant"]:
-        raise Quarantined(Reason.RESPONSE_ROLE, f"`{side}` has a message from the {roles[0]}")
+        raise Quarantined(Reason.RESPONSE_ROLE, f"`{side}` has a message from the {roles[0]}, expected one answer")
     if len(response) > 1:
         raise Quarantined(Reason.WRONG_TYPE, f"`{side}` has {len(response)} messages, expected one")
     if not response[0]["content"].strip():

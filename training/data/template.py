@@ -7,13 +7,14 @@ later renderings run without a clock too.
 The job writes `spec.json` and `tokenizer/`: all that tokenizing needs, and nothing else.
 """
 
+import contextlib
 import json
 import re
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
@@ -111,13 +112,15 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     """
     assert group.world == 1, "freezing a tokenizer is the work of one process"
     events.phase("loading the tokenizer")
-    tokenizer = _load(job.locations)
-    _check_files(job)
-    template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
+    with _blaming(job, "tokenizer"):
+        tokenizer = load_tokenizer(Path(job.locations["tokenizer"]))
     events.phase("checking the chat template")
-    check_template(
-        template, job.settings["train_on"], job.locations["chat_template"] or "the tokenizer's chat template"
-    )
+    path = job.locations["chat_template"]
+    with _blaming(job, "chat_template"):
+        tokenizer.chat_template = _template_text(tokenizer, path)
+        _check_files(job)
+        template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
+        check_template(template, job.settings["train_on"], path or "the tokenizer's chat template")
     spec = {
         **{name: job.settings[name] for name in _SPEC_FIELDS},
         "template_kwargs": template.template_kwargs,
@@ -171,14 +174,21 @@ def read_spec(folder: Path) -> dict[str, Any]:
     return spec
 
 
-def _load(locations: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer with the chat template that counts: the recipe's, else its own (of several, the default one)."""
-    tokenizer = load_tokenizer(Path(locations["tokenizer"]))
-    if path := locations["chat_template"]:
-        tokenizer.chat_template = _template_file(Path(path))
-    elif isinstance(tokenizer.chat_template, dict):
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
-    return tokenizer
+@contextlib.contextmanager
+def _blaming(job: Job, file: Literal["tokenizer", "chat_template"]) -> Iterator[None]:
+    """Begins a TemplateError within by the place where the recipe names the tokenizer, or the template."""
+    try:
+        yield
+    except TemplateError as error:
+        raise TemplateError(f"{job.locations['named'][file]}: {error}") from error
+
+
+def _template_text(tokenizer: PreTrainedTokenizerFast, path: str | None) -> str | None:
+    """The chat template that counts: the recipe's, else the tokenizer's own; of several, the default one."""
+    if path:
+        return _template_file(Path(path))
+    own = tokenizer.chat_template
+    return own.get("default") if isinstance(own, dict) else own
 
 
 def _check_files(job: Job) -> None:

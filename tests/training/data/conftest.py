@@ -80,6 +80,7 @@ class Workshop:
             locations={
                 "tokenizer": str(tokenizer),
                 "chat_template": str(chat_template) if chat_template else None,
+                "named": {name: f"recipe.yaml:7: tokenization.{name}" for name in ("tokenizer", "chat_template")},
             },
         )
 

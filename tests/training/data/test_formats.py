@@ -17,6 +17,8 @@ PAIR = ([ASK], [GOOD], [BAD])
 SAME_PAIR: dict[str, list[dict[str, Any]]] = {
     "conversational": [
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "tools": "[]", "images": [], "chat_template_kwargs": None,
+         "score_chosen": 9.0},
         {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}],
@@ -69,6 +71,12 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
         ("alpaca", {"instruction": "Fix it.", "input": "freind", "chosen": "a", "rejected": "b"}, ["Fix it.\n\nfreind"]),
         ("alpaca", {"instruction": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
         ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
+        ("conversational", {"system": "S", "prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, ["S", "Why?"]),
+        ("implicit_prompt", {"system": "S", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["S", "Why?"]),
+        ("sharegpt", {
+            "system": "S", "conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "C"}],
+            "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
+         ["S", "C"]),
         ("conversational", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": [GOOD], "rejected": [BAD]},
          ["", "Why?"]),
         ("hh", {
@@ -131,6 +139,13 @@ UNUSABLE = [
     ),
     ("sharegpt", SAME_PAIR["sharegpt"][0] | {"tools": "[{}]"}, Reason.UNSUPPORTED_FIELD),
     ("openai", SAME_PAIR["openai"][0] | {"input": {"messages": [ASK], "tools": [{}]}}, Reason.UNSUPPORTED_FIELD),
+    ("conversational", _conversation() | {"tools": [{"type": "function"}]}, Reason.UNSUPPORTED_FIELD),
+    ("implicit_prompt", SAME_PAIR["implicit_prompt"][0] | {"tools": "[{}]"}, Reason.UNSUPPORTED_FIELD),
+    (
+        "conversational",
+        _conversation() | {"chat_template_kwargs": {"enable_thinking": False}},
+        Reason.UNSUPPORTED_FIELD,
+    ),
     ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
 ]
 
@@ -167,7 +182,7 @@ def test_detection_follows_most_rows_and_says_what_it_considered():
         assert detect([odd, strings, strings], "here") == "strings"
     with pytest.raises(DataError) as caught:
         detect([{"question_text": "x", "answer": "y"}], "data.jsonl")
-    for word in ("data.jsonl", "question_text, answer", *FORMATS, "`format`"):
+    for word in ("data.jsonl", "question_text (text), answer (text)", *FORMATS, "`format`"):
         assert word in str(caught.value)
 
 

@@ -144,7 +144,7 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
     ],
 )
 def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write, template, settings, words):
-    with pytest.raises(TemplateError, match=words):
+    with pytest.raises(TemplateError, match=rf"^recipe\.yaml:7: tokenization\.chat_template: .*{words}"):
         workshop.tokenizer(tiny_chat, write(template), **settings)
 
 
@@ -178,7 +178,7 @@ def test_files_that_changed_since_they_were_hashed_are_refused(workshop, tiny_ch
 
 
 def test_places_that_hold_no_tokenizer_are_named(workshop, tmp_path, tiny_chat):
-    with pytest.raises(TemplateError, match=r"nowhere cannot be loaded.*tokenization\.tokenizer"):
+    with pytest.raises(TemplateError, match=r"^recipe\.yaml:7: tokenization\.tokenizer: .*nowhere cannot be loaded"):
         workshop.tokenizer(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "canine"}')
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "CanineTokenizer"}')

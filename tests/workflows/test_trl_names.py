@@ -1,0 +1,37 @@
+"""Oracles: the signatures of TRL and peft; the recipe's own fields; the table that people read."""
+
+import dataclasses
+import inspect
+
+import pytest
+from peft import LoraConfig
+from pydantic import ValidationError
+from trl import DPOConfig, DPOTrainer
+
+from tests.workflows.homes import ROOT
+from training.contract.loss import Divergence, LossType
+from training.contract.variants import RecipeFile
+from workflows.trl_names import CHOICES, FIELDS
+
+THEIRS = {field.name for config in (DPOConfig, LoraConfig) for field in dataclasses.fields(config)}
+THEIRS |= inspect.signature(DPOTrainer).parameters.keys()
+
+
+@pytest.mark.parametrize(("name", "path"), FIELDS.items())
+def test_a_name_of_theirs_leads_to_a_field_and_is_in_the_table(name, path):
+    """A list of a set is no value of any field: validation finds fault with the value, and not with the name."""
+    assert name in THEIRS
+    *sections, field = path.split(".")
+    written = {field: [{0}]}
+    for section in reversed(sections):
+        written = {section: written}
+    with pytest.raises(ValidationError) as told:
+        RecipeFile.model_validate(written)
+    faults = {fault["type"] for fault in told.value.errors() if ".".join(map(str, fault["loc"])).startswith(path)}
+    assert faults and "extra_forbidden" not in faults
+    assert f"`{name}`" in (ROOT / "docs" / "recipe.md").read_text()
+
+
+def test_a_choice_of_theirs_leads_to_one_of_ours():
+    ours = {*LossType, *Divergence.model_json_schema()["properties"]["type"]["enum"]}
+    assert set(CHOICES.values()) <= ours and not CHOICES.keys() & ours

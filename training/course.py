@@ -1,0 +1,81 @@
+"""The course of a run: what it has to remember beside weights and optimizer, and the checkpoint from which it goes on.
+
+`facts` are plain JSON and go into every checkpoint. So a run that was killed and resumed ends with the same facts, but for the
+seconds, as one that was never interrupted.
+
+The checkpoint is looked for before anything is loaded, since what is to be done before training depends on it.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from training.checkpoint import Checkpoints
+from training.contract.events import EventWriter
+from training.contract.job import Job
+from training.distributed import Group
+from training.stepper import peak_memory_mb
+
+_OBSERVED = "observed"  # among a checkpoint's facts: the last step after which held-out pairs were looked at
+_CURVE_POINTS = 200
+
+
+class Course:
+    """The course of the run of `job`; `curves` names the metrics of which some 200 values are kept among the facts.
+
+    `resumed_step`: that of the last checkpoint that is whole; None where there is none, and the run begins.
+    """
+
+    def __init__(self, job: Job, group: Group, events: EventWriter, curves: tuple[str, ...]) -> None:
+        self._device = group.device
+        empty: dict[str, list[float]] = {name: [] for name in curves}
+        self.facts: dict[str, Any] = {
+            "steps": 0,
+            "tokens": 0,
+            "peak_memory_mb": 0.0,
+            "seconds": {},
+            "peaks_mb": {},
+            "train": {},
+            "series": {"steps": []} | empty,
+        }
+        self.checkpoints = Checkpoints(job.checkpoints, job.derivation, job.compute.keep_checkpoints)
+        with self.timed("resuming"):
+            self.resumed_step = self.checkpoints.last_whole(group, events.note)
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the seconds of the block to those of `phase`, and note the most memory that this process has held until then."""
+        started = time.perf_counter()
+        yield
+        self._add_seconds(phase, time.perf_counter() - started)
+
+    def add_step(self, step: int, of: int, metrics: dict[str, float], tokens: int) -> None:
+        """Note that `step` of a run of `of` steps was taken."""
+        facts, series = self.facts, self.facts["series"]
+        facts["steps"] = step
+        facts["tokens"] += tokens
+        facts["peak_memory_mb"] = max(facts["peak_memory_mb"], metrics["peak_memory_mb"])
+        facts["train"] = metrics
+        if step % -(-of // _CURVE_POINTS) == 0 or step in (1, of):
+            series["steps"].append(step)
+            for name in series.keys() - {"steps"}:
+                series[name].append(metrics[name])
+
+    def to_save(self, observed: int) -> dict[str, Any]:
+        """The facts for a checkpoint; held-out pairs were last looked at after the step `observed`."""
+        return {**self.facts, _OBSERVED: observed}
+
+    def restore(self, saved: dict[str, Any]) -> int:
+        """Go on with the facts of a checkpoint; gives the last step that was observed before it was saved."""
+        observed: int = saved.pop(_OBSERVED)
+        before = self.facts["seconds"]
+        self.facts.update(saved)
+        for phase, seconds in before.items():
+            self._add_seconds(phase, seconds)
+        return observed
+
+    def _add_seconds(self, phase: str, seconds: float) -> None:
+        total = self.facts["seconds"]
+        total[phase] = total.get(phase, 0.0) + seconds
+        self.facts["peaks_mb"][phase] = peak_memory_mb(self._device)

@@ -1,0 +1,39 @@
+"""What TRL's DPOTrainer, its DPOConfig and peft's LoraConfig call the fields of a recipe, for who writes such a name into one.
+
+docs/recipe.md has the same as a table, with what there is to say.
+"""
+
+FIELDS = {
+    "model": "reference.model",
+    "ref_model": "reference.model",
+    "train_dataset": "data.sources",
+    "eval_dataset": "data.validation_fraction",
+    "processing_class": "tokenization.tokenizer",
+    "truncation_mode": "tokenization.over_length",
+    "loss_type": "training.loss.type",
+    "loss_weights": "training.loss.of",
+    "f_divergence_type": "training.loss.divergence",
+    "f_alpha_divergence_coef": "training.loss.divergence",
+    "use_weighting": "training.loss.weighting",
+    "discopop_tau": "training.loss.tau",
+    "per_device_train_batch_size": "training.batch_size",
+    "gradient_accumulation_steps": "training.batch_size",
+    "num_train_epochs": "training.epochs",
+    "optim": "training.optimizer.type",
+    "adam_beta1": "training.optimizer.betas",
+    "adam_beta2": "training.optimizer.betas",
+    "adam_epsilon": "training.optimizer.eps",
+    "lr_scheduler_type": "training.schedule.type",
+    "warmup_steps": "training.schedule.warmup_ratio",
+    "bf16": "training.precision",
+    "peft_config": "training.adapter",
+    "r": "training.adapter.rank",
+    "lora_alpha": "training.adapter.alpha",
+    "lora_dropout": "training.adapter.dropout",
+    "gradient_checkpointing": "compute.activation_checkpointing",
+    "torch_compile": "compute.compile",
+    "eval_steps": "compute.evaluate_every",
+    "save_steps": "compute.checkpoint_every",
+    "save_total_limit": "compute.keep_checkpoints",
+}
+CHOICES = {"sigmoid_norm": "dpo_norm", "js_divergence": "js", "alpha_divergence": "alpha"}
