@@ -18,7 +18,7 @@ from training.contract.errors import CorruptRecord
 from training.contract.job import Input, Job
 from training.contract.locks import holding
 from training.contract.manifest import Derivation, Source
-from training.contract.memo import Memo
+from training.contract.memo import Memo, scoring_rule
 from workflows.execution import materialize
 from workflows.gc import Sweep, collect
 from workflows.lineage import status
@@ -51,6 +51,8 @@ def job_of(looking, asset):
 
 def test_what_is_referred_to_stays_and_the_rest_goes(looking):
     orphan, shard = publish(looking, "orphan"), score(looking, "f" * 64)
+    [model] = looking.services.store.fingerprints("reference_model")
+    of_a_model_that_stays = score(looking, scoring_rule(model, "bfloat16"))
     aside = looking.services.store.set_aside("training_spec", publish(looking, "broken bytes").fingerprint)
     dry = collect(looking.services, looking.instance)
     kinds = {item.kind for item in dry.garbage}
@@ -59,6 +61,7 @@ def test_what_is_referred_to_stays_and_the_rest_goes(looking):
     done = collect(looking.services, looking.instance, delete=True)
     assert done.deleted and done.garbage == dry.garbage and done.kept == len(GRAPH) - 1
     assert not orphan.folder.exists() and not shard.folder.exists() and not aside.exists()
+    assert of_a_model_that_stays.folder.is_dir(), "though no table has been made in this dtype"
     assert looking.services.store.find("training_spec", orphan.derivation.key) is None
     assert collect(looking.services, looking.instance).garbage == []
     found = status(looking.pipeline, looking.services, looking.instance)

@@ -148,7 +148,7 @@ CODE_VERSIONS = {
     "tokenization_spec": "1-ae782c9ff1ed",
     "training_spec": "1-f91a3562bd18",
     "evaluation_spec": "1-7d6b65356284",
-    "raw_preferences": "1-b5691735987c",
+    "raw_preferences": "2-b5691735987c",
     "tokenized_pairs": "1-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
