@@ -241,7 +241,9 @@ def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
 def test_of_what_a_cut_leaves_something_is_trained_and_differs(workshop, tiny_chat, tmp_path, train_on, room, words):
     """Each answer begins with words of the template, which are not trained by turns, and both with the same word."""
     turn = "<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}Well, {% generation %}{{ m['content'] }}"
-    text = f"{{% for m in messages %}}{turn}<|im_end|>{{% endgeneration %}}{{% else %}}{{{{ m['content'] }}}}<|im_end|>\n"
+    text = (
+        f"{{% for m in messages %}}{turn}<|im_end|>{{% endgeneration %}}{{% else %}}{{{{ m['content'] }}}}<|im_end|>\n"
+    )
     text += "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     rules = {"train_on": train_on, "over_length": "truncate_response"}
     rows = workshop.rows([_row(chosen="one two three", rejected="one two four")])
