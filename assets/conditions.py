@@ -18,11 +18,13 @@ whatever the change does not affect. `AutomationCondition.eager()` would not do:
 identical or not.
 """
 
+import functools
 from typing import Any
 
 import dagster as dg
 
-from assets.materialized import latest_of
+from assets.graph import GRAPH
+from assets.materialized import Materialization, latest_of
 
 _Condition = dg.AutomationCondition
 
@@ -35,10 +37,8 @@ class _MadeFromOthers(dg.AutomationCondition[dg.AssetKey]):
         return "made_from_others"
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
-        if context.candidate_subset.is_empty:  # as long as nothing happens: Dagster's records are not asked
-            return dg.AutomationResult(context, context.candidate_subset)
-        node, instance = context.asset_graph.get(context.key), context.asset_graph_view.instance
-        recorded = latest_of(instance, [context.key, *node.parent_keys])
+        node = context.asset_graph.get(context.key)
+        recorded = _recorded(context.asset_graph_view, context.key.path[0])
         made = recorded[context.key]
         is_of_now = (
             made.fingerprint is not None
@@ -46,6 +46,15 @@ class _MadeFromOthers(dg.AutomationCondition[dg.AssetKey]):
             and all(made.input_version(key) == recorded[key].fingerprint for key in node.parent_keys)
         )
         return dg.AutomationResult(context, context.get_empty_subset() if is_of_now else context.candidate_subset)
+
+
+@functools.lru_cache(maxsize=1)
+def _recorded(tick: Any, pipeline: str) -> dict[dg.AssetKey, Materialization]:
+    """What was last materialized of a pipeline; `tick` is Dagster's view of all assets, another one each time it looks.
+
+    Asked once, and not by each asset: a hundred variants have a hundred sensors, which look twice a minute.
+    """
+    return latest_of(tick.instance, [dg.AssetKey([pipeline, asset]) for asset in GRAPH])
 
 
 _ABOVE_ANEW: dg.AutomationCondition[Any] = _Condition.any_deps_match(_Condition.will_be_requested())

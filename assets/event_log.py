@@ -7,14 +7,19 @@ from logging import Logger
 from assets.pipeline import Services
 from training.contract.events import Event
 
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES, _MOST_SECONDS_BETWEEN_LINES = 5.0, 300.0
+_SHARE_OF_THE_TIME = 0.01
 
 
 class EventLines:
-    """Writes phases and notes at once, and progress every so many `seconds`."""
+    """Writes phases and notes at once, and progress every so many `seconds`, more seldom the longer it goes on.
+
+    In the end that is every five minutes: a week would else leave a hundred thousand lines, too many for the page of a run.
+    """
 
     def __init__(self, write: Callable[[str], object], asset: str, seconds: float = _SECONDS_BETWEEN_LINES):
         self._write, self._asset, self._seconds, self._last = write, asset, seconds, 0.0
+        self._first: float | None = None
         self._step = ""
 
     def hear(self, event: Event) -> None:
@@ -23,10 +28,14 @@ class EventLines:
             self._write(f"{self._asset}: {event.get('phase') or event.get('text')}")
         elif kind == "step":
             self._step = f", loss {event['loss']:.4f}"
-        elif kind == "progress" and event["time"] - self._last > self._seconds:
+        elif kind == "progress" and event["time"] - self._last > self._between(event["time"]):
             self._last = event["time"]
             left = "" if event["seconds_left"] is None else f", {event['seconds_left']:.0f} s left"
             self._write(f"{self._asset}: {event['done']:,} of {event['total']:,} {event['unit']}{self._step}{left}")
+
+    def _between(self, now: float) -> float:
+        self._first = now if self._first is None else self._first
+        return max(self._seconds, min(_SHARE_OF_THE_TIME * (now - self._first), _MOST_SECONDS_BETWEEN_LINES))
 
 
 def with_log(services: Services, log: Logger, asset: str) -> Services:

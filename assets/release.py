@@ -18,14 +18,14 @@ from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
-from assets.held_out import accuracy, loss, rows_by_messages, rows_by_pair, scale
+from assets.held_out import Row, accuracy, loss, rows_by_messages, rows_by_pair, scale
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
 from model_registry.connection import shown, through_restart
 from model_registry.gate import MIN_PAIRS, Decision, Losses, Measure, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
-from training.contract.errors import RegistryAway, RegistryError, StoreError
+from training.contract.errors import RegistryAway, RegistryError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -173,7 +173,7 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
     if champion is not None and champion.number == version.number:
         return Decision(True, ["it is the champion already"], {})
     evaluation = candidate.above["evaluation"]
-    measure, ours, theirs = Measure.LOSS, _losses(evaluation), None
+    measure, ours, theirs = Measure.LOSS, _values(rows_by_pair(evaluation), Measure.LOSS), None
     if champion is not None:
         measure, ours, theirs = _compared(candidate, champion)
     return decide(
@@ -186,37 +186,39 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
 
 
 def _compared(candidate: _Candidate, champion: Version) -> tuple[Measure, Losses, Losses]:
-    """Held-out losses of both, by pair, where they are of one scale and of common tokens; else which pairs are ranked wrongly.
+    """What is compared of the pairs that both were evaluated on: their losses, if they are of one scale; else their ranks.
 
-    Raises RegistryError where the store no longer has what the champion was evaluated on.
+    Where no ten pairs have the same tokens, as after another template, a pair is known by its messages, and has another loss.
     """
     ours, theirs = candidate.above["evaluation"], _artifact_of(candidate.store, champion, "evaluation")
-    if scale(theirs) == scale(ours):
-        losses = _losses(ours), _losses(theirs)
-        if len(losses[0].keys() & losses[1].keys()) >= MIN_PAIRS:
-            return Measure.LOSS, *losses
-    raw = candidate.store.open("raw_preferences", candidate.lineage["raw_preferences"])
-    their_raw = _artifact_of(candidate.store, champion, "raw_preferences")
-    return Measure.ERROR_RATE, _errors(ours, raw), _errors(theirs, their_raw)
+    measure = Measure.LOSS if scale(theirs) == scale(ours) else Measure.ERROR_RATE
+    rows, others = rows_by_pair(ours), rows_by_pair(theirs)
+    if len(rows.keys() & others.keys()) < MIN_PAIRS:
+        measure = Measure.ERROR_RATE
+        rows = rows_by_messages(ours, candidate.store.open("raw_preferences", candidate.lineage["raw_preferences"]))
+        others = rows_by_messages(theirs, _artifact_of(candidate.store, champion, "raw_preferences"))
+    return measure, _values(rows, measure), _values(others, measure)
 
 
 def _artifact_of(store: Store, champion: Version, kind: str) -> Artifact:
-    try:
-        return store.open(kind, champion.fingerprint_of(kind) or "")
-    except StoreError as error:
+    """Raises RegistryError where another home, or another program, made it champion; CorruptArtifact."""
+    found, whose = champion.fingerprint_of(kind), f"version {champion.number} of {champion.name}, the champion,"
+    if found is None:
         raise RegistryError(
-            f"the {kind} of version {champion.number} of {champion.name}, the champion, is not in this store, so "
-            f"nothing can be compared with it: {error}"
-        ) from error
+            f"{whose} was not released by a recipe, so nothing can be compared with it: let the alias `champion` point at "
+            "a version that was, or at none"
+        )
+    if not (folder := store.folder(kind, found)).is_dir():
+        raise RegistryError(
+            f"{whose} was released in another home, whose {kind} is not in this store, so nothing can be compared with "
+            f"it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, or release into another "
+            "`release.model_name`"
+        )
+    return store.open(kind, found)
 
 
-def _losses(evaluation: Artifact) -> Losses:
-    return {pair: loss(row) for pair, row in rows_by_pair(evaluation).items()}
-
-
-def _errors(evaluation: Artifact, raw_preferences: Artifact) -> Losses:
-    rows = rows_by_messages(evaluation, raw_preferences)
-    return {pair: 1.0 - accuracy(row) for pair, row in rows.items()}
+def _values(rows: Mapping[str, Row], measure: Measure) -> Losses:
+    return {pair: loss(row) if measure is Measure.LOSS else 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(

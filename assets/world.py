@@ -4,6 +4,7 @@ Their bodies, `pedigree status` and `pedigree plan` all ask here, so that they a
 """
 
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -162,11 +163,14 @@ def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | No
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
     """The files of all sources by name; of several with one name, each further one gets a number."""
     named: dict[str, dict[str, Any]] = {}
+    taken: Counter[str] = (
+        Counter()
+    )  # of each name, its numbers: a glob may find thousands of one name in as many folders
     for entry in (entry for source in identity if isinstance(source, list) for entry in source):
-        name, number = entry["name"], 1
+        name = own = entry["name"]
         while name in named:
-            number += 1
-            name = f"{entry['name']} ({number})"
+            taken[own] += 1
+            name = f"{own} ({taken[own] + 1})"
         named[name] = entry
     return named
 

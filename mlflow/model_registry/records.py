@@ -96,7 +96,7 @@ def _leaves(name: str, value: Any) -> list[tuple[str, str]]:
 
 
 def _name(name: str) -> str:
-    return _NOT_IN_NAMES.sub("_", name)[:NAME_CHARACTERS] or "_"
+    return _NOT_IN_NAMES.sub("_", name)[:NAME_CHARACTERS]
 
 
 def _text(value: Any) -> str:

@@ -51,3 +51,4 @@ def test_files_of_one_name_and_their_order(tmp_path):
     ]
     more = found(("a.jsonl", "1"), ("b.jsonl", "2"), ("a.jsonl", "3"))
     assert changes_since(services.store, key, more) == ["a.jsonl (2) added"]
+    assert changes_since(services.store, key, found(("b.jsonl", "2"))) == ["a.jsonl removed"]

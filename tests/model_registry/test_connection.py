@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from model_registry.connection import DEFAULT_PAGE, Connection, connect, note_address, page, through_restart, unrepeated
+from model_registry.connection import (
+    DEFAULT_PAGE,
+    Connection,
+    connect,
+    note_address,
+    page,
+    reason,
+    shown,
+    through_restart,
+    unrepeated,
+)
 from model_registry.registry import Registry
 from training.contract.errors import RegistryAway, RegistryError
 
@@ -103,6 +113,16 @@ def test_unrepeated_overrules_and_restores_the_patience_of_the_user(monkeypatch:
     with unrepeated():
         assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "5"
+
+
+def test_no_password_is_in_a_message():
+    """Not even one with an @ in it, nor in the words of the library below."""
+    uri = "postgresql://me:p@ss@host/runs"
+    assert (
+        shown(uri) == "postgresql://host/runs"
+        and shown("sqlite:////home/a@b/mlflow.db") == "sqlite:////home/a@b/mlflow.db"
+    )
+    assert reason(ValueError(f"cannot open {uri}"), uri, 1.0) == "cannot open postgresql://host/runs"
 
 
 def test_links_of_a_database_lead_where_its_pages_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

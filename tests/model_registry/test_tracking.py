@@ -1,8 +1,10 @@
 """Events of a job in a real SQLite database of MLflow: complete, once each, whatever is resumed, repeated or broken."""
 
 import os
+import random
 import sqlite3
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 from mlflow import MlflowClient
 
 from model_registry.records import DatasetUsed
+from model_registry.run import Points
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
 from training.contract.errors import UsageError
 
@@ -116,6 +119,24 @@ def test_a_rewound_events_file_adds_no_step_twice(tracker: Tracker, client: Mlfl
         run.replay([step(1), step(2), step(3)])
         run.replay([step(1), step(2, loss=7.0, at=3000.0), step(4), step(4, loss=7.0)])
     assert history(client, run.run_id) == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
+
+
+def test_points_are_a_set_that_a_long_run_can_afford():
+    """Oracle: Python's set of the same points, for which 60,000 tuples take 100 bytes a point and more; here it is a bit."""
+    chance = random.Random(0)
+    given = [
+        (name, chance.randrange(-5, 20_000)) for name in ("loss", "rewards/margins", "eval/loss") for _ in range(9000)
+    ]
+    points, known = Points(), set(given)
+    points.update(given)
+    asked = [(name, step) for name in ("loss", "rewards/margins", "eval/loss", "other") for step in range(-9, 20_010)]
+    assert {point for point in asked if point in points} == known
+    tracemalloc.start()
+    many = Points()
+    many.update((name, step) for name in ("loss", "rewards/margins", "grad_norm") for step in range(1, 20_001))
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 60_000, "a byte a point"
 
 
 @contextmanager

@@ -19,10 +19,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from tests.training.model.test_architectures import build
 from tests.training.runs import published
 from tests.training.workshop import Workshop
 from training import evaluate
-from training.contract.errors import CorruptArtifact, DataError, TrainingError
+from training.contract.errors import CorruptArtifact, DataError, ModelError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
@@ -65,7 +66,7 @@ class World:
         torch.manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter += 0.02 * torch.randn_like(parameter) * parameter.std().nan_to_num()
+                parameter += 0.1 * torch.randn_like(parameter) * parameter.std().nan_to_num()
         model.save_pretrained(self.policy)
 
     def _pairs(self, source: Path) -> Artifact:
@@ -190,7 +191,7 @@ def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
     tokenizer = load_tokenizer(world.model)
     row_of = {int(row): index for index, row in enumerate(data.rows)}
     samples = evaluation.json("samples.json")
-    assert len(samples) == 3
+    assert len(samples) == 3 and all(sample["before"] != sample["after"] for sample in samples)
     for sample in samples:
         prompt = data.prompt_ids(row_of[sample["row"]])
         assert sample["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
@@ -280,6 +281,13 @@ def test_the_reference_itself_has_no_margin(world):
     metrics = world.evaluate(policy=world.model, samples=0).details["metrics"]
     assert metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert metrics["eval/rewards/margins"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.shared
+def test_a_policy_whose_forward_pass_is_not_the_models_own_is_refused(world, tmp_path):
+    build("gemma3_text", {"use_bidirectional_attention": True, "vocab_size": 2048}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="differ from those of its own forward pass"):
+        world.evaluate(policy=tmp_path)
 
 
 @pytest.mark.shared

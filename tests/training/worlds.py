@@ -137,9 +137,10 @@ def _write_pairs(world: TinyWorld) -> None:
 
 
 def write_reference(world: TinyWorld, model: PreTrainedModel) -> None:
-    """The table, by plain transformers."""
+    """The table, by plain transformers, of `model` in its dtype."""
     world.reference.mkdir(exist_ok=True)
     with torch.no_grad():
         logprobs = [[float(world.plain_logprob(model, each, side)) for side in SIDES] for each in world.examples]
     tokens = [[sum(each[f"{side}_mask"]) for side in SIDES] for each in world.examples]
-    LogProbTable(np.array(logprobs), np.array(tokens, dtype=np.int32), "plain", "float32").write(world.reference)
+    dtype = str(model.dtype).removeprefix("torch.")
+    LogProbTable(np.array(logprobs), np.array(tokens, dtype=np.int32), "plain", dtype).write(world.reference)

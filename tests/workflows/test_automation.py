@@ -1,16 +1,19 @@
 """What materializes without anybody asking: what the schedule, the sensor and the conditions ask for, and when."""
 
 import json
+import shutil
 import warnings
 
 import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
-from assets.materialized import latest
+from assets.materialized import latest, latest_of
+from assets.world import find_tokenizer
 from tests.workflows.homes import ATTRIBUTES, write_recipe
+from training.contract.store import Made, write_json
 from workflows.recipes import load_recipe
-from workflows.resources import services
+from workflows.resources import build_services, pedigree_home, services
 
 ROW = {
     "prompt": [{"role": "user", "content": "Why?"}],
@@ -111,6 +114,34 @@ def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
     assert recorded == {"preference_source", "base_model", "tokenization_spec"}
 
 
+def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_version(sensed, small_recipe):
+    """As if the tokenizer's job had been run: what it would have published, and the word of it to Dagster."""
+    base, services = sensed.folder / "base", build_services(pedigree_home())
+    base.unlink()
+    shutil.copytree(small_recipe / "base", base)
+    template, sensed = base / "chat_template.jinja", Sensed(sensed.folder, sensed.instance)
+    sensed.write("Why?")
+    sensed.look()
+    how = find_tokenizer(sensed.pipeline, services).derivation
+    with services.store.staging() as staging:
+        shutil.copytree(base, staging / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
+        write_json(staging / "spec.json", {"template": template.read_text()})
+        services.store.publish(staging, how, Made("f" * 64))
+    key, tags = sensed.pipeline.key("tokenization_spec"), {"dagster/data_version": "f" * 64}
+    sensed.instance.report_runless_asset_event(dg.AssetMaterialization(key, tags=tags, metadata={"key": how.key}))
+    write_recipe(sensed.folder, {**ATTRIBUTES, "tokenization": {"max_length": 64}})
+    assert Sensed(sensed.folder, sensed.instance).requests() == 0
+    before = template.read_text()
+    template.write_text("{# shorter #}" + before)
+    [request] = sensed.tick().run_requests
+    assert request.tags["pedigree/cause"].startswith("tokenization_spec: chat template changed: line 1")
+    assert sensed.requests() == 0
+    template.write_text(before)
+    own = {**ATTRIBUTES, "tokenization": {"max_length": 128, "chat_template": "own.jinja"}}
+    (sensed.folder / "own.jinja").write_text("{# longer #}" + before)
+    assert Sensed(write_recipe(sensed.folder, own), sensed.instance).requests() == 1
+
+
 def test_a_materialization_shows_what_changed(sensed):
     def shown(asset):
         return latest(sensed.instance, sensed.pipeline.key(asset)).metadata["changes"]
@@ -198,6 +229,20 @@ def conditions(tmp_path):
 def test_an_identical_materialization_asks_for_nothing(conditions):
     conditions.materialize(1, "preference_source", "tokenization_spec", "tokenized_pairs")
     assert [conditions.tick(), conditions.tick()] == [set(), set()]
+
+
+def test_a_tick_asks_once_what_was_made_of_what(conditions, monkeypatch):
+    """A hundred variants have a hundred sensors, twice a minute each, and a question costs a dozen connections."""
+    asked = []
+
+    def noted(instance, keys):
+        asked.append(len(keys))
+        return latest_of(instance, keys)
+
+    monkeypatch.setattr("assets.conditions.latest_of", noted)
+    assert (conditions.tick(), asked) == (set(), [len(GRAPH)])
+    conditions.materialize(2, "preference_source")
+    assert (conditions.tick(), asked) == (BELOW_ROWS, [len(GRAPH)] * 2), "and each tick what is there then"
 
 
 def test_new_data_ask_once_for_all_that_lies_below(conditions):

@@ -76,6 +76,7 @@ def test_only_common_pairs_count_and_a_note_tells_of_the_others():
     assert found.pairs == 12 and found.means["accuracy"] == pytest.approx(7 / 12)
     assert (found.differences["accuracy"].pairs, found.differences["accuracy"].mean) == (10, 0.5)
     assert found.notes == ["evaluated on other pairs than a: 10 of 12 are common"]
+    assert compare([more, FIRST]).recipes[1].notes == ["evaluated on other pairs than a-b: 10 of 10 are common"]
 
 
 @pytest.mark.parametrize(("start", "common"), [(1, 9), (10, 0)])

@@ -181,13 +181,30 @@ class Overtaken(Registry):
         return super().promote(version, over)
 
 
-def test_a_decision_against_a_champion_that_is_none_any_more_is_made_again(folder, services):
-    """By hand: there was no champion, which promotes; the one that came meanwhile has the same losses, which does not."""
+def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(folder, services):
+    """Champions of another home and of another program have no evaluation here, or none at all: what to do is told.
+
+    By hand: without one the candidate is promoted, but for another that came meanwhile and has the same losses.
+    """
+    client, elsewhere = connect(services.registry.tracking_uri), "f" * 64
+    client.create_registered_model("split")
+    ways: list[tuple[dict[str, str], str]] = [
+        ({"pedigree.evaluation": elsewhere}, f"copy that home's folder store/evaluation/{elsewhere} to "),
+        ({}, "or at none"),
+    ]
+    for tags, told in ways:
+        other = client.create_model_version("split", "file:///elsewhere", tags=tags)
+        client.set_registered_model_alias("split", "champion", other.version)
+        [(asset, error)] = failures_of(run(folder, services, None, 0.6)).items()
+        assert (
+            asset == "released_model" and f"version {other.version} of split, the champion," in error and told in error
+        )
+    client.delete_registered_model_alias("split", "champion")
     registry = Overtaken(services.registry.tracking_uri, services.home / "downloads")
     report = run(folder, replace(services, registry=registry), None, 0.6)
-    assert report.succeeded and (report.model_version, report.is_champion) == ("1", False)
+    assert report.succeeded and report.is_champion is False
     assert "is the same as the champion's" in report.reasons
-    assert registry.champion("split").number == 2
+    assert registry.champion("split").number == int(report.model_version) + 2
 
 
 @dataclass

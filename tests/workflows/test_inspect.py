@@ -35,6 +35,8 @@ def test_what_the_data_say_is_text_and_nothing_else():
     page = Page(render_page(HOSTILE, [row], {3: (-1.25, None)}))
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "a", "link", "iframe"})
     assert page.text.count(HOSTILE) == 3, "title, heading and token"
+    policy = {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"}
+    assert ("meta", policy) in page.tags
     assert "reference log-prob -2.5000, policy log-prob -1.2500" in page.text
     assert page.text.count("reference log-prob not computed") == 1 and page.text.count("policy log-prob") == 1
 
@@ -45,6 +47,7 @@ def test_the_colour_is_the_log_prob():
     page = Page(render_page("colours", [TokenizedRow(0, "train", row, row)]))
     spans = [attributes for tag, attributes in page.tags if tag == "span" and attributes.get("title")][:3]
     assert [span["style"] for span in spans] == [f"background: rgba(231,111,81,{a})" for a in ("0.00", "0.50", "1.00")]
+    assert all(span["class"] == "trained" for span in spans)
     assert [span["title"] for span in spans] == ["0.0000 nats", "-5.0000 nats", "-50.0000 nats"]
 
 

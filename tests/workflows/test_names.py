@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import UsageError
 from workflows import cli
+from workflows.component import DEFS
 from workflows.names import claim, refuse_namesake
 from workflows.recipes import extra_recipes, load_recipe
 
@@ -54,8 +55,12 @@ def test_a_note_that_is_none_is_written_again(tmp_path, home, note):
 def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
     changed = {**ATTRIBUTES, "variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
     claim(home, load_recipe(write_recipe(tmp_path / "first" / "mine", changed), "hot"))
+    other = load_recipe(write_recipe(tmp_path / "second" / "mine-hot", OTHER))
     with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
-        refuse_namesake(home, load_recipe(write_recipe(tmp_path / "second" / "mine-hot", OTHER)))
+        refuse_namesake(home, other)
+    claim(tmp_path / "another home", other)
+    with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
+        refuse_namesake(tmp_path / "another home", load_recipe(tmp_path / "first" / "mine", "hot"))
 
 
 def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch):
@@ -75,6 +80,8 @@ def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, n
     monkeypatch.setenv("PEDIGREE_RECIPES", f"{folders[0]}:{folders[0]}")
     if name == "mine":
         assert extra_recipes() == [folders[0]]
+        monkeypatch.setenv("PEDIGREE_RECIPES", str(DEFS / "demo"))
+        assert extra_recipes() == [], "the project's own are shown anyway"
 
 
 def test_the_web_servers_do_not_start_with_a_recipe_that_is_wrong(tmp_path):

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import dagster as dg
 import pytest
+import yaml
 from dagster.components.component_scaffolding import scaffold_object
 
 from assets.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError, UsageError
+from training.contract.recipe import Recipe
 from workflows.component import DEFS
 from workflows.definitions import definitions_in
 from workflows.recipes import load_recipe
@@ -49,6 +51,21 @@ def graph_of(*folders):
 @pytest.fixture(scope="module")
 def demo():
     return graph_of(DEFS / "demo")
+
+
+def test_what_only_looks_at_one_of_many_variants_makes_no_assets_of_all(tmp_path, monkeypatch):
+    """Twelve assets of a hundred variants cost Dagster seconds; a schedule that cannot be is told without them."""
+    folder = write_recipe(tmp_path / "many", {**ATTRIBUTES, "variants": {"a": {"training": {"seed": 1}}}})
+    made = []
+
+    def declare(pipeline):
+        made.append(pipeline.name)
+        return []
+
+    monkeypatch.setattr("workflows.recipes.declare_assets", declare)
+    loaded = load_recipe(folder, "a")
+    assert made == []
+    assert (len(list(loaded.definitions.jobs)), made) == (2, ["many-a"])
 
 
 PIPELINES = """
@@ -139,6 +156,29 @@ def test_a_wrong_value_is_refused_where_it_stands(tmp_path, group, field, value)
         load_recipe(write_recipe(tmp_path / "wrong", attributes))
 
 
+# Of a recipe that says no more than it must. Another value is another key, and everything of that asset is made again.
+CODE_VERSIONS = {
+    "preference_source": "1-10e93c011412",
+    "base_model": "1-10e93c011412",
+    "tokenization_spec": "1-ae782c9ff1ed",
+    "training_spec": "1-f91a3562bd18",
+    "evaluation_spec": "1-7d6b65356284",
+    "raw_preferences": "2-b5691735987c",
+    "tokenized_pairs": "1-10e93c011412",
+    "reference_model": "1-10e93c011412",
+    "reference_logprobs": "1-889cc2145936",
+    "policy": "1-10e93c011412",
+    "evaluation": "3-10e93c011412",
+    "released_model": "1-afa24be79c31",
+}
+
+
+def test_what_a_store_has_of_a_recipe_is_found_again():
+    """As it was when the first stores were filled; a field that is added has to leave the key as it is at its default."""
+    recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
+    assert {asset: node.code_version(recipe) for asset, node in GRAPH.items()} == CODE_VERSIONS
+
+
 MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"
 
 
@@ -173,6 +213,12 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         (
             "{data: {sources: a.jsonl}, reference: {model: b}, release: {model_name: x}}",
             "sources: expected a list, found 'a",
+        ),
+        ("{%s, evaluation: {samples: " + "x" * 99 + "}}", r"evaluation.samples: .*, found 'x{79} \.\.\.$"),
+        ("{%s, training: {loss: {loss: hinge}}}", r"training.loss.loss: (?!.*`training.loss`)"),
+        (
+            "{data: {sources: [{pathh: a}]}, reference: {model: b}, release: {model_name: x}}",
+            r"3: data.sources.0.pathh: .*`path`\?$",
         ),
         ("{%s, variants: {one: hinge}}", r"variants.one: expected a section with fields \(data, tok.*, found 'hinge'"),
         ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),

@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,24 @@ def test_the_first_runs_of_a_database_may_come_together(tmp_path: Path):
     assert (tmp_path / "mlflow" / "mlflow.db").stat().st_mode & 0o020, "the group writes it too"
 
 
+TABLES = """
+CREATE TABLE experiments (artifact_location TEXT);
+CREATE TABLE runs (artifact_uri TEXT);
+CREATE TABLE model_versions (source TEXT, storage_location TEXT);
+"""
+
+
+def test_addresses_in_a_database_of_the_users_own_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    database, place = tmp_path / "own.db", (tmp_path / "gone" / "mlflow" / "artifacts" / "demo").as_uri()
+    with closing(sqlite3.connect(database)) as connection, connection:
+        connection.executescript(TABLES)
+        connection.execute("INSERT INTO experiments VALUES (?)", (place,))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{database}")
+    build_services(tmp_path / "home")
+    with closing(sqlite3.connect(database)) as connection:
+        assert connection.execute("SELECT artifact_location FROM experiments").fetchall() == [(place,)]
+
+
 def test_only_what_came_along_follows(tmp_path: Path):
     """To the home at `new`, which was at `old`. What is kept elsewhere stays, in whatever folder."""
     root, elsewhere = tmp_path / "new" / "mlflow" / "artifacts", tmp_path / "big disk" / "mlflow" / "artifacts"
@@ -98,30 +117,38 @@ def test_only_what_came_along_follows(tmp_path: Path):
     (elsewhere / "kept").mkdir(parents=True)
     (tmp_path / "link").symlink_to("new")
     old = tmp_path / "old" / "mlflow" / "artifacts"
+    for name in ("moved", "moved too", "moved-not"):  # the original of a copy is still there
+        (old / name).mkdir(parents=True)
+    (root / "moved too").mkdir()
     places = {
         (old / "moved").as_uri(): (root / "moved").as_uri(),
         (old / "nothing yet").as_uri(): (root / "nothing yet").as_uri(),
         (elsewhere / "kept").as_uri(): (elsewhere / "kept").as_uri(),
         (tmp_path / "link" / "mlflow" / "artifacts" / "moved").as_uri(): None,
-        (old / "moved").as_uri() + "-too": (root / "moved-too").as_uri(),
+        (old / "moved too").as_uri(): (root / "moved too").as_uri(),
+        (old / "moved").as_uri() + "-not": None,
         "s3://bucket/mlflow/artifacts/moved": None,
     }
     database = tmp_path / "new" / "mlflow" / "mlflow.db"
     with sqlite3.connect(database) as connection:
-        connection.executescript(
-            "CREATE TABLE experiments (artifact_location TEXT); CREATE TABLE runs (artifact_uri TEXT);"
-            "CREATE TABLE model_versions (source TEXT, storage_location TEXT);"
-        )
+        connection.executescript(TABLES)
         connection.executemany("INSERT INTO experiments VALUES (?)", [(place,) for place in places])
+        connection.execute("INSERT INTO experiments VALUES (NULL)")
         connection.executemany("INSERT INTO runs VALUES (?)", [(f"{place}/1/artifacts",) for place in places])
+        rows = [(f"{place}/1/artifacts/policy", f"{place}/2/artifacts/policy") for place in places]
+        connection.executemany("INSERT INTO model_versions VALUES (?, ?)", rows)
     connection.close()
     follow_move(database, root)
     with sqlite3.connect(database) as connection:
         experiments = [found for (found,) in connection.execute("SELECT artifact_location FROM experiments")]
         runs = [found for (found,) in connection.execute("SELECT artifact_uri FROM runs")]
+        versions = connection.execute("SELECT source, storage_location FROM model_versions").fetchall()
     connection.close()
-    assert experiments == [now or place for place, now in places.items()]
+    assert experiments == [*(now or place for place, now in places.items()), None]
     assert runs == [f"{now or place}/1/artifacts" for place, now in places.items()]
+    assert versions == [
+        (f"{now or place}/1/artifacts/policy", f"{now or place}/2/artifacts/policy") for place, now in places.items()
+    ]
 
 
 SIGN_AND_WAIT = """

@@ -1,9 +1,24 @@
-"""What a run ends with in a terminal: the last lines are what a person has to know."""
+"""What a person reads in a terminal: of a run the last lines are what one has to know; the tables of the other commands."""
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
+from assets.pipeline import Pipeline
+from tests.workflows.homes import ATTRIBUTES
+from training.contract.recipe import Recipe
+from workflows import show
 from workflows.execution import AssetRun, RunReport
+from workflows.gc import Collection, Garbage
+from workflows.inspection import InspectedRow, InspectedSide
+from workflows.lineage import AssetStatus
+from workflows.plan import PlannedAsset
 from workflows.show import Progress, run_report
+from workflows.verify import Verification, VerifiedAsset
 
 PATH = f"/home/somebody/{'a-long-folder-name/' * 8}base"
 MADE = AssetRun("tokenization_spec", "computed", "ab" * 32, 1.0)
@@ -25,9 +40,11 @@ def report(
 
 
 def test_one_cause_of_two_failures_is_told_once_and_last_with_its_path_in_one_piece():
-    error = f"there is no folder {PATH}; `reference.model` is a folder beside the recipe, or a hub id"
+    error = f"there is no folder {PATH}/[new]; `reference.model` is a folder beside the recipe, or a hub id"
     failed = [AssetRun(name, "failed", None, 0.0, error) for name in ("base_model", "tokenization_spec")]
-    assert shown(report(failed))[-1] == f"base_model, tokenization_spec failed: {error}"
+    lines = shown(report(failed))
+    assert lines[-1] == f"base_model, tokenization_spec failed: {error}"
+    assert sum("failed:" in line for line in lines) == 1
 
 
 def test_a_run_ends_with_what_the_gate_decided():
@@ -52,13 +69,119 @@ def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute()
         for n in range(1, 131)
     ]
     with Progress(console) as progress:
-        for event in [{"event": "phase", "phase": "training", "time": 1000.0}, *steps]:
+        loss = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
+        for event in [{"event": "phase", "phase": "training", "time": 1000.0}, loss, *steps]:
             progress.hear({**event, "asset": "policy"})
         progress.hear({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
     assert console.export_text().splitlines() == [
         "policy: training",
-        "policy: 1 of 300 steps, 299 s left",
-        "policy: 62 of 300 steps, 238 s left",
-        "policy: 123 of 300 steps, 177 s left",
+        "policy: 1 of 300 steps, loss 0.5000, 299 s left",
+        "policy: 62 of 300 steps, loss 0.5000, 238 s left",
+        "policy: 123 of 300 steps, loss 0.5000, 177 s left",
         "policy: [/a/path] is a file",
+    ]
+
+
+def text_of(show_it: Callable[..., None], *things: object) -> list[str]:
+    """What is shown on 100 columns: the cells of each line, without the frames of tables."""
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    show_it(console, *things)
+    lines = (" | ".join(part.strip() for part in re.split("[│┃]", line)) for line in console.export_text().splitlines())
+    return [line.strip(" |") for line in lines if re.search(r"\w", line)]
+
+
+def test_in_a_terminal_one_line_tells_how_far_it_is():
+    console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
+    told: list[dict[str, Any]] = [
+        {"event": "phase", "phase": "training"},
+        {"event": "progress", "done": 3, "total": 10, "unit": "steps", "seconds_left": 7.0},
+        {"event": "step", "step": 3, "loss": 0.5},
+    ]
+    with Progress(console) as progress:
+        for event in told:
+            progress.hear({**event, "asset": "policy", "time": 1.0})
+    last = written.getvalue().rpartition("policy ")[2]
+    assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
+
+
+FINGERPRINT = "0123456789ab" + "c" * 52
+WEEKLY = Pipeline("weekly", Recipe.model_validate(ATTRIBUTES), Path("weekly/defs.yaml"))
+
+
+def test_the_table_of_a_status_says_why_in_its_last_column():
+    found = [
+        AssetStatus("policy", "stale", ("loss.beta 0.1 -> 0.2", "[x] added"), FINGERPRINT),
+        AssetStatus("evaluation", "missing", ("never materialized",), None),
+    ]
+    assert text_of(show.status, WEEKLY, found) == [
+        "Recipe weekly",
+        "asset | state | fingerprint | cause",
+        "policy | stale | 0123456789ab | loss.beta 0.1 -> 0.2",
+        "[x] added",
+        "evaluation | missing | - | never materialized",
+    ]
+
+
+def test_the_table_of_a_plan_counts_the_work():
+    planned = [
+        PlannedAsset("reference_logprobs", "reuse", (), {"sequences": 2000, "missing": 0}),
+        PlannedAsset("policy", "compute", ("loss.beta 0.1 -> 0.2",), {"steps": 1200, "pairs": None}),
+    ]
+    assert text_of(show.plan, WEEKLY, planned) == [
+        "weekly: would train 1,200 steps; reuses reference_logprobs",
+        "Plan of weekly",
+        "asset | action | work | cause",
+        "reference_logprobs | reuse | 2,000 sequences, 0 missing",
+        "policy | compute | 1,200 steps, unknown pairs | loss.beta 0.1 -> 0.2",
+    ]
+
+
+def test_the_tables_of_a_verification_tell_the_row_that_differs():
+    agreeing = {"stored": -5.0, "live": -5.0001, "allowed": 0.01}
+    rows = [{"row": n, "chosen": agreeing, "rejected": {**agreeing, "live": -5.0 - n}} for n in (0, 7)]
+    artifacts = [VerifiedAsset("policy", FINGERPRINT, False, "file [a] is corrupt")]
+    assert text_of(show.verification, Verification("weekly", artifacts, rows, 0.001, False)) == [
+        "Recipe weekly: hashed again",
+        "asset | fingerprint |  | fault",
+        "policy | 0123456789ab | differs | file [a] is corrupt",
+        "Scored again, in nats",
+        "row | chosen stored | live | rejected stored | live",
+        "0 | -5.00000 | -5.00010 | -5.00000 | -5.00000 | ok",
+        "7 | -5.00000 | -5.00010 | -5.00000 | -12.00000 | differs",
+        "Tolerance: 0.001 nats times the square root of the response's number of tokens",
+    ]
+    assert text_of(show.verification, Verification("weekly", [], [], None, True))[-1] == "No pair was scored again."
+
+
+def test_the_table_of_a_collection_tells_what_is_freed():
+    garbage = [Garbage(f"memo/{FINGERPRINT}", FINGERPRINT, 2048), Garbage("job", "policy-0123456789ab", 1)]
+    assert text_of(show.collection, Collection(garbage, 2049, 12, deleted=False)) == [
+        "Would be deleted",
+        "kind | fingerprint or folder | bytes",
+        "memo/0123456789ab | 0123456789ab | 2,048",
+        "job | policy-0123456789ab | 1",
+        "2 items, 2,049 bytes would be freed with --delete; 12 artifacts are kept",
+    ]
+    assert text_of(show.collection, Collection([], 0, 12, deleted=True)) == [
+        "0 items, 0 bytes freed; 12 artifacts are kept"
+    ]
+
+
+def test_a_pair_is_shown_with_what_is_known_of_it():
+    chosen, rejected = (
+        InspectedSide([5, 6], ["Q", f"[{name}]"], [False, True], -2.5, [None, -2.5], policy_logprob=policy)
+        for name, policy in (("yes", -1.5), ("no", None))
+    )
+    messages = {"prompt": [{"role": "user", "content": "[Why]?"}]}
+    assert text_of(show.inspected, InspectedRow(3, "train", messages, chosen, rejected)) == [
+        "row 3, train split",
+        "user: [Why]?",
+        "chosen: 2 tokens, 1 of them trained",
+        "Q [yes]",
+        "reference, nats a token: '[yes]' -2.50",
+        "reference log-prob -2.5000, policy log-prob -1.5000",
+        "rejected: 2 tokens, 1 of them trained",
+        "Q [no]",
+        "reference, nats a token: '[no]' -2.50",
+        "reference log-prob -2.5000, policy log-prob not computed",
     ]

@@ -13,6 +13,9 @@ from typing import Any
 Row = Mapping[str, Any]
 Message = dict[str, str]
 
+# Of one text, some million tokens. A tokenizer holds 190 bytes for each character while it works: what slipped into a row
+# by mistake, a whole log file for example, would end the job for want of memory.
+_MOST_CHARACTERS = 1 << 22
 _ROLES = ("system", "user", "assistant")
 # Fields of a message that change what the model would have seen: leaving them out trains on another conversation.
 _UNSUPPORTED_FIELDS = (
@@ -41,6 +44,7 @@ class Reason(StrEnum):
     PROMPTS_DIFFER = "prompts differ"
     RESPONSE_ROLE = "response not from the assistant"
     PROMPT_ROLE = "prompt does not end with the user"
+    ENORMOUS = "enormous text"
     BAD_TRANSCRIPT = "not a transcript"
     TIE = "tie"
     UNKNOWN_LABEL = "unknown label"
@@ -102,6 +106,10 @@ def clean_text(value: Any, place: str) -> str:
     """`value` if it is text that every tokenizer and file format here can hold."""
     if not isinstance(value, str):
         raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(value).__name__}, expected text")
+    if len(value) > _MOST_CHARACTERS:
+        raise Quarantined(
+            Reason.ENORMOUS, f"`{place}` has {len(value):,} characters, at most {_MOST_CHARACTERS:,} are taken"
+        )
     if "\0" in value:
         raise Quarantined(Reason.BAD_UNICODE, f"`{place}` has a NUL character at {value.index(chr(0))}")
     try:

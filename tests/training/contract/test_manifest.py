@@ -148,11 +148,10 @@ def test_links_and_pipes_are_not_published(folder, make):
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"[]", b"null", b'{"kind": "policy"}', b"\xff\xfe", b'{"kind": 1e999}', DEEP],
-    ids=lambda c: repr(c[:20]),
-)
+FORMS = [b"", b"{", b"[]", b"null", b'{"kind": "policy"}', b"\xff\xfe", b'{"kind": 1e999}', DEEP]
+
+
+@pytest.mark.parametrize("content", FORMS, ids=lambda content: repr(content[:20]))
 def test_a_manifest_of_another_form_is_refused_by_name(tmp_path, content):
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(CorruptArtifact, match=MANIFEST):

@@ -118,6 +118,7 @@ UNUSABLE = [
     ("conversational", _conversation(prompt=[_said("user", [{"type": "image_url"}])]), Reason.UNSUPPORTED_FIELD),
     ("conversational", _conversation(prompt=[_said("user", "a\0b")]), Reason.BAD_UNICODE),
     ("conversational", _conversation(prompt=[_said("user", "a\ud800b")]), Reason.BAD_UNICODE),
+    ("strings", {"prompt": "Why?", "chosen": "x" * 5_000_000, "rejected": "No."}, Reason.ENORMOUS),
     ("conversational", {"prompt": "Other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, Reason.PROMPTS_DIFFER),
     ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [_said("user", "Who?"), BAD]}, Reason.PROMPTS_DIFFER),
     ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, Reason.PROMPTS_DIFFER),

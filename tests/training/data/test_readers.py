@@ -148,13 +148,14 @@ def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
 
 
 def test_folders_and_globs_are_read_in_name_order(tmp_path):
-    names = ["a/1.jsonl", "b/2.jsonl", "c.jsonl", "d.ndjson", "state.json"]  # the last is no data set saved to disk
-    for name in (*reversed(names), ".hidden.jsonl", ".cache/e.jsonl", "a/.cache/f.json", "README.md"):
+    names = ["a/1.jsonl", "a/z/2.jsonl", "b/3.jsonl", "c.jsonl", "d.ndjson", "e/4.jsonl", "state.json"]
+    (tmp_path / "a" / "folder.jsonl").mkdir(parents=True)
+    for name in (*names[2::-1], *names[3:], ".hidden.jsonl", ".cache/e.jsonl", "a/.cache/f.json", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).write_text('{"a": 1}\n')
     assert [file.name for file in data_files(str(tmp_path))] == names
-    assert [file.name for file in data_files(str(tmp_path / "*/*.jsonl"))] == names[:2]
-    assert [file.name for file in data_files(str(tmp_path / "**/[12].jsonl"))] == names[:2]
+    assert [file.name for file in data_files(str(tmp_path / "*/*.jsonl"))] == [names[at] for at in (0, 2, 5)]
+    assert [file.name for file in data_files(str(tmp_path / "**/[12].jsonl"))] == names[:2], "at any depth"
 
 
 def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp_path):

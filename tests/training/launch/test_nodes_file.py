@@ -37,6 +37,8 @@ def test_the_first_so_many_nodes_in_their_order(tmp_path: Path):
     assert second == Node(run=("ssh", "-T", "-i", "my key", "gpu-2"), address="gpu-2", python="/opt/python")
     assert take_nodes(file, 1).nodes == (first,)
     assert take_nodes(file, 2).port == 29400
+    file.write_text(f"port: 1234{TWO}")
+    assert take_nodes(file, 2).port == 1234
 
 
 def test_more_nodes_than_are_listed(tmp_path: Path):

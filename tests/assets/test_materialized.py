@@ -1,0 +1,60 @@
+"""What Dagster is asked, against what it answers to its own question for a single asset."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from sqlalchemy import Engine, event
+
+from assets.graph import GRAPH
+from assets.materialized import History, Materialization
+from tests.workflows.homes import ATTRIBUTES, write_recipe
+from training.contract.store import Store
+from workflows.recipes import load_recipe
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> Iterator[History]:
+    """Of a pipeline whose assets were materialized twice, but for the last; and of another pipeline's in the same instance."""
+    pipeline = load_recipe(write_recipe(tmp_path / "small", ATTRIBUTES)).pipeline
+    with dg.DagsterInstance.ephemeral() as instance:
+        for version in (1, 2):
+            for asset in list(GRAPH)[:-1]:
+                for key in (pipeline.key(asset), dg.AssetKey(["other", asset])):
+                    tags = {"dagster/data_version": f"{key.to_user_string()} {version}"}
+                    instance.report_runless_asset_event(
+                        dg.AssetMaterialization(key, metadata={"key": version}, tags=tags)
+                    )
+        yield History(instance, pipeline, Store(tmp_path / "store"))
+
+
+@contextmanager
+def questions(table: str) -> Iterator[list[str]]:
+    """The statements that ask the table, of whatever database, within the block."""
+    asked: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        if f"FROM {table}" in statement:
+            asked.append(statement)
+
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        yield asked
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+
+
+def test_all_assets_of_a_pipeline_cost_one_question(history: History):
+    """Each costs a dozen connections: a status asked 12 times, and a comparison of 100 variants 2,400 times."""
+    with questions("asset_keys") as asked:
+        found = {asset: history.latest(asset) for asset in GRAPH}
+    assert len(asked) == 1
+    *made, last = GRAPH
+    for asset in made:
+        recorded = history.instance.get_latest_materialization_event(history.pipeline.key(asset))
+        assert found[asset] == Materialization.of(recorded.asset_materialization)
+        assert (found[asset].fingerprint, found[asset].key) == (f"small/{asset} 2", 2)
+    assert found[last] == Materialization()
