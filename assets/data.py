@@ -11,10 +11,9 @@ from assets.pipeline import Pipeline
 from assets.realize import Work, realize
 from assets.step import Step
 from assets.world import FoundData, find_data
+from assets.written import tokenizer_places
 from training.contract.errors import DataError
 from training.contract.fingerprint import short
-
-PAIRS_WORK = Work("pairs", settings={})
 
 
 def preferences_work(pipeline: Pipeline, found: FoundData) -> Work:
@@ -24,6 +23,11 @@ def preferences_work(pipeline: Pipeline, found: FoundData) -> Work:
         "files": [[file.model_dump(mode="json") for file in source.files] for source in found.sources],
     }
     return Work("preferences", GRAPH["raw_preferences"].reads(pipeline.recipe), locations)
+
+
+def pairs_work(pipeline: Pipeline) -> Work:
+    """The job that tokenizes; `named` is for its errors."""
+    return Work("pairs", {}, {"named": tokenizer_places(pipeline)})
 
 
 def raw_preferences(step: Step) -> dg.MaterializeResult:
@@ -52,7 +56,7 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
 
 
 def tokenized_pairs(step: Step) -> dg.MaterializeResult:
-    made = realize(step, PAIRS_WORK)
+    made = realize(step, pairs_work(step.pipeline))
     details = made.artifact.details
     _demand_splits(step, details["counts"])
     dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]

@@ -1,15 +1,19 @@
 """What an evaluation says of each held-out pair: the gate and `pedigree compare` compare two policies by it.
 
-A pair is identified by the tokens of its two sequences. So two evaluations share the pairs whose tokens are the same, and
-a pair that is in the data twice counts once.
+A pair is identified by the tokens of its two sequences, since its loss is one of tokens. So two evaluations share the pairs
+whose tokens are the same, and a pair that is in the data twice counts once. After another template or tokenizer there is none.
+Whether a pair is ranked rightly can still be compared then: there it is identified by its messages.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from assets.rows import SIDES
+from training.contract.fingerprint import value_digest
 from training.contract.loss import Loss
 from training.contract.store import Artifact
 
@@ -20,6 +24,14 @@ def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
     """The rows of the evaluation's table, by the pair's identity."""
     rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
     return {row["chosen_key"] + row["rejected_key"]: row for row in rows}
+
+
+def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[str, Row]:
+    """The same by what is said in the pair: `raw_preferences` are those that the evaluation was made from."""
+    rows = {row["row"]: row for row in pq.read_table(evaluation.file("pairs.parquet")).to_pylist()}
+    said = pq.read_table(raw_preferences.file("preferences.parquet"), columns=["row", "prompt", *SIDES])
+    said = said.filter(pc.is_in(said["row"], pa.array(rows, pa.int64())))
+    return {value_digest(pair).hex(): rows[row] for pair in said.to_pylist() for row in [pair.pop("row")]}
 
 
 def loss(row: Row) -> float:

@@ -18,12 +18,12 @@ from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
-from assets.held_out import accuracy, loss, rows_by_pair, scale
+from assets.held_out import accuracy, loss, rows_by_messages, rows_by_pair, scale
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
 from model_registry.connection import shown, through_restart
-from model_registry.gate import Decision, Measure, decide
+from model_registry.gate import MIN_PAIRS, Decision, Losses, Measure, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
 from training.contract.errors import RegistryAway, RegistryError
 from training.contract.fingerprint import fingerprint, short
@@ -173,37 +173,57 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
     if champion is not None and champion.number == version.number:
         return Decision(True, ["it is the champion already"], {})
     evaluation = candidate.above["evaluation"]
-    theirs = None if champion is None else _evaluation_of(candidate.store, champion)
-    measure = Measure.LOSS if theirs is None or scale(theirs) == scale(evaluation) else Measure.ERROR_RATE
+    measure, ours, theirs = Measure.LOSS, _losses(evaluation), None
+    if champion is not None:
+        measure, ours, theirs = _compared(candidate, champion)
     return decide(
-        _by_pair(evaluation, measure),
-        None if theirs is None else _by_pair(theirs, measure),
+        ours,
+        theirs,
         measure,
         accuracy=evaluation.details["metrics"]["eval/rewards/accuracies"],
         min_accuracy=candidate.step.pipeline.recipe.release.gate.min_accuracy,
     )
 
 
-def _evaluation_of(store: Store, champion: Version) -> Artifact:
+def _compared(candidate: _Candidate, champion: Version) -> tuple[Measure, Losses, Losses]:
+    """Held-out losses of both, by pair, where they are of one scale and of common tokens; else which pairs are ranked wrongly.
+
+    Raises RegistryError where the store does not have what the champion was evaluated on; CorruptArtifact.
+    """
+    ours, theirs = candidate.above["evaluation"], _artifact_of(candidate.store, champion, "evaluation")
+    if scale(theirs) == scale(ours):
+        losses = _losses(ours), _losses(theirs)
+        if len(losses[0].keys() & losses[1].keys()) >= MIN_PAIRS:
+            return Measure.LOSS, *losses
+    raw = candidate.store.open("raw_preferences", candidate.lineage["raw_preferences"])
+    their_raw = _artifact_of(candidate.store, champion, "raw_preferences")
+    return Measure.ERROR_RATE, _errors(ours, raw), _errors(theirs, their_raw)
+
+
+def _artifact_of(store: Store, champion: Version, kind: str) -> Artifact:
     """Raises RegistryError where another home, or another program, made it champion; CorruptArtifact."""
-    found, whose = champion.fingerprint_of("evaluation"), f"version {champion.number} of {champion.name}, the champion,"
+    found, whose = champion.fingerprint_of(kind), f"version {champion.number} of {champion.name}, the champion,"
     if found is None:
         raise RegistryError(
             f"{whose} was not released by a recipe, so nothing can be compared with it: let the alias `champion` point at "
             "a version that was, or at none"
         )
-    if not (folder := store.folder("evaluation", found)).is_dir():
+    if not (folder := store.folder(kind, found)).is_dir():
         raise RegistryError(
-            f"{whose} was released in another home, whose evaluation is not in this store, so nothing can be compared with "
+            f"{whose} was released in another home, whose {kind} is not in this store, so nothing can be compared with "
             f"it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, or release into another "
             "`release.model_name`"
         )
-    return store.open("evaluation", found)
+    return store.open(kind, found)
 
 
-def _by_pair(evaluation: Artifact, measure: Measure) -> dict[str, float]:
-    rows = rows_by_pair(evaluation)
-    return {pair: loss(row) if measure is Measure.LOSS else 1.0 - accuracy(row) for pair, row in rows.items()}
+def _losses(evaluation: Artifact) -> Losses:
+    return {pair: loss(row) for pair, row in rows_by_pair(evaluation).items()}
+
+
+def _errors(evaluation: Artifact, raw_preferences: Artifact) -> Losses:
+    rows = rows_by_messages(evaluation, raw_preferences)
+    return {pair: 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(

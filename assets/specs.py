@@ -9,18 +9,16 @@ from assets.pipeline import Pipeline
 from assets.realize import Work, realize, realize_found
 from assets.step import Step
 from assets.world import FoundTokenizer, find_tokenizer, look
-from assets.written import place
+from assets.written import tokenizer_places
 
 
 def tokenizer_work(pipeline: Pipeline, found: FoundTokenizer) -> Work:
-    """The job that freezes the tokenizer and the template that were found; `named`: where the recipe names either."""
-    template, settings = found.located.chat_template, pipeline.recipe.tokenization
-    tokenizer_field = "reference.model" if settings.tokenizer is None else "tokenization.tokenizer"
-    template_field = tokenizer_field if template is None else "tokenization.chat_template"
+    """The job that freezes the tokenizer and the template that were found; `named` is for its errors."""
+    template = found.located.chat_template
     locations = {
         "tokenizer": str(found.located.folder),
         "chat_template": None if template is None else str(template),
-        "named": {"tokenizer": place(pipeline, tokenizer_field), "chat_template": place(pipeline, template_field)},
+        "named": tokenizer_places(pipeline),
     }
     return Work("tokenizer", found.derivation.settings, locations)
 

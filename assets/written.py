@@ -35,6 +35,14 @@ def place(pipeline: Pipeline, field: str) -> str:
     return f"{pipeline.file}: {field}"
 
 
+def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
+    """The places of the fields that chose the tokenizer and the chat template, which another field may have brought along."""
+    settings = pipeline.recipe.tokenization
+    tokenizer = "reference.model" if settings.tokenizer is None else "tokenization.tokenizer"
+    template = tokenizer if settings.chat_template is None else "tokenization.chat_template"
+    return {"tokenizer": place(pipeline, tokenizer), "chat_template": place(pipeline, template)}
+
+
 def _node(file: Path, path: Sequence[str]) -> yaml.Node | None:
     try:
         documents = list(yaml.compose_all(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))

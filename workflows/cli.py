@@ -29,6 +29,7 @@ from assets.release import sole_decision
 from model_registry.connection import connect, is_server, note_address, page
 from training.contract.durable import free_bytes
 from training.contract.errors import PedigreeError, UsageError
+from training.contract.hub import asking_once
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
@@ -54,14 +55,16 @@ _port = click.IntRange(1, 65535)
 def _reporting(command: Callable[P, None]) -> Callable[P, None]:
     """An error that a person can act on ends the command with its message and its exit code, without a traceback.
 
-    So does what the operating system refuses: a disk that is full, a folder nobody may write to, a database on either.
+    So does what the operating system refuses: a disk that is full, a folder nobody may write to, a database on either. All
+    that a command does is of one state of the hub.
     """
 
     @wraps(command)
     def reported(*args: P.args, **kwargs: P.kwargs) -> None:
         message, code = "", PedigreeError.exit_code
         try:
-            return command(*args, **kwargs)
+            with asking_once():
+                return command(*args, **kwargs)
         except PedigreeError as error:
             message, code = str(error), error.exit_code
         except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):

@@ -145,4 +145,4 @@ def _edited(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance
         [found] = [each for each in status(pipeline, services, instance) if each.asset == "evaluation"]
     except PedigreeError as error:
         return (f"whether it is what the recipe says by now cannot be seen: {error}",)
-    return (f"evaluated before: {'; '.join(found.causes)}",) if found.causes else ()
+    return (f"evaluated before this changed: {'; '.join(found.causes)}",) if found.causes else ()

@@ -17,7 +17,7 @@ from training.contract.variants import RecipeFile
 from workflows import trl_names
 
 _LONGEST_VALUE = 80
-_ALIKE = 0.75  # below it are other words: gpu and cpu, sigmoid and sigmoid_norm
+_ALIKE = 0.8  # below it are other words: gpu and cpu, kto_pair and exo_pair
 _TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
 _NO_SECTION = {"model_type", "model_attributes_type", "dict_type"}
 

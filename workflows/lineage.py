@@ -28,7 +28,7 @@ from assets.realize import is_irreplaceable
 from assets.release import is_decided
 from assets.world import ROOTS, Found, hash_cache, look
 from model_registry.connection import brief_patience
-from training.contract.errors import CorruptArtifact, CorruptRecord, RegistryError
+from training.contract.errors import CorruptArtifact, CorruptRecord, RegistryError, StoreError
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation, read_manifest
@@ -236,6 +236,21 @@ class _Judge:
             elif self._causes[name]:
                 yield from self._causes[name]
             elif old is not None:
-                yield asset, f"it was made from {name} {short(old.fingerprint)}, which is {short(now)} now"
+                unknown = f"it was made from {name} {short(old.fingerprint)}, which is {short(now)} now"
+                yield from self._since(name, old.fingerprint) or [(asset, unknown)]
         for name in sorted(before.inputs.keys() - set(inputs)) if before is not None else ():
             yield asset, f"{name} is no input any more"
+
+    def _since(self, name: str, fingerprint: str) -> list[tuple[str, str]]:
+        """Why `name`, which was materialized anew meanwhile, is no longer the artifact `fingerprint`; empty if unknown.
+
+        So what a person did is told as long as anything made from the old artifact is there, after a run that ended early too.
+        """
+        store, found = self._services.store, self._outcomes[name].found
+        try:
+            before = store.open(name, fingerprint, hashes=False).manifest.made_from
+        except StoreError:
+            return []
+        if found is not None:
+            return [(name, words) for words in changes_since(store, before.key, found) if words != NO_RECORD]
+        return [*((name, words) for words in self._own_changes(name, before)), *self._inherited(name, before)]

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import dagster as dg
 import numpy as np
 
-from assets.data import PAIRS_WORK, preferences_work
+from assets.data import pairs_work, preferences_work
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, find_sound, make, record
 from assets.reference import point_to
@@ -87,7 +87,7 @@ class _Cheap:
         reading = preferences_work(pipeline, data)
         rows = make(pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact}, _LOG)
         above = {"raw_preferences": rows.artifact, "tokenization_spec": spec.artifact}
-        pairs = make(pipeline, services, "tokenized_pairs", PAIRS_WORK, above, _LOG)
+        pairs = make(pipeline, services, "tokenized_pairs", pairs_work(pipeline), above, _LOG)
         if pipeline.recipe.reference.sft is None:
             point_to(services, base_model.artifact.fingerprint)
         return cls(source, rows, pairs)

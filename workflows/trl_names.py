@@ -36,4 +36,10 @@ FIELDS = {
     "save_steps": "compute.checkpoint_every",
     "save_total_limit": "compute.keep_checkpoints",
 }
-CHOICES = {"sigmoid_norm": "dpo_norm", "js_divergence": "js", "alpha_divergence": "alpha"}
+CHOICES = {
+    "sigmoid_norm": "dpo_norm",
+    "js_divergence": "js",
+    "alpha_divergence": "alpha",
+    "keep_start": "truncate_response",
+    "bf16": "bfloat16",
+}

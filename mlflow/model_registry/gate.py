@@ -8,8 +8,8 @@ rounded to a multiple of 1/n. The error of the best score then grows with the lo
 not with a power of it.
 
 Two losses are compared for the same pair only, so data may grow between champion and candidate. Both must have been
-computed with the same loss settings and the same reference log-probabilities; where they were not, the caller gives what
-is comparable still, 1 for a pair that is ranked wrongly and 0 for another. The comparison uses the champion's exact mean,
+computed with the same loss settings, reference and tokens; where they were not, the caller gives what is comparable
+still, 1 for a pair that is ranked wrongly and 0 for another. The comparison uses the champion's exact mean,
 not its rounded one: else a copy of the champion could pass by the rounding alone.
 """
 
@@ -35,7 +35,7 @@ class Measure(StrEnum):
     def why(self) -> str:
         if self is Measure.LOSS:
             return ""
-        return "the champion's losses are of another loss or reference and cannot be compared; "
+        return "the champion's losses are of another loss, reference or template and cannot be compared; "
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _compare(
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
     if len(shared) < MIN_PAIRS:
         few = f"only {len(shared)} held-out pairs are shared with the champion; {MIN_PAIRS} are needed"
-        return False, [f"{few}: add data, or raise `data.validation_fraction`"]
+        return False, [f"{few}: compare them yourself, and point the alias champion at the better one in MLflow"]
     ours, theirs = {pair: candidate[pair] for pair in shared}, {pair: champion[pair] for pair in shared}
     if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
         return False, broken

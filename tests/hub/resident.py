@@ -20,6 +20,7 @@ from huggingface_hub import constants
 from tests.workflows.in_process import services_in
 from training.contract.errors import PedigreeError
 from training.contract.events import Event
+from training.contract.hub import asking_once
 from workflows.execution import materialize
 from workflows.lineage import status
 from workflows.plan import plan
@@ -51,7 +52,9 @@ def main(home: Path, replies: TextIO) -> None:
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
     with dg.DagsterInstance.ephemeral() as instance:
         for line in sys.stdin:
-            replies.write(json.dumps(answer(json.loads(line), home, instance), default=str) + "\n")
+            with asking_once():  # as within a command
+                found = answer(json.loads(line), home, instance)
+            replies.write(json.dumps(found, default=str) + "\n")
             replies.flush()
 
 

@@ -1,6 +1,7 @@
 """A whole recipe whose model, tokenizer and data come from a hub: made, looked at, changed there, and without a network."""
 
 import json
+import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -110,9 +111,13 @@ def test_another_text_on_the_card_changes_nothing(hub: Hub, resident: Resident, 
     told = f"org/sharded is at commit {commit[:12]}, which is not downloaded yet"
     assert looked["base_model"] == ["stale", told] and looked["policy"] == ["stale", f"base_model: {told}"]
     assert looked["preference_source"] == ["fresh"] and looked["raw_preferences"] == ["fresh"]
-    before = len(hub.asked("/blobs/"))
+    hub.requests.clear()
     assert set(resident.outcomes(whole).values()) == {"reused"}
-    assert len(hub.asked("/blobs/")) == before, "a file that is in the cache is not downloaded again for another commit"
+    assert hub.asked("/blobs/") == [], "a file that is in the cache is not downloaded again for another commit"
+    branches = Counter(request for request in hub.asked() if re.fullmatch(r"GET /api/\w+/org/\w+", request))
+    assert len(branches) == 5 and set(branches.values()) == {1}, (
+        "three data sets, model and tokenizer: each asked for once"
+    )
 
 
 def test_data_of_another_split_are_read_and_lead_to_nothing(hub: Hub, resident: Resident, made: Path, whole: Path):

@@ -13,6 +13,8 @@ from training.contract.recipe import Compute
 from training.contract.store import Artifact, Store
 
 ON_CPU = Compute(device="cpu")
+# Where a recipe would name them.
+NAMED = {name: f"recipe.yaml:7: tokenization.{name}" for name in ("tokenizer", "chat_template")}
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,11 @@ class Workshop:
 
     def tokenize(self, raw: Artifact, tokenizer: Path, rules: dict[str, Any]) -> Artifact:
         """The pairs of `raw` by the tokenizer in the folder `tokenizer`."""
-        where = {"tokenizer": str(tokenizer), "chat_template": None}
+        where = {"tokenizer": str(tokenizer), "chat_template": None, "named": NAMED}
         settings = {**rules, **hashes_of(tokenizer)}
         spec = self.do(self.job("tokenizer", "tokenization_spec", {}, settings, where))
         inputs: dict[str, Artifact | Path] = {"raw_preferences": raw, "tokenization_spec": spec}
-        return self.do(self.job("pairs", "tokenized_pairs", inputs, {}))
+        return self.do(self.job("pairs", "tokenized_pairs", inputs, {}, {"named": NAMED}))
 
     @staticmethod
     def do(job: Job) -> Artifact:

@@ -95,13 +95,31 @@ def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world
     assert inspect_row(pipeline, ground.services, ground.instance, HELD_OUT).chosen.policy_logprob is not None
     data_lines(edits.reword(HELD_OUT))(world)
     pipeline = run(ground, world, "tokenized_pairs").pipeline
-    old, now = ground.fingerprints["plain"]["tokenized_pairs"], latest(ground.instance, pipeline.key("tokenized_pairs"))
-    words = f"it was made from tokenized_pairs {short(old)}, which is {short(now.fingerprint)} now"
-    assert causes(pipeline, ground)["reference_logprobs"] == (words,)
     found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
     assert (found.split, found.chosen.policy_logprob, found.rejected.policy_logprob) == ("validation", None, None)
     with pytest.raises(UsageError, match="reference_logprobs is of other pairs than plain/tokenized_pairs"):
         inspect_row(pipeline, ground.services, ground.instance, HELD_OUT, score=True)
+
+
+def test_after_a_run_that_ended_early_the_cause_is_still_what_a_person_did(ground: Ground, world: World):
+    """Where what an artifact was made from is gone, there are only fingerprints left to tell of."""
+    data_lines(edits.reword(HELD_OUT))(world)
+    field("training.loss.beta", 0.7)(world)
+    run(ground, world, "training_spec")
+    pipeline = run(ground, world, "tokenized_pairs").pipeline
+    data, beta = (
+        "preference_source: preferences.jsonl differs (24 -> 24 rows read)",
+        "training_spec: loss.beta 0.1 -> 0.7",
+    )
+    found = causes(pipeline, ground)
+    assert found["reference_logprobs"] == (data,) and found["policy"] == (data, beta)
+    old, now = ground.fingerprints["plain"]["tokenized_pairs"], latest(ground.instance, pipeline.key("tokenized_pairs"))
+    assert old is not None
+    lost = ground.services.store.folder("tokenized_pairs", old)
+    lost.rename(aside := lost.with_name("aside"))
+    words = f"it was made from tokenized_pairs {short(old)}, which is {short(now.fingerprint)} now"
+    assert causes(pipeline, ground)["reference_logprobs"] == (words,)
+    aside.rename(lost)
 
 
 def test_a_table_that_was_first_made_from_other_pairs_fits_those_of_now(ground: Ground, world: World):
@@ -152,7 +170,7 @@ def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):
     pipeline = run(ground, world).pipeline
     second = int(client.get_registered_model("plain").aliases["candidate"])
     few = "only 8 held-out pairs are shared with the champion; 10 are needed"
-    refused = f"{few}: add data, or raise `data.validation_fraction`"
+    refused = f"{few}: compare them yourself, and point the alias champion at the better one in MLflow"
     moved = f"a person has moved the alias since the gate decided; {refused}"
     assert second != first
     for champion, words in ((first, ("no", refused)), (second, ("yes", moved)), (first, ("no", refused))):

@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, write_recipe
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,21 @@ def test_with_json_a_failure_is_json_as_well(home, words, code):
     told = json.loads(done.stdout)
     assert done.exit_code == code and told.keys() == {"error"}
     assert words[1] in told["error"] and told["error"] in done.stderr
+
+
+def test_ctrl_c_ends_the_imports_without_a_word():
+    """They take seconds; the library that is mapped when the signal is sent is one of the first."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pedigree", "status", "nowhere"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while "_pydantic_core" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
 
 
 def test_an_unknown_asset_is_wrong_use(home):

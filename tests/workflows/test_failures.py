@@ -69,6 +69,29 @@ def test_a_run_that_does_not_need_it_goes_on(folder, services):
     assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
 
 
+BROKEN = "{% for m in messages %}\n{{ m.no.no }}{% endfor %}"
+REVERSED = "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "asset", "told"),
+    [
+        (
+            BROKEN,
+            "tokenization_spec",
+            "{place}: the tokenizer's chat template, line 2, fails on a question",
+        ),
+        (REVERSED, "tokenized_pairs", "none of the 24 pairs can be used; the first: prompt is not a prefix"),
+    ],
+)
+def test_a_template_that_fails_is_told_with_the_field_that_chose_it(folder, services, template, asset, told):
+    """The template comes with the model, whose line is counted by hand in what `run` writes."""
+    (folder / "base" / "chat_template.jinja").write_text(template)
+    [(failed, error)] = failures_of(run(folder, services, "tokenized_pairs")).items()
+    place = f"{folder / 'defs.yaml'}:8: reference.model: ./base"
+    assert failed == asset and error.startswith(told.format(place=place)) and place in error
+
+
 TYPO = {"adapter": {"target_modules": ["q_prj"]}}
 FLOAT8 = {"precision": "bfloat16", "head_precision": "float8"}
 

@@ -171,9 +171,10 @@ def test_supervised_tuning_switched_on(looking):
 
 @pytest.mark.parametrize("asset", ["tokenization_spec", "raw_preferences"])
 def test_another_version_of_an_algorithm(looking, monkeypatch, asset):
-    monkeypatch.setitem(GRAPH, asset, replace(GRAPH[asset], version="2"))
+    words = f"code version {GRAPH[asset].version} -> another"
+    monkeypatch.setitem(GRAPH, asset, replace(GRAPH[asset], version="another"))
     found = stale(looking)
-    assert (found[asset], found["tokenized_pairs"]) == (["code version 1 -> 2"], [f"{asset}: code version 1 -> 2"])
+    assert (found[asset], found["tokenized_pairs"]) == ([words], [f"{asset}: {words}"])
 
 
 def test_an_input_that_is_none_any_more(looking, monkeypatch):

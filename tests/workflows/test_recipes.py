@@ -198,6 +198,8 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",
         ),
         ("{%s, training: {loss: {type: sigmoid_norm}}}", "found 'sigmoid_norm'; did you mean `dpo_norm`"),
+        ("{%s, training: {loss: {type: kto_pair}}}", "found 'kto_pair'$"),
+        ("{%s, training: {precision: bf16}}", "found 'bf16'; did you mean `bfloat16`"),
         ("{%s, training: {warmup_steps: 10}}", "no such field; did you mean `training.schedule.warmup_ratio`"),
         ("{%s, training: {adapter: {r: 8}}}", "no such field; did you mean `training.adapter.rank`"),
         ("{%s, compute: {device: gpu}}", "compute.device: expected 'auto', 'cpu' or 'cuda', found 'gpu'$"),

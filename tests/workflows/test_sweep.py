@@ -177,16 +177,24 @@ def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: 
         (edits.field("evaluation.max_new_tokens", 3), r"on \d+ shared pairs the loss is the same as the champion's; "),
         (
             edits.field("training.loss.beta", 0.2),
-            r"the champion's losses are of another loss or reference and cannot be compared; "
+            r"the champion's losses are of another loss, reference or template and cannot be compared; "
             r"on \d+ shared pairs the share of wrongly ranked pairs is ",
         ),
+        (
+            edits.template(edits.space_after_roles),
+            r"the champion's losses are of another .* template and cannot be compared; "
+            r"on 1[0-9] shared pairs the share of wrongly ranked pairs is ",
+        ),
     ],
-    ids=["longer samples", "another beta"],
+    ids=["longer samples", "another beta", "another template"],
 )
 def test_the_gate_compares_the_losses_of_one_loss_only(
     ground: Ground, reports: list[RunReport], tmp_path, monkeypatch, edit: edits.Edit, compared: str
 ):
-    """Longer samples change no loss of a pair; another beta is another scale, on which wrongly ranked pairs are counted."""
+    """Longer samples change no loss of a pair; another beta is another scale, on which wrongly ranked pairs are counted.
+
+    In another template no pair has the tokens that it had, and the messages still tell which pair it is.
+    """
     folder = Path(shutil.copytree(ground.folders["sweep"], tmp_path / "sweep"))
     edit(edits.World(folder, ground.home, monkeypatch))
     try:

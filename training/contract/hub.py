@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -66,9 +67,15 @@ class Repository:
     revision: str | None = None
 
     def commit(self) -> str:
-        """The commit of the revision; no request is made where the revision is a commit."""
-        with self._explaining():
-            return self._resolved().resolved
+        """The commit of the revision; no request is made where the revision is a commit, or `asking_once` knows it."""
+        known = _COMMITS.get()
+        if known is None or self not in known:
+            with self._explaining():
+                found = self._resolved().resolved
+            if known is None:
+                return found
+            known[self] = found
+        return known[self]
 
     def files(self, commit: str) -> dict[str, str]:
         """The files of `commit` by path, with Git's hash of each."""
@@ -203,6 +210,19 @@ class Repository:
     @property
     def _place(self) -> str:
         return self.revision or constants.DEFAULT_REVISION
+
+
+_COMMITS: ContextVar[dict[Repository, str] | None] = ContextVar("_COMMITS", default=None)
+
+
+@contextlib.contextmanager
+def asking_once() -> Iterator[None]:
+    """Within the block a branch stays where it was when it was first asked for: what is made there is made of one state."""
+    token = _COMMITS.set({})
+    try:
+        yield
+    finally:
+        _COMMITS.reset(token)
 
 
 def check_files(paths: Sequence[Path]) -> None:

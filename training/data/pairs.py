@@ -56,7 +56,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             "versions differ: materialize tokenization_spec again"
         )
     encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"]), spec)
-    tally = _Tally(OverLength(spec["over_length"]))
+    tally = _Tally(OverLength(spec["over_length"]), job.locations["named"]["chat_template"])
     events.phase("tokenizing")
     _write(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, job.staging, encoder, tally, events)
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
@@ -71,9 +71,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 @dataclass
 class _Tally:
-    """Counts, digests and examples of the rows so far."""
+    """Counts, digests and examples of the rows so far. `template`: where the recipe names the chat template."""
 
     over_length: OverLength
+    template: str
     digests: list[bytes] = field(default_factory=list)
     splits: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
@@ -109,9 +110,12 @@ class _Tally:
     def refuse_if_empty(self) -> None:
         if not self.digests:
             first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}
+            by_template = first["reason"] in (DropReason.TEMPLATE, DropReason.PREFIX, DropReason.EMPTY_PROMPT)
+            advice = (
+                f"mend the chat template ({self.template})" if by_template else "look at `tokenization` in the recipe"
+            )
             raise DataError(
-                f"none of the {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; "
-                "look at `tokenization` in the recipe"
+                f"none of the {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}"
             )
 
     def details(self) -> dict[str, Any]:

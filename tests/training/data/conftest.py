@@ -80,13 +80,13 @@ class Workshop:
             locations={
                 "tokenizer": str(tokenizer),
                 "chat_template": str(chat_template) if chat_template else None,
-                "named": {name: f"recipe.yaml:7: tokenization.{name}" for name in ("tokenizer", "chat_template")},
+                "named": general.NAMED,
             },
         )
 
     def pairs(self, data: Done, spec: Done) -> Done:
         inputs = {"raw_preferences": data.folder, "tokenization_spec": spec.folder}
-        return self._run("pairs", "tokenized_pairs", {}, inputs=inputs)
+        return self._run("pairs", "tokenized_pairs", {}, inputs=inputs, locations={"named": general.NAMED})
 
 
 @pytest.fixture

@@ -253,9 +253,16 @@ def test_of_what_a_cut_leaves_something_is_trained_and_differs(workshop, tiny_ch
         workshop.pairs(rows, workshop.tokenizer(tiny_chat, _template(tmp_path, text), **rules, max_length=most))
 
 
-def test_no_pair_left_is_an_error(workshop, tiny_chat):
+def test_no_pair_left_is_an_error(workshop, tiny_chat, tmp_path):
     with pytest.raises(DataError, match="none of the 1 pairs can be used; the first: over max_length"):
         workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, max_length=2))
+    (template := tmp_path / "reversed.jinja").write_text(
+        "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
+    )
+    with pytest.raises(
+        DataError, match=r"not a prefix, .* mend the chat template \(recipe\.yaml:7: tokenization\.chat_tem"
+    ):
+        workshop.pairs(workshop.rows([_row()]), workshop.tokenizer(tiny_chat, template))
 
 
 def test_identity_is_of_tokens_and_splits(workshop, tiny_chat, tmp_path):
