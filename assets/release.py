@@ -147,6 +147,7 @@ def _register(candidate: _Candidate) -> Version:
         identity={RELEASE_KEY_TAG: candidate.key},
         tags=lineage_tags(lineage),
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
+        evaluation=candidate.above["evaluation"].folder,
         description=_description(candidate, lineage),
     )
 
@@ -190,31 +191,41 @@ def _compared(candidate: _Candidate, champion: Version) -> tuple[Measure, Losses
 
     Where no ten pairs have the same tokens, as after another template, a pair is known by its messages, and has another loss.
     """
-    ours, theirs = candidate.above["evaluation"], _artifact_of(candidate.store, champion, "evaluation")
+    ours, theirs = candidate.above["evaluation"], _artifact_of(candidate, champion, "evaluation")
     measure = Measure.LOSS if scale(theirs) == scale(ours) else Measure.ERROR_RATE
     rows, others = rows_by_pair(ours), rows_by_pair(theirs)
     if len(rows.keys() & others.keys()) < MIN_PAIRS:
         measure = Measure.ERROR_RATE
         rows = rows_by_messages(ours, candidate.store.open("raw_preferences", candidate.lineage["raw_preferences"]))
-        others = rows_by_messages(theirs, _artifact_of(candidate.store, champion, "raw_preferences"))
+        others = rows_by_messages(theirs, _artifact_of(candidate, champion, "raw_preferences"))
     return measure, _values(rows, measure), _values(others, measure)
 
 
-def _artifact_of(store: Store, champion: Version, kind: str) -> Artifact:
-    """Raises RegistryError where another home, or another program, made it champion; CorruptArtifact."""
-    found, whose = champion.fingerprint_of(kind), f"version {champion.number} of {champion.name}, the champion,"
+def _artifact_of(candidate: _Candidate, champion: Version, kind: str) -> Artifact:
+    """From this store; that of another home goes with the version, if it is its evaluation.
+
+    Raises RegistryError where another program made it champion, or another home has what is needed; CorruptArtifact.
+    """
+    store, found = candidate.store, champion.fingerprint_of(kind)
+    whose = f"version {champion.number} of {champion.name}, the champion,"
     if found is None:
         raise RegistryError(
             f"{whose} was not released by a recipe, so nothing can be compared with it: let the alias `champion` point at "
             "a version that was, or at none"
         )
-    if not (folder := store.folder(kind, found)).is_dir():
+    if (folder := store.folder(kind, found)).is_dir():
+        return store.open(kind, found)
+    try:
+        with store.staging() as staging:
+            return store.adopt(candidate.registry.fetch(champion, kind, staging), kind, found)
+    except RegistryAway:
+        raise
+    except RegistryError as error:
         raise RegistryError(
-            f"{whose} was released in another home, whose {kind} is not in this store, so nothing can be compared with "
-            f"it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, or release into another "
-            "`release.model_name`"
-        )
-    return store.open(kind, found)
+            f"{whose} was released in another home, whose {kind} is neither in this store nor among the version's files, so "
+            f"nothing can be compared with it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, "
+            "or release into another `release.model_name`"
+        ) from error
 
 
 def _values(rows: Mapping[str, Row], measure: Measure) -> Losses:

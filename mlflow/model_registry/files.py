@@ -3,7 +3,7 @@
 MLflow saves a model as a full second copy. Here the copy's weights give way to hard links to the policy's own files, so
 store and registry share the bytes and each may delete its name without harm to the other. Where a link cannot be made,
 across filesystems for example, the file is copied. The config goes along, so that the version's weights have the
-fingerprint of the policy they are.
+fingerprint of the policy they are; and the evaluation, so that a candidate of another home can be compared with it.
 """
 
 import contextlib
@@ -20,14 +20,15 @@ from training.contract.errors import RegistryError
 from training.contract.staging import claimed
 
 MODEL_FOLDER = "model"
+EVALUATION_FOLDER = "evaluation"
 _TOKENIZER_FOLDER = "components/tokenizer"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
 _CAUSE_CHARACTERS = 2000
 
 
 @contextlib.contextmanager
-def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator[Path]:
-    """The policy as an MLflow model, in a temporary folder on the filesystem of `parent`.
+def packaged(name: str, policy: Path, tokenizer: Path, parent: Path, evaluation: Path | None = None) -> Iterator[Path]:
+    """The policy as an MLflow model, beside it `evaluation`, in a temporary folder on the filesystem of `parent`.
 
     Raises RegistryError, or StoreError with the free bytes where that filesystem is full.
     """
@@ -37,6 +38,8 @@ def packaged(name: str, policy: Path, tokenizer: Path, parent: Path) -> Iterator
             _package(name, policy, tokenizer, folder)
             _adopt_weights(policy, folder / MODEL_FOLDER)
             _add_tokenizer(tokenizer, folder)
+            if evaluation is not None:
+                shutil.copytree(evaluation, folder / EVALUATION_FOLDER, copy_function=link_or_copy)
         except (OSError, RegistryError) as error:
             if lacks_room(str(error)):
                 raise write_error(f"package {name}", parent, error) from error
@@ -56,9 +59,9 @@ def move_into_place(folder: Path, target: Path, scratch: Path) -> None:
     os.rename(folder, target)
 
 
-def link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: str | Path, target: str | Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the filesystem refuses links."""
-    target.unlink(missing_ok=True)
+    Path(target).unlink(missing_ok=True)
     try:
         os.link(source, target)
     except OSError:

@@ -60,18 +60,21 @@ class Registry:
         identity: Mapping[str, str],
         tags: Mapping[str, str],
         tokenizer: Path | None = None,
+        evaluation: Path | None = None,
         description: str | None = None,
     ) -> Version:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
         If a version carries all tags of `identity`, that is returned. `tags` are further tags of a new version,
-        `tokenizer` is a folder, by default the policy's own, and `description` is Markdown.
+        `tokenizer` is a folder, by default the policy's own, `evaluation` that of the policy's evaluation, which goes with
+        the version's files, and `description` is Markdown.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
             return found
         with self._connection.asking(f"store the files of {name}", patient=True) as client:
-            source = self._store_files(client, name, policy, tokenizer or policy, run_id, _folder_name(name, identity))
+            place = _folder_name(name, identity)
+            source = self._store_files(client, name, policy, tokenizer or policy, evaluation, run_id, place)
         with self._connection.asking(f"register {name}") as client, unrepeated():
             if _registered(client, name) is None:
                 client.create_registered_model(name)
@@ -129,6 +132,12 @@ class Registry:
                 client.set_model_version_tag(name, str(number), PREVIOUS_TAG, str(over.number))
             client.set_registered_model_alias(name, "champion", str(number))
         return True
+
+    def fetch(self, version: Version, part: str, into: Path) -> Path:
+        """Download a folder of the version's files into the folder `into`; gives its place there."""
+        with self._connection.asking(f"download {part} of {version.name}/{version.number}", patient=True):
+            source = f"{version.source}/{part}"
+            return Path(download_artifacts(artifact_uri=source, dst_path=str(into), tracking_uri=self.tracking_uri))
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> Version:
         """Add tags to a version; gives it with them."""
@@ -193,7 +202,14 @@ class Registry:
             )
 
     def _store_files(
-        self, client: MlflowClient, name: str, policy: Path, tokenizer: Path, run_id: str, place: str
+        self,
+        client: MlflowClient,
+        name: str,
+        policy: Path,
+        tokenizer: Path,
+        evaluation: Path | None,
+        run_id: str,
+        place: str,
     ) -> str:
         """Put the packaged policy into the folder `place` among the run's artifacts; returns its address.
 
@@ -205,7 +221,8 @@ class Registry:
             return source
         local = local_path(root)
         # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
-        with packaged(f"models:/{name}", policy, tokenizer, local.parent if local else self._downloads) as folder:
+        parent = local.parent if local else self._downloads
+        with packaged(f"models:/{name}", policy, tokenizer, parent, evaluation) as folder:
             if local:
                 local.mkdir(parents=True, exist_ok=True)
                 move_into_place(folder, local / place, folder.parent)
@@ -218,14 +235,10 @@ class Registry:
         target = self._downloads / version.name / str(version.number)
         if target.is_dir():
             return target
-        with (
-            self._connection.asking(f"download version {version.number} of {version.name}", patient=True),
-            scratch(self._downloads) as staging,
-        ):
-            source = f"{version.source}/{MODEL_FOLDER}"
-            fetched = download_artifacts(artifact_uri=source, dst_path=str(staging), tracking_uri=self.tracking_uri)
+        with scratch(self._downloads) as staging:
+            fetched = self.fetch(version, MODEL_FOLDER, staging)
             target.parent.mkdir(parents=True, exist_ok=True)
-            move_into_place(Path(fetched), target, staging)
+            move_into_place(fetched, target, staging)
         return target
 
 

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
-from training.contract.errors import RegistryError
+from training.contract.errors import RegistryAway, RegistryError
 from training.contract.events import EventWriter, Follower, read_events
 from training.contract.weights import weights_identity
 
@@ -47,8 +47,16 @@ def test_a_run_and_a_version_through_http(
         f"{server.uri}/#/experiments/{experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
     )
     registry = Registry(server.uri, tmp_path / "downloads")
-    version = registry.register("remote", policy, run.run_id, identity={"pedigree.policy": "a"}, tags={})
+    (evaluation := tmp_path / "evaluated").mkdir()
+    (evaluation / "pairs.parquet").write_bytes(b"pairs")
+    identity = {"pedigree.policy": "a"}
+    version = registry.register("remote", policy, run.run_id, identity=identity, tags={}, evaluation=evaluation)
     assert registry.promote(version, over=None)
+    (fetched := tmp_path / "fetched").mkdir()
+    assert (registry.fetch(version, "evaluation", fetched) / "pairs.parquet").read_bytes() == b"pairs"
+    with pytest.raises(RegistryError, match=r"cannot download raw_preferences of remote/1") as missing:
+        registry.fetch(version, "raw_preferences", fetched)
+    assert not isinstance(missing.value, RegistryAway)
     folder = registry.resolve("models:/remote@champion")
     assert weights_identity(folder) == weights_identity(policy)
     assert registry.resolve("models:/remote/1") == folder

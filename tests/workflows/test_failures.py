@@ -11,6 +11,7 @@ import dagster as dg
 import huggingface_hub.constants
 import pytest
 
+from assets.held_out import rows_by_pair
 from assets.pipeline import Services
 from assets.release import sole_decision
 from model_registry.connection import connect
@@ -205,6 +206,21 @@ def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(fo
     assert report.succeeded and report.is_champion is False
     assert "is the same as the champion's" in report.reasons
     assert registry.champion("split").number == int(report.model_version) + 2
+
+
+def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, services, tmp_path):
+    """As it would be at home: both homes' evaluations have the same pairs, and the champion's comes with its version."""
+    assert run(folder, services, None, 0.6).is_champion
+    (tmp_path / "other").mkdir()
+    registry, champion = services.registry, services.registry.champion("split")
+    other = replace(services_in(tmp_path / "other"), tracker=services.tracker, registry=registry)
+    report = run(folder, other, None, 0.6, training={"optimizer": {"learning_rate": 1e-6}})
+    assert report.succeeded
+    fetched = other.store.open("evaluation", champion.fingerprint_of("evaluation"))
+    own = services.store.open("evaluation", fetched.fingerprint)
+    assert f"on {len(rows_by_pair(own))} shared pairs the loss is " in report.reasons
+    assert fetched.manifest == own.manifest and not fetched.folder.samefile(own.folder)
+    assert list((other.store.root / "staging").iterdir()) == []
 
 
 @dataclass

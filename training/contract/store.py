@@ -127,13 +127,7 @@ class Store:
         folder = self.folder(kind, fingerprint)
         if not (folder / MANIFEST).is_file():
             raise StoreError(f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again")
-        manifest = read_manifest(folder)
-        if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
-            raise CorruptArtifact(
-                f"{folder / MANIFEST} is of {manifest.kind} {short(manifest.fingerprint)}, "
-                f"expected {kind} {short(fingerprint)}"
-            )
-        verify_files(folder, manifest, hashes, cache)
+        manifest = _verified(folder, kind, fingerprint, hashes, cache)
         return Artifact(folder, manifest, manifest.made_from, manifest.details)
 
     def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None:
@@ -221,18 +215,27 @@ class Store:
         with self._refused(f"publish {derivation.kind}"):
             return self._publish(staging, derivation, made)
 
+    def adopt(self, staging: Path, kind: str, fingerprint: str) -> Artifact:
+        """Make an artifact that another store published, manifest and all, one of this store's; no key leads to it.
+
+        Raises CorruptArtifact if it is another one or broken, StoreError where the disk does not take it.
+        """
+        _verified(staging, kind, fingerprint)
+        with self._refused(f"adopt {kind}"):
+            open_as_umask_says(staging)
+            sync_tree(staging)
+            _move_in(staging, self.folder(kind, fingerprint))
+        return self.open(kind, fingerprint, hashes=False)
+
     def _publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
-        kind, target = derivation.kind, self.folder(derivation.kind, made.fingerprint)
+        kind = derivation.kind
         if not self._has_intact(kind, made.fingerprint):
             files = list_files(staging)
             manifest = _manifest(derivation, made, files)
             open_as_umask_says(staging)
             sync_tree(staging)
             write_durably(staging / MANIFEST, manifest.sealed())
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):  # another process published the same contents meanwhile
-                rename_new(staging, target)
-            sync_folder(target.parent)
+            _move_in(staging, self.folder(kind, made.fingerprint))
         self._write_record(derivation, made)
         return replace(self.open(kind, made.fingerprint, hashes=False), derivation=derivation, details=made.details)
 
@@ -266,6 +269,27 @@ class Store:
         for fingerprint in self.fingerprints(kind):
             with contextlib.suppress(CorruptArtifact):
                 yield read_manifest(self.folder(kind, fingerprint))
+
+
+def _verified(
+    folder: Path, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None
+) -> Manifest:
+    """The manifest in `folder`, and the files as it has them. Raises CorruptArtifact."""
+    manifest = read_manifest(folder)
+    if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
+        raise CorruptArtifact(
+            f"{folder / MANIFEST} is of {manifest.kind} {short(manifest.fingerprint)}, "
+            f"expected {kind} {short(fingerprint)}"
+        )
+    verify_files(folder, manifest, hashes, cache)
+    return manifest
+
+
+def _move_in(staging: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # another process has put the same contents there meanwhile
+        rename_new(staging, target)
+    sync_folder(target.parent)
 
 
 def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -> Manifest:

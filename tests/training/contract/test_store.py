@@ -54,6 +54,27 @@ def test_who_only_looks_leaves_the_hashes_to_a_cache(store, tmp_path):
     assert str(published.file("part/text.txt")) in cache.read_text()
 
 
+def test_what_another_store_published_is_adopted_whole_or_not_at_all(store, tmp_path):
+    published = publish(store, pairs=3)
+    other = Store(tmp_path / "other")
+
+    def adopt(fingerprint: str, text: str = "hello") -> Artifact:
+        with other.staging() as staging:
+            copy = shutil.copytree(published.folder, staging / "copy")
+            (copy / "part" / "text.txt").write_text(text)
+            return other.adopt(copy, KIND, fingerprint)
+
+    for fingerprint, text in (("e" * 64, "hello"), (FINGERPRINT, "jello")):
+        with pytest.raises(CorruptArtifact, match=r"manifest\.json is of policy ffffffffffff|part/text\.txt"):
+            adopt(fingerprint, text)
+        assert other.fingerprints(KIND) == []
+    for _ in range(2):
+        found = adopt(FINGERPRINT)
+        assert found.manifest == published.manifest == other.open(KIND, FINGERPRINT).manifest
+    assert other.find(KIND, derivation().key) is None
+    assert list((other.root / "staging").iterdir()) == []
+
+
 def test_what_was_never_made_is_not_found(store):
     assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == []
     with pytest.raises(StoreError, match=r"no policy ffffffffffff .*materialize"):
