@@ -134,7 +134,9 @@ def test_nothing_is_left_of_a_job_whose_launcher_ends(make_job: MakeJob, number:
     job = make_job("train_for_ever", ranks=2)
     write_job(job)
     launcher = subprocess.Popen(
-        [sys.executable, str(LAUNCH), str(job.path), "ranked_program", "-"], start_new_session=True
+        [sys.executable, str(LAUNCH), str(job.path), "ranked_program", "-"],
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     pids = pids_of(first_event(job))
     assert len(alive(pids)) == 4
