@@ -128,6 +128,12 @@ def test_who_is_killed_above_the_ranks_takes_them_along(
     assert all_gone(pids, seconds)
 
 
+def heed_signals() -> None:
+    """Whoever runs the tests in the background of a shell may have them ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_job_whose_launcher_ends(make_job: MakeJob, number: signal.Signals) -> None:
     """SIGINT goes to the process group, as Ctrl-C in a terminal does. Whoever then gets the lock finds nobody at work."""
@@ -136,7 +142,7 @@ def test_nothing_is_left_of_a_job_whose_launcher_ends(make_job: MakeJob, number:
     launcher = subprocess.Popen(
         [sys.executable, str(LAUNCH), str(job.path), "ranked_program", "-"],
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=heed_signals,
     )
     pids = pids_of(first_event(job))
     assert len(alive(pids)) == 4
