@@ -224,7 +224,7 @@ def _artifact_of(candidate: _Candidate, champion: Version, kind: str) -> Artifac
         raise RegistryError(
             f"{whose} was released in another home, whose {kind} is neither in this store nor among the version's files, so "
             f"nothing can be compared with it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, "
-            "or release into another `release.model_name`"
+            f"or release into another `release.model_name` ({error})"
         ) from error
 
 

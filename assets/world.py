@@ -163,14 +163,12 @@ def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | No
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
     """The files of all sources by name; of several with one name, each further one gets a number."""
     named: dict[str, dict[str, Any]] = {}
-    taken: Counter[str] = (
-        Counter()
-    )  # of each name, its numbers: a glob may find thousands of one name in as many folders
+    repeated: Counter[str] = Counter()  # kept, since a glob may find thousands of files of one name
     for entry in (entry for source in identity if isinstance(source, list) for entry in source):
         name = own = entry["name"]
         while name in named:
-            taken[own] += 1
-            name = f"{own} ({taken[own] + 1})"
+            repeated[own] += 1
+            name = f"{own} ({repeated[own] + 1})"
         named[name] = entry
     return named
 

@@ -13,7 +13,7 @@ from pydantic import field_validator
 
 from training.contract.errors import CorruptArtifact
 from training.contract.fields import Frozen
-from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files
+from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files, short
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.sealed import Sealed
 
@@ -93,6 +93,20 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.unseal(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CorruptArtifact(f"{path} is not a readable manifest: {error}") from error
+
+
+def verified_manifest(
+    folder: Path, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None
+) -> Manifest:
+    """The manifest of that artifact in `folder`, after `verify_files`. Raises CorruptArtifact, also if it is another's."""
+    manifest = read_manifest(folder)
+    if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
+        raise CorruptArtifact(
+            f"{folder / MANIFEST} is of {manifest.kind} {short(manifest.fingerprint)}, "
+            f"expected {kind} {short(fingerprint)}"
+        )
+    verify_files(folder, manifest, hashes, cache)
+    return manifest
 
 
 def verify_files(folder: Path, manifest: Manifest, hashes: bool = True, cache: HashCache | None = None) -> None:

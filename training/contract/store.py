@@ -48,7 +48,7 @@ from training.contract.manifest import (
     Manifest,
     list_files,
     read_manifest,
-    verify_files,
+    verified_manifest,
 )
 from training.contract.sealed import Sealed
 from training.contract.software import library_versions
@@ -127,7 +127,7 @@ class Store:
         folder = self.folder(kind, fingerprint)
         if not (folder / MANIFEST).is_file():
             raise StoreError(f"there is no {kind} {short(fingerprint)} in {self.root}; materialize it again")
-        manifest = _verified(folder, kind, fingerprint, hashes, cache)
+        manifest = verified_manifest(folder, kind, fingerprint, hashes, cache)
         return Artifact(folder, manifest, manifest.made_from, manifest.details)
 
     def find(self, kind: str, key: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact | None:
@@ -220,7 +220,7 @@ class Store:
 
         Raises CorruptArtifact if it is another one or broken, StoreError where the disk does not take it.
         """
-        _verified(staging, kind, fingerprint)
+        verified_manifest(staging, kind, fingerprint)
         with self._refused(f"adopt {kind}"):
             open_as_umask_says(staging)
             sync_tree(staging)
@@ -269,20 +269,6 @@ class Store:
         for fingerprint in self.fingerprints(kind):
             with contextlib.suppress(CorruptArtifact):
                 yield read_manifest(self.folder(kind, fingerprint))
-
-
-def _verified(
-    folder: Path, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None
-) -> Manifest:
-    """The manifest in `folder`, and the files as it has them. Raises CorruptArtifact."""
-    manifest = read_manifest(folder)
-    if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
-        raise CorruptArtifact(
-            f"{folder / MANIFEST} is of {manifest.kind} {short(manifest.fingerprint)}, "
-            f"expected {kind} {short(fingerprint)}"
-        )
-    verify_files(folder, manifest, hashes, cache)
-    return manifest
 
 
 def _move_in(staging: Path, target: Path) -> None:
