@@ -191,7 +191,10 @@ def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(fo
     client, elsewhere = connect(services.registry.tracking_uri), "f" * 64
     client.create_registered_model("split")
     ways: list[tuple[dict[str, str], str]] = [
-        ({"pedigree.evaluation": elsewhere}, rf"copy that home's folder store/evaluation/{elsewhere} to .*cannot download evaluation of split/1: "),
+        (
+            {"pedigree.evaluation": elsewhere},
+            rf"copy that home's folder store/evaluation/{elsewhere} to .*cannot download evaluation of split/1: ",
+        ),
         ({}, "or at none"),
     ]
     for tags, told in ways:
