@@ -160,7 +160,13 @@ def _suits_kernel(query_1QTD: Tensor, value_1KTD: Tensor) -> bool:
 def by_segment(
     query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
 ) -> Tensor:
-    """One call a segment. The row is split, since the gradient of a slice is as long as the row, that of a part as the part."""
+    """One call a segment. The row is split, since the gradient of a slice is as long as the row, that of a part as the part.
+
+    On a GPU each head of queries gets keys of its own: for float32, and for masks, torch 2.13 has no kernel that knows of
+    groups (sdp_utils.cpp), and would keep all scores, Q x T x T numbers, for the backward pass.
+    """
+    if query_1QTD.is_cuda and (groups := query_1QTD.shape[1] // key_1KTD.shape[1]) > 1:
+        key_1KTD, value_1KTD = (tensor.repeat_interleave(groups, dim=1) for tensor in (key_1KTD, value_1KTD))
     queries, keys, values = (tensor.split(plan.lengths, dim=2) for tensor in (query_1QTD, key_1KTD, value_1KTD))
     outputs = []
     for number, segment in enumerate(plan.segments):

@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from training.contract.errors import ModelError
 from training.model import attention
@@ -191,6 +193,42 @@ def test_both_ways_agree_on_views_as_layers_give_them():
             way(q, k, v, row.plan, None, window) for way in (attention.in_one_call, attention.by_segment)
         )
         torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+class OnGpu(TorchFunctionMode):
+    """Within the block tensors say that they are on a GPU, and attention has the demands of the kernels for float32 there.
+
+    These want as many heads of keys as of queries (torch 2.13: sdp_utils.cpp, check_batch_size_and_num_heads_dense); for any
+    other call torch falls back to one that keeps all scores.
+    """
+
+    calls = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function == Tensor.is_cuda.__get__:
+            return True
+        if function is scaled_dot_product_attention:
+            self.calls += 1
+            assert args[0].shape[1] == args[1].shape[1] == args[2].shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)], ids=["heads alike", "in groups", "one for all"])
+def test_a_segment_at_a_time_suits_the_kernels_of_a_gpu(heads: tuple[int, int], window: int | None):
+    row = build_row(GROUPS["unlike lengths"], CPU)
+    tokens, random = len(row.ids_T), torch.Generator().manual_seed(0)
+    shapes = [(1, count, tokens, HEAD) for count in (heads[0], heads[1], heads[1])]
+    q, k, v = given = [torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes]
+    with OnGpu() as watch:
+        found = attention.by_segment(q, k, v, row.plan, None, window)
+    assert watch.calls == len(row.plan.segments)
+    expected = sequence_at_a_time(q, k, v, row.plan, HEAD**-0.5, window)
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+    upstream = torch.randn(found.shape, generator=random, dtype=torch.float64)
+    ours, plain = (torch.autograd.grad(output, given, upstream) for output in (found, expected))
+    for one, other in zip(ours, plain, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(
