@@ -4,6 +4,9 @@ Every row of the left operand and every column of the right one is scaled so tha
 the format, which is then exact; the other numbers are rounded by 2.6% of themselves (root mean square). Sums are taken in
 float32; the product is bfloat16, the one output that the kernels of all GPUs have for scales by row.
 
+Long sums are cut: where few rows are multiplied over 9,216 terms, cuBLAS has no kernel with such scales on an H100, and over
+3,072 it has (https://github.com/pytorch/ao/issues/4582). The gradient of hidden states is a sum over the width of a tile.
+
 It needs tensor cores with this format: Ada, Hopper and later (compute capability 8.9).
 """
 
@@ -16,6 +19,7 @@ from training.contract.errors import ModelError
 _CAPABILITY = (8, 9)
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _MULTIPLE = 16  # what kernels demand of the inner and of the last size
+_LONGEST = 2048
 
 
 def demand_float8(device: torch.device) -> None:
@@ -30,6 +34,12 @@ def demand_float8(device: torch.device) -> None:
         f"`training.head_precision: float8` needs a GPU of compute capability {'.'.join(map(str, _CAPABILITY))} or more "
         f"(Ada, Hopper and later), and the model is on {found}; set it to exact"
     )
+
+
+def add_float8_product(total_NM: Tensor, left_NK: Tensor, right_KM: Tensor) -> None:
+    """Add `left @ right` of operands rounded to 8 bits, a part of the sum at a time."""
+    for left, right in zip(left_NK.split(_LONGEST, dim=1), right_KM.split(_LONGEST), strict=True):
+        total_NM.add_(float8_product(left, right))
 
 
 def float8_product(left_NK: Tensor, right_KM: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """Products of 8-bit floats against float64, on the processor, which has the same numbers as a GPU's tensor cores."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.model.float8 import float8_product
 from training.model.head import Head, HeadOptions
@@ -32,6 +35,36 @@ def test_a_product_is_that_of_rounded_operands(rows: int, inner: int, columns: i
 
 def test_a_row_of_zeros_stays_one():
     assert not float8_product(torch.zeros(2, 16), torch.ones(16, 3)).any()
+
+
+class Shapes(TorchDispatchMode):
+    """Notes rows, terms and columns of the products of 8-bit floats within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._scaled_mm.default:
+            self.found.append((*args[0].shape, args[1].shape[1]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_sum_is_longer_than_kernels_for_few_rows_take():
+    """9,216 terms for 127 rows of 3,072 columns are refused on an H100, and 3,072 terms are not (pytorch/ao, issue 4582)."""
+    random = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 32, generator=random), torch.randn(9_300, 32, generator=random)
+    hidden, weight = (operand.bfloat16().requires_grad_() for operand in (hidden, weight))
+    targets = torch.randint(9_300, (6,), generator=random)
+    with Shapes() as shapes:
+        found = token_logprobs(hidden, targets, Head(weight, options=FLOAT8), TILE)
+        [ours] = torch.autograd.grad(found.sum(), hidden)
+    assert {columns for _, _, columns in shapes.found} == {9_312, 32} and max(
+        terms for _, terms, _ in shapes.found
+    ) <= 3_072
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])
+    [right] = torch.autograd.grad(exact.sum(), hidden)
+    assert (ours.double() - right.double()).norm() < 0.1 * right.double().norm()
 
 
 ON_GPU = pytest.mark.skipif(
