@@ -12,6 +12,7 @@ It needs tensor cores with this format: Ada, Hopper and later (compute capabilit
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
 from training.contract.errors import ModelError
@@ -52,13 +53,17 @@ def float8_product(left_NK: Tensor, right_KM: Tensor) -> Tensor:
 
 
 def _rounded(rows_RK: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows in 8 bits, and the scale to multiply each by."""
-    largest_R1 = rows_RK.abs().amax(dim=1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny)
+    """The rows in 8 bits, contiguous, and the scale to multiply each by.
+
+    Of the operands the weights are large, and are rounded anew for each micro-batch: so what is copied is copied in 8 bits.
+    """
+    largest_R1 = vector_norm(rows_RK, torch.inf, dim=1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny)
     # By a tensor, since to divide by a number a GPU multiplies by its reciprocal, which may round otherwise.
     scale_R1 = largest_R1 / torch.full_like(largest_R1, _LARGEST)
-    return (rows_RK / scale_R1).to(torch.float8_e4m3fn), scale_R1
+    return (rows_RK / scale_R1).to(torch.float8_e4m3fn).contiguous(), scale_R1
 
 
 def _padded(rows_RK: Tensor, more: int) -> Tensor:
-    """Each row padded with zeros to a multiple of 16, and `more` rows of zeros; contiguous."""
-    return pad(rows_RK, (0, -rows_RK.shape[1] % _MULTIPLE, 0, more)).contiguous()
+    """Each row padded with zeros to a multiple of 16, and `more` rows of zeros; itself if nothing is missing."""
+    missing = -rows_RK.shape[1] % _MULTIPLE
+    return pad(rows_RK, (0, missing, 0, more)) if missing or more else rows_RK

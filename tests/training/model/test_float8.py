@@ -37,17 +37,31 @@ def test_a_row_of_zeros_stays_one():
     assert not float8_product(torch.zeros(2, 16), torch.ones(16, 3)).any()
 
 
-class Shapes(TorchDispatchMode):
-    """Notes rows, terms and columns of the products of 8-bit floats within the block."""
+class Watch(TorchDispatchMode):
+    """Notes rows, terms and columns of the products of 8-bit floats within the block, and the bytes of all new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[int, int, int]] = []
+        self.products: list[tuple[int, int, int]] = []
+        self.written = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
         if function is torch.ops.aten._scaled_mm.default:
-            self.found.append((*args[0].shape, args[1].shape[1]))
-        return function(*args, **(kwargs or {}))
+            self.products.append((*args[0].shape, args[1].shape[1]))
+        if not function.is_view:
+            self.written += made.nbytes if torch.is_tensor(made) else 0
+        return made
+
+
+@pytest.mark.parametrize(("way", "bytes_a_weight"), [("of logits", 5), ("of hidden states", 6)])
+def test_the_weights_are_written_as_often_as_it_takes(way: str, bytes_a_weight: int):
+    """Their quotients by the scale are float32 and rounded to 8 bits, which are laid out anew where columns become rows."""
+    weight_VH = torch.randn(4_096, 512).bfloat16()
+    right = weight_VH.T if way == "of logits" else weight_VH
+    with Watch() as watch:
+        float8_product(torch.randn(1, len(right)).bfloat16(), right)
+    assert bytes_a_weight * weight_VH.numel() < watch.written < 1.1 * bytes_a_weight * weight_VH.numel()
 
 
 def test_no_sum_is_longer_than_kernels_for_few_rows_take():
@@ -56,12 +70,11 @@ def test_no_sum_is_longer_than_kernels_for_few_rows_take():
     hidden, weight = torch.randn(6, 32, generator=random), torch.randn(9_300, 32, generator=random)
     hidden, weight = (operand.bfloat16().requires_grad_() for operand in (hidden, weight))
     targets = torch.randint(9_300, (6,), generator=random)
-    with Shapes() as shapes:
+    with Watch() as watch:
         found = token_logprobs(hidden, targets, Head(weight, options=FLOAT8), TILE)
         [ours] = torch.autograd.grad(found.sum(), hidden)
-    assert {columns for _, _, columns in shapes.found} == {9_312, 32} and max(
-        terms for _, terms, _ in shapes.found
-    ) <= 3_072
+    assert {columns for _, _, columns in watch.products} == {9_312, 32}
+    assert max(terms for _, terms, _ in watch.products) <= 3_072
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])
     [right] = torch.autograd.grad(exact.sum(), hidden)
     assert (ours.double() - right.double()).norm() < 0.1 * right.double().norm()
