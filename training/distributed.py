@@ -150,6 +150,8 @@ def _device(wanted: DeviceName) -> torch.device:
 
 def _compute_deterministically() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Sums that NVSwitch makes, in an order of its own. By itself torch leaves out NVLS alone, not what goes on between nodes.
+    os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs 4% of a step
     if threads := os.environ.get("OMP_NUM_THREADS"):

@@ -69,6 +69,16 @@ def test_a_group_without_torchrun_is_this_process() -> None:
         assert torch.are_deterministic_algorithms_enabled()
 
 
+def test_no_switch_adds_up_gradients_unless_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL compares whole names (tuning.cc, parseList); its authors call such sums not deterministic (NVIDIA/nccl, 1497)."""
+    monkeypatch.setenv("NCCL_ALGO", "Tree")
+    with group("cpu"):
+        assert os.environ["NCCL_ALGO"] == "Tree"
+    monkeypatch.delenv("NCCL_ALGO")
+    with group("cpu"):
+        assert os.environ["NCCL_ALGO"][0] == "^" and set(os.environ["NCCL_ALGO"][1:].split(",")) == {"NVLS", "NVLSTree"}
+
+
 def test_a_missing_gpu_is_refused_with_the_way_out() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
