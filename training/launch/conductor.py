@@ -11,7 +11,6 @@ ends the others and says why. The log has the lines of all nodes, each with the 
 import hashlib
 import os
 import select
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from training.launch.local import LocalHandle, LocalLauncher, start_process
 from training.launch.node import Order, Word, software
 from training.launch.nodes_file import Nodes, take_nodes
 from training.launch.remote_node import RemoteNode, write
-from training.launch.supervisor import CANCELLED, SIGNALS, restore_signals
+from training.launch.supervisor import CANCELLED, ignore_signals, restore_signals
 
 _LOOK_SECONDS = 0.1
 _ANSWER_SECONDS = 120.0  # for a connection, and for a Python that lies on a network file system
@@ -59,8 +58,7 @@ def conduct(listed: Nodes, module: str, job: Job) -> int:
         if (problem := failed.problem()) is not None:
             Failure(type=NodesError.__name__, message=problem, rank=None, traceback="").write_first(job.error)
     finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         _end(nodes, job.grace_seconds + _CLOSING_SECONDS)
     # Only now, so that it is the end of the log: the other nodes wrote lines while they were ended.
     write(problem or "\n".join([f"the first to end badly was {failed.name}, after it said", *failed.last_lines]))

@@ -24,7 +24,7 @@ from training.launch.processes import adopt_orphans, die_with_parent, end_descen
 
 CANCELLED = 128 + signal.SIGTERM
 _LOOK_SECONDS = 0.5
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def supervise(grace: float, command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -44,14 +44,13 @@ def supervise(grace: float, command: Sequence[str], environment: Mapping[str, st
     try:
         environment = {**environment, SUPERVISOR: str(supervisor)}
         # A signal waits while a process is forked: what its handler raises in a hook of fork, such as logging's, is lost.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # The lock is the one open file that can be inherited, and it has to be.
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, close_fds=False, preexec_fn=bind)
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         return _wait(child, launcher)
     finally:
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         end_descendants(grace)
 
 
@@ -68,17 +67,21 @@ def _wait(child: "subprocess.Popen[bytes]", launcher: int) -> int:
     return CANCELLED
 
 
+def ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def restore_signals() -> None:
     """Handle signals that a shell ignores or blocks in a background job; the command starts with the defaults."""
-
-    def leave(number: int, _: FrameType | None) -> None:
-        for other in SIGNALS:  # what the first one begins, a second one must not interrupt
-            signal.signal(other, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    for number in SIGNALS:
-        signal.signal(number, leave)
+    for number in _SIGNALS:
+        signal.signal(number, _leave)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _leave(number: int, _: FrameType | None) -> None:
+    ignore_signals()  # a second signal must not interrupt what the first one begins
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":
