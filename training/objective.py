@@ -27,19 +27,10 @@ from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
 from training.losses.batchwise import RunningMean, batch_context
 from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
-from training.losses.preference import part_names, preference_loss
+from training.losses.preference import metric_names, preference_loss
 from training.model.logprobs import CollatedRows, collate, logprobs_of
 from training.model.transfer import ahead, send
 
-METRICS = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/margins",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-)
 Collated = TypeVar("Collated")
 
 
@@ -89,10 +80,10 @@ class CollatedPairs:
 
 
 class PreferenceObjective(Objective[CollatedPairs]):
-    """The mean over pairs of a loss of training/losses; `names` has those of a mixture's terms too."""
+    """The mean over pairs of a loss of training/losses."""
 
     def __init__(self, pairs: Pairs, reference: LogProbTable, loss: Loss, group: Group) -> None:
-        super().__init__(pairs, METRICS + tuple(f"losses/{name}" for name in part_names(loss)))
+        super().__init__(pairs, metric_names(loss))
         self._loss, self._group = loss, group
         self._reference_P2, self._tokens_P2 = reference.logprobs_P2, reference.tokens_P2
         self._tails_P2 = reference.tails_P2
@@ -119,15 +110,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
         logprobs = self._logprobs(model, collated)
         context = self._context.take(collated.places_I) if self._loss.couples_pairs else self._context
         losses = preference_loss(self._loss, logprobs, context)
-        columns = [
-            losses.losses_B,
-            *losses.rewards_B2.unbind(1),
-            losses.margins_B,
-            losses.accuracies_B,
-            *logprobs.policy_B2.detach().unbind(1),
-            *losses.parts.values(),
-        ]
-        return torch.stack(columns, dim=1)
+        return torch.stack(list(losses.metrics(logprobs.policy_B2.detach()).values()), dim=1)
 
     def state(self) -> dict[str, Any]:
         mean = self._mean_reward
@@ -178,5 +161,5 @@ class PreferenceObjective(Objective[CollatedPairs]):
 
 def pair_tokens(pairs: Pairs) -> Tokens:
     """Tokens of every pair: of both sequences, and of those a model runs, the prompt once."""
-    sequences_I = pairs.lengths("chosen").astype(np.int64) + pairs.lengths("rejected")
+    sequences_I = pairs.lengths("chosen") + pairs.lengths("rejected")
     return Tokens(sequences_I, sequences_I - pairs.prompt_lengths)

@@ -60,21 +60,10 @@ class ScoredPairs:
     outcome: PairLosses
 
     def metrics(self) -> dict[str, float]:
-        means = {
-            "loss": self.outcome.losses_B,
-            "rewards/chosen": self.outcome.rewards_B2[:, 0],
-            "rewards/rejected": self.outcome.rewards_B2[:, 1],
-            "rewards/margins": self.outcome.margins_B,
-            "rewards/accuracies": self.outcome.accuracies_B,
-            "logps/chosen": self.logprobs.policy_B2[:, 0],
-            "logps/rejected": self.logprobs.policy_B2[:, 1],
-        } | {f"losses/{name}": losses_B for name, losses_B in self.outcome.parts.items()}
+        columns = self.outcome.metrics(self.logprobs.policy_B2)
+        means = {f"eval/{name}": float(values_B.mean()) for name, values_B in columns.items()}
         by_length = {f"eval/accuracies/{name}": found.share for name, found in self.accuracy_by_length().items()}
-        return (
-            {f"eval/{name}": float(v.mean()) for name, v in means.items()}
-            | by_length
-            | {"eval/pairs": len(self.positions_V)}
-        )
+        return means | by_length | {"eval/pairs": len(self.positions_V)}
 
     def accuracy(self) -> Accuracy:
         return Accuracy(int(self.outcome.accuracies_B.sum()), len(self.positions_V))

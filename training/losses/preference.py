@@ -17,6 +17,15 @@ from training.losses import batchwise, pairwise
 from training.losses.batchwise import RunningMean, batch_context
 from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
 
+METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
 LossFunction = Callable[[LossInputs, BatchContext, Term], Tensor]
 LOSSES: dict[LossType, LossFunction] = {
     LossType.SIGMOID: pairwise.sigmoid,
@@ -56,6 +65,12 @@ class PairLosses:
         """1 where the chosen response has the higher reward, 0 elsewhere: a tie is no success."""
         return (self.rewards_B2[:, 0] > self.rewards_B2[:, 1]).to(self.losses_B.dtype)
 
+    def metrics(self, policy_B2: Tensor) -> dict[str, Tensor]:
+        """Each metric of `metric_names`, in that order, a value a pair; `policy_B2` are the policy's log-probs."""
+        columns = (self.losses_B, *self.rewards_B2.unbind(1), self.margins_B, self.accuracies_B, *policy_B2.unbind(1))
+        parts = {f"losses/{name}": losses_B for name, losses_B in self.parts.items()}
+        return dict(zip(METRICS, columns, strict=True)) | parts
+
 
 def preference_loss(settings: Loss, logprobs: PairLogProbs, batch: BatchContext | None = None) -> PairLosses:
     """The loss and the rewards of each pair; differentiable in the policy's log-probs.
@@ -70,9 +85,10 @@ def preference_loss(settings: Loss, logprobs: PairLogProbs, batch: BatchContext 
     return PairLosses(total_B, _rewards(settings, logprobs), parts)
 
 
-def part_names(settings: Loss) -> tuple[str, ...]:
-    """The names in `PairLosses.parts`."""
-    return tuple(str(term.type) for term in settings.terms) if len(settings.terms) > 1 else ()
+def metric_names(settings: Loss) -> tuple[str, ...]:
+    """The names in `PairLosses.metrics`: the loss first, and those of a mixture's terms last."""
+    parts = tuple(f"losses/{term.type}" for term in settings.terms) if len(settings.terms) > 1 else ()
+    return METRICS + parts
 
 
 def _weighted(losses_B: Tensor, term: Term, logprobs: PairLogProbs) -> Tensor:
