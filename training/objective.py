@@ -29,7 +29,7 @@ from training.losses.batchwise import RunningMean, batch_context
 from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
 from training.losses.preference import metric_names, preference_loss
 from training.model.logprobs import CollatedRows, collate, logprobs_of
-from training.model.transfer import ahead, send
+from training.model.transfer import prefetch, send
 
 Collated = TypeVar("Collated")
 
@@ -126,7 +126,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
         """
         policy_B2 = torch.zeros(len(self._batch_B), 2, dtype=torch.float64, device=self._group.device)
         tails_B2 = torch.zeros_like(policy_B2)
-        for part, collated in ahead(lambda part: self.collate(model, part.items), parts):
+        for part, collated in prefetch(lambda part: self.collate(model, part.items), parts):
             with torch.no_grad():
                 found = self._logprobs(model, collated)
             if part.counts:

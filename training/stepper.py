@@ -30,7 +30,7 @@ from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
 from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
 from training.model.logprobs import runs_in_lockstep
-from training.model.transfer import ahead
+from training.model.transfer import prefetch
 from training.objective import Objective
 from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
 from training.parallel.masters import Masters
@@ -106,7 +106,7 @@ class Stepper:
         masters, objective = self.masters, self.objective
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(objective.names), dtype=torch.float64, device=self.group.device)]
-        collated_parts = ahead(lambda part: objective.collate(masters.model, part.items), parts)
+        collated_parts = prefetch(lambda part: objective.collate(masters.model, part.items), parts)
         for number, (part, collated) in enumerate(collated_parts, 1):
             values_IM = objective.values_IM(masters.model, collated)
             loss = values_IM[:, 0].sum() / count

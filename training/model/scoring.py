@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from training.distributed import Group
 from training.model.logprobs import CollatedRows, LogProbs, collate, logprobs_of, runs_in_lockstep
 from training.model.prefix import TokenSequence
-from training.model.transfer import ahead
+from training.model.transfer import prefetch
 
 Positions = npt.NDArray[np.int64]
 
@@ -108,7 +108,7 @@ def score_in_rounds(
     def collated(batch: Batch) -> CollatedRows:
         return collate(model, [read(int(at)) for at in batch.positions], batch.sizes)
 
-    scored = ((batch, score(model, rows)) for batch, rows in ahead(collated, [*mine, *company]))
+    scored = ((batch, score(model, rows)) for batch, rows in prefetch(collated, [*mine, *company]))
     for number, round_ in enumerate(rounds):
         own = next(scored, None)
         yield Scored(own if number < len(mine) else None, np.concatenate([each.positions for each in round_]))

@@ -15,12 +15,12 @@ Item = TypeVar("Item")
 Ready = TypeVar("Ready")
 
 
-def ahead(make_ready: Callable[[Item], Ready], items: Sequence[Item]) -> Iterator[tuple[Item, Ready]]:
+def prefetch(make_ready: Callable[[Item], Ready], items: Sequence[Item]) -> Iterator[tuple[Item, Ready]]:
     """Each item with what `make_ready` gives for it, made in a thread while the item before is in use, one at a time.
 
     What it raises is raised when its item's turn comes.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as thread:
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
         coming = [thread.submit(make_ready, item) for item in items[:1]]
         for number, item in enumerate(items, 1):
             ready = coming.pop().result()

@@ -1,10 +1,10 @@
-"""What is made ahead: in order, one at a time and while the one before is in use."""
+"""What is prefetched: in order, one at a time and while the one before is in use."""
 
 import threading
 
 import pytest
 
-from training.model.transfer import ahead
+from training.model.transfer import prefetch
 
 
 def test_the_next_is_made_while_one_is_in_use():
@@ -15,7 +15,7 @@ def test_the_next_is_made_while_one_is_in_use():
         made[item].set()
         return item * item
 
-    for item, ready in ahead(make_ready, range(4)):
+    for item, ready in prefetch(make_ready, range(4)):
         assert ready == item * item
         if item < 3:
             assert made[item + 1].wait(10)
@@ -26,10 +26,10 @@ def test_the_next_is_made_while_one_is_in_use():
 def test_an_error_comes_in_its_turn():
     used = []
     with pytest.raises(ZeroDivisionError):
-        for item, _ in ahead(lambda item: 1 / item, [2, 1, 0]):
+        for item, _ in prefetch(lambda item: 1 / item, [2, 1, 0]):
             used.append(item)
     assert used == [2, 1]
 
 
 def test_of_nothing_nothing():
-    assert list(ahead(str, [])) == []
+    assert list(prefetch(str, [])) == []
