@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from training.contract.files import data_suffix, open_data
+from training.contract.recipe_files import data_suffix, open_data
 
 
 def count_rows(path: Path) -> int | None:

@@ -21,10 +21,10 @@ from assets.pipeline import Pipeline
 from assets.written import written
 from model_registry.registry import Registry
 from training.contract.errors import DataError, ModelError
-from training.contract.files import TOKENIZER_FILES, DataFile, data_files, is_readable, tokenizer_files
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hub import CARD, CARD_FILES, Emit, Repository
 from training.contract.recipe import DataSource, Recipe
+from training.contract.recipe_files import TOKENIZER_FILES, DataFile, data_files, is_readable, tokenizer_files
 from training.contract.weights import weights_fingerprint, weights_identity
 
 _MODEL_FILES = ("*.safetensors", "*config.json", "*.safetensors.index.json")

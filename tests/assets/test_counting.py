@@ -6,7 +6,7 @@ import pyarrow as pa
 import pytest
 
 from assets.counting import count_rows
-from training.contract.files import data_files
+from training.contract.recipe_files import data_files
 from training.data.readers import read_records
 
 JSON_LINES = b'{"a": 1}\n\n{"a": 2}\n{"a": 3}'

@@ -6,10 +6,10 @@ from typing import Any
 
 from tests.training.runs import ALONE
 from training import main
-from training.contract.files import DataFile, data_files, tokenizer_files
 from training.contract.fingerprint import hash_file
 from training.contract.job import Input, Job, JobKind
 from training.contract.recipe import Compute
+from training.contract.recipe_files import DataFile, data_files, tokenizer_files
 from training.contract.store import Artifact, Store
 
 ON_CPU = Compute(device="cpu")

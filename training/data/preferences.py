@@ -21,10 +21,10 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.events import EventWriter, Progress
-from training.contract.files import DataFile
 from training.contract.fingerprint import fingerprint_of_stream, value_digest
 from training.contract.job import Job
 from training.contract.recipe import DataSource
+from training.contract.recipe_files import DataFile
 from training.contract.store import Made
 from training.data.formats import FORMATS, detect
 from training.data.hub_files import hub_files

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
-from training.contract.files import DataFile, check_unchanged, data_suffix, open_data
+from training.contract.recipe_files import DataFile, check_unchanged, data_suffix, open_data
 from training.data.messages import Quarantined, Reason, Row
 
 _BATCH_ROWS = 1024

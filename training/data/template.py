@@ -22,9 +22,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter
-from training.contract.files import check_unchanged, tokenizer_files
 from training.contract.fingerprint import fingerprint
 from training.contract.job import Job
+from training.contract.recipe_files import check_unchanged, tokenizer_files
 from training.contract.store import Made
 from training.data.messages import Message, message
 from training.data.tokenizer import control_ids, load_tokenizer, save_tokenizer, special_ids, tokenizer_fingerprint

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.training import workshop as general
-from training.contract.files import DataFile
 from training.contract.job import Job, JobKind
+from training.contract.recipe_files import DataFile
 from training.contract.store import Artifact
 from training.data.tokenized import Pairs
 

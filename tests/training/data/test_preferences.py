@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.contract.errors import DataError
-from training.contract.files import data_files
 from training.contract.fingerprint import hash_file
+from training.contract.recipe_files import data_files
 from training.data.preferences import split_of
 
 GOOD = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}

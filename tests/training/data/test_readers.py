@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from training.contract.errors import DataError
-from training.contract.files import DataFile, data_files
+from training.contract.recipe_files import DataFile, data_files
 from training.data.messages import Reason
 from training.data.readers import read_records
 

@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from training.contract.errors import DataError, TemplateError
-from training.contract.files import tokenizer_files
 from training.contract.fingerprint import hash_file
+from training.contract.recipe_files import tokenizer_files
 from training.data.template import PROBES, ChatTemplate, Rejected, _write, read_spec
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, GPT2TokenizerFast, LlamaTokenizerFast, P
 from transformers import tokenization_utils_base as library
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
-from training.contract.files import TOKENIZER_FILES
+from training.contract.recipe_files import TOKENIZER_FILES
 from training.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_fingerprint
 
 Change = Callable[[dict[str, Any]], None]
