@@ -29,7 +29,6 @@ from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import TrainingSpec
 from training.contract.store import Made, write_json
-from training.course import Course
 from training.data.packing import Batches, Positions, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
@@ -38,6 +37,7 @@ from training.parallel.choice import load_frozen
 from training.parallel.masters import Masters
 from training.parallel.models import FrozenModel, TrainableModel
 from training.proof import Proof, evenly_spaced, nats_apart, prove_zero_margin
+from training.run_record import RunRecord
 from training.scored_pairs import ScoredPairs, score_pairs
 from training.stepper import Stepper
 from training.tails import read_table
@@ -66,7 +66,7 @@ class _Tuning:
     def __init__(self, job: Job, group: Group, events: EventWriter) -> None:
         self.job, self.group, self.events = job, group, events
         self.settings = settings = TrainingSpec.model_validate(job.settings)
-        self.course = Course(job, group, events, ("loss", *_REWARDS))
+        self.record = RunRecord(job, group, events, ("loss", *_REWARDS))
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.held_out = self.pairs.indices("validation")
         items, tokens = train_items(self.pairs), pair_tokens(self.pairs)
@@ -75,13 +75,13 @@ class _Tuning:
         everything = np.arange(len(self.pairs))
         self.reference = read_table(job, self.pairs, everything, settings.loss, group, events)
         self.starts_as_reference = settings.champion is None and settings.precision == self.reference.dtype
-        if self.course.resumed_step is None and not self.starts_as_reference:
+        if self.record.resumed_step is None and not self.starts_as_reference:
             self._prove_apart()
         self.start = self._start()
         self.masters = self._load()
         objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group)
         self.stepper = Stepper(self.masters, objective, self.batches, settings, self.steps)
-        self.trainer = Trainer(job, events, self.stepper, self.course)
+        self.trainer = Trainer(job, events, self.stepper, self.record)
 
     def _start(self) -> Input:
         if self.settings.champion is None:
@@ -94,7 +94,7 @@ class _Tuning:
         settings = self.settings
         trainable = TrainableModel(self.start.folder, settings.precision, settings.adapter, settings.seed)
         float8_head = settings.head_precision == "float8"
-        with self.course.timed("loading"):
+        with self.record.timed("loading"):
             return load_for_training(trainable, self.job.compute, self.group, self.events, float8_head)
 
     def observe(self, step: int) -> None:
@@ -110,7 +110,7 @@ class _Tuning:
         """Prove the table with the reference model, which is gone afterwards. Raises TrainingError."""
         self.events.phase("loading the reference model for the proof of step 0")
         frozen = FrozenModel(self.job.inputs["reference_model"], self.reference.dtype)
-        with self.course.timed("proof"):
+        with self.record.timed("proof"):
             model = load_frozen(frozen, self.job.compute.parallel, self.group, self.events)
         self._prove(model)
         del model
@@ -122,9 +122,9 @@ class _Tuning:
         first = self.batches.batch(1)
         others = evenly_spaced(np.setdiff1d(self.batches.items, first), _PROVEN_PAIRS)
         held_out = evenly_spaced(self.held_out, _PROVEN_PAIRS)
-        with self.course.timed("proof"):
+        with self.record.timed("proof"):
             proof = self._compare(model, first, "the first batch")
-            self.course.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
+            self.record.facts |= {f"step0_{name}": value for name, value in asdict(proof).items()}
             if len(others):
                 self._compare(model, others, f"{len(others)} pairs spread over those after the first batch")
             if len(held_out) and not self.starts_as_reference:  # else all of them, when they are first evaluated
@@ -136,9 +136,9 @@ class _Tuning:
     def _note_rounding(self) -> None:
         """Rounding is the same for policy and reference, and cancels in their difference, in one dtype only."""
         some = evenly_spaced(self.batches.batch(1), _PROVEN_PAIRS)
-        with self.course.timed("proof"):
+        with self.record.timed("proof"):
             apart = nats_apart(self._score(self.masters.model, some))
-        self.course.facts["step0_apart"] = apart
+        self.record.facts["step0_apart"] = apart
         dtype = self.settings.precision
         self.events.note(
             f"the policy runs in {dtype} and the reference's log-probs are of {self.reference.dtype}: before training they "
@@ -146,11 +146,11 @@ class _Tuning:
         )
 
     def _evaluate(self, step: int) -> None:
-        with self.course.timed("evaluation"):
+        with self.record.timed("evaluation"):
             scored = self._score(self.masters.model, self.held_out)
             if step == 0 and self.starts_as_reference:
                 prove_zero_margin(scored, self.reference, self.settings.loss, "the held-out pairs")
-        self.course.facts["eval"] = scored.metrics()
+        self.record.facts["eval"] = scored.metrics()
         self.events.emit("eval", step=step, **scored.metrics())
 
     def _score(self, model: PreTrainedModel, positions: Positions) -> ScoredPairs:
@@ -162,7 +162,7 @@ class _Tuning:
     def save(self) -> Made:
         """Write the policy's folder, on rank 0, which alone can tell the fingerprint of what it wrote."""
         staging = self.job.staging
-        with self.course.timed("saving"):
+        with self.record.timed("saving"):
             fingerprint = write_trained(self.job, self.masters, self.start, self.settings.adapter)
         if not self.group.is_main:
             return Made(fingerprint)
@@ -176,7 +176,7 @@ class _Tuning:
 
     def _summary(self) -> dict[str, Any]:
         """The run's facts: last metrics on both splits, counts, seconds, and the course of the rewards."""
-        facts = self.course.facts
+        facts = self.record.facts
         rewards = [value for name in _REWARDS for value in facts["series"][name]]
         counts = {"train": len(self.batches.items), "validation": len(self.held_out)}
         return {**facts, "pairs": counts, "rewards_finite": all(map(math.isfinite, rewards)), "world": self.group.world}

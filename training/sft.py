@@ -5,7 +5,6 @@ short ones, as everywhere in language modelling. Stepping, resuming and saving a
 the pair that carries a chosen response; a response that several pairs share is trained on as often.
 """
 
-import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,7 +12,6 @@ from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
-from training.course import Course
 from training.data.packing import Batches, Positions, Tokens, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
@@ -21,6 +19,7 @@ from training.model.logprobs import CollatedRows, collate, logprobs_of
 from training.model.prepare import demand_trainable
 from training.objective import Objective
 from training.parallel.models import TrainableModel
+from training.run_record import RunRecord
 from training.stepper import Stepper
 from training.trained_model import load_for_training, write_trained
 from training.trainer import Trainer
@@ -47,20 +46,20 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Tune the base model and write it into `job.staging`. Raises TrainingError where the run must not go on."""
     settings, base = SupervisedTuning.model_validate(job.settings), job.inputs["base_model"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    course = Course(job, group, events, ("loss",))
+    record = RunRecord(job, group, events, ("loss",))
     events.phase("loading the base model")
-    with course.timed("loading"):
+    with record.timed("loading"):
         masters = load_for_training(TrainableModel(base.folder, "float32"), job.compute, group, events)
     pairs.demand_known_tokens(masters.model.config.vocab_size)
     demand_trainable(masters.model, job.recipe)
-    lengths_I = pairs.lengths("chosen").astype(np.int64)
+    lengths_I = pairs.lengths("chosen")
     batches = Batches(
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
     )
     steps = settings.epochs * batches.steps_per_epoch
     stepper = Stepper(masters, ResponseObjective(pairs), batches, settings, steps)
-    Trainer(job, events, stepper, course).run()
+    Trainer(job, events, stepper, record).run()
     events.phase("saving the reference model")
-    with course.timed("saving"):
+    with record.timed("saving"):
         fingerprint = write_trained(job, masters, base)
-    return Made(fingerprint, course.facts | {"pairs": len(batches.items), "world": group.world})
+    return Made(fingerprint, record.facts | {"pairs": len(batches.items), "world": group.world})

@@ -18,7 +18,7 @@ from training.checkpoint import State
 from training.contract.errors import StoreError, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.job import Job
-from training.course import Course
+from training.run_record import RunRecord
 from training.saver import Saver
 from training.stepper import Stepper
 
@@ -28,12 +28,12 @@ def _observe_nothing(step: int) -> None:
 
 
 class Trainer:
-    """Runs the steps of `stepper` for `job`, and notes them in `course`."""
+    """Runs the steps of `stepper` for `job`, and notes them in `record`."""
 
-    def __init__(self, job: Job, events: EventWriter, stepper: Stepper, course: Course) -> None:
-        self._events, self._stepper, self._group, self._course = events, stepper, stepper.group, course
+    def __init__(self, job: Job, events: EventWriter, stepper: Stepper, record: RunRecord) -> None:
+        self._events, self._stepper, self._group, self._record = events, stepper, stepper.group, record
         self._every = job.compute.checkpoint_every
-        self._saver, self._checkpoint_is_due = Saver(course.checkpoints, stepper.group), False
+        self._saver, self._checkpoint_is_due = Saver(record.checkpoints, stepper.group), False
         self._signals: list[str] = []
         self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
 
@@ -57,7 +57,7 @@ class Trainer:
                 observe(step)
                 self._save_if_due(step, flags)
                 progress.advance()
-            with self._course.timed("checkpoints"):
+            with self._record.timed("checkpoints"):
                 self._saver.finish()
             self._stop_if_asked_since()
 
@@ -65,30 +65,30 @@ class Trainer:
         """Take a step, emit its event and update the facts; gives the flags of all ranks. Raises TrainingError."""
         flags = Flags(bool(self._signals), self._saver.busy, self._saver.failed)
         try:
-            with self._course.timed("training"):
+            with self._record.timed("training"):
                 done = self._stepper.step(step, flags)
         except TrainingError:
             with contextlib.suppress(StoreError):
                 self._saver.finish()  # every rank is here; let the last good checkpoint be complete
             raise
         self._events.emit("step", step=step, **done.metrics)
-        self._course.add_step(step, self._stepper.steps, done.metrics, self._stepper.batches.tokens(step))
+        self._record.add_step(step, self._stepper.steps, done.metrics, self._stepper.batches.tokens(step))
         if state := self._stepper.objective.state():
-            self._course.facts["objective"] = state
+            self._record.facts["objective"] = state
         return done.flags
 
     def _resume(self) -> tuple[int, int]:
         """Restore the last checkpoint; gives its step, and the last step that was observed before it was saved."""
-        step = self._course.resumed_step
+        step = self._record.resumed_step
         if step is None:
             self._events.rewind(-1)
             return 0, 0
-        with self._course.timed("resuming"):
-            found = self._course.checkpoints.read(step)
+        with self._record.timed("resuming"):
+            found = self._record.checkpoints.read(step)
             self._state.restore(found.tensors)
             self._stepper.masters.update_model()
-            observed = self._course.restore(found.facts)
-            self._stepper.objective.restore(self._course.facts.get("objective", {}))
+            observed = self._record.restore(found.facts)
+            self._stepper.objective.restore(self._record.facts.get("objective", {}))
         self._events.rewind(step)
         self._events.note(f"resumed from the checkpoint of step {step}")
         return step, observed
@@ -119,8 +119,8 @@ class Trainer:
         )
 
     def _save(self, step: int, observed: int) -> None:
-        with self._course.timed("checkpoints"):
-            self._saver.start(step, self._state, self._course.to_save(observed))
+        with self._record.timed("checkpoints"):
+            self._saver.start(step, self._state, self._record.to_save(observed))
 
 
 @contextlib.contextmanager

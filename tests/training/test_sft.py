@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.training.runs import ALONE, losses, published, told
 from tests.training.worlds import build_world
-from training import course
+from training import run_record
 from training.contract.errors import DataError, ModelError, TemplateError
 from training.contract.events import EventWriter
 from training.contract.job import Job
@@ -97,7 +97,7 @@ def test_micro_batches_change_nothing(tiny_world):
 
 def test_step_events_have_rate_and_norm_and_the_curve_begins_and_ends_with_the_run(tiny_world, monkeypatch):
     """Of five steps a curve of three points has every second one, the first, and the last."""
-    monkeypatch.setattr(course, "_CURVE_POINTS", 3)
+    monkeypatch.setattr(run_record, "_CURVE_POINTS", 3)
     job = tiny_world.job("sft", settings(epochs=1))
     made = tune(job)
     steps = told(job)

@@ -1,9 +1,9 @@
-"""The course of a run: what it has to remember beside weights and optimizer, and the checkpoint from which it goes on.
+"""The record of a run: what it must remember besides weights and optimizer, and the checkpoint it resumes from.
 
-`facts` are plain JSON and go into every checkpoint. So a run that was killed and resumed ends with the same facts, but for the
-seconds, as one that was never interrupted.
+`facts` are plain JSON and go into every checkpoint. So a run that was killed and resumed ends with the same facts, except for
+the seconds, as one that was never interrupted.
 
-The checkpoint is looked for before anything is loaded, since what is to be done before training depends on it.
+The checkpoint is looked for before anything is loaded, since what has to be done before training depends on it.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ _OBSERVED = "observed"  # among a checkpoint's facts: the last step after which 
 _CURVE_POINTS = 200
 
 
-class Course:
-    """The course of the run of `job`; `curves` names the metrics of which some 200 values are kept among the facts.
+class RunRecord:
+    """The record of the run of `job`; `curves` names the metrics of which some 200 values are kept among the facts.
 
-    `resumed_step`: that of the last checkpoint that is whole; None where there is none, and the run begins.
+    `resumed_step`: the step of the last whole checkpoint; None if there is none, so the run starts from the beginning.
     """
 
     def __init__(self, job: Job, group: Group, events: EventWriter, curves: tuple[str, ...]) -> None:
@@ -45,19 +45,19 @@ class Course:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the block to those of `phase`, and note the most memory that this process has held until then."""
+        """Add the seconds of the block to those of `phase`, and note the peak of this process' memory so far."""
         started = time.perf_counter()
         yield
         self._add_seconds(phase, time.perf_counter() - started)
 
-    def add_step(self, step: int, of: int, metrics: dict[str, float], tokens: int) -> None:
-        """Note that `step` of a run of `of` steps was taken."""
+    def add_step(self, step: int, steps: int, metrics: dict[str, float], tokens: int) -> None:
+        """Note that `step` of a run of `steps` was taken."""
         facts, series = self.facts, self.facts["series"]
         facts["steps"] = step
         facts["tokens"] += tokens
         facts["peak_memory_mb"] = max(facts["peak_memory_mb"], metrics["peak_memory_mb"])
         facts["train"] = metrics
-        if step % -(-of // _CURVE_POINTS) == 0 or step in (1, of):
+        if step % -(-steps // _CURVE_POINTS) == 0 or step in (1, steps):
             series["steps"].append(step)
             for name in series.keys() - {"steps"}:
                 series[name].append(metrics[name])
@@ -67,7 +67,7 @@ class Course:
         return {**self.facts, _OBSERVED: observed}
 
     def restore(self, saved: dict[str, Any]) -> int:
-        """Go on with the facts of a checkpoint; gives the last step that was observed before it was saved."""
+        """Go on from the facts of a checkpoint; returns the last step that was observed before it was saved."""
         observed: int = saved.pop(_OBSERVED)
         before = self.facts["seconds"]
         self.facts.update(saved)
