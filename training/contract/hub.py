@@ -68,13 +68,10 @@ class Repository:
 
     def commit(self) -> str:
         """The commit of the revision; no request is made where the revision is a commit, or `asking_once` knows it."""
-        known = _COMMITS.get()
-        if known is None or self not in known:
+        known = _COMMITS.get({})
+        if self not in known:
             with self._explaining():
-                found = self._resolved().resolved
-            if known is None:
-                return found
-            known[self] = found
+                known[self] = self._resolved().resolved
         return known[self]
 
     def files(self, commit: str) -> dict[str, str]:
@@ -104,16 +101,7 @@ class Repository:
     def _cached_folder(self, commit: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path | None:
         """The same; but without a cached list of the commit's files, the folder with whatever is cached of it."""
         try:
-            return Path(
-                snapshot_download(
-                    self.id,
-                    repo_type=self.kind,
-                    revision=commit,
-                    allow_patterns=list(patterns),
-                    ignore_patterns=list(ignored),
-                    local_files_only=True,
-                )
-            )
+            return replace(self, revision=commit)._snapshot(patterns, ignored, local_files_only=True)
         except LocalEntryNotFoundError:
             return None
 
@@ -135,16 +123,11 @@ class Repository:
         with self._explaining():
             _PromptApi().repo_info(self.id, repo_type=self.kind, revision=self.revision)
             emit("phase", phase=f"downloading {self.id} at {short(self.revision)}")
-            return Path(
-                snapshot_download(
-                    self.id,
-                    repo_type=self.kind,
-                    revision=self.revision,
-                    allow_patterns=list(patterns),
-                    ignore_patterns=list(ignored),
-                    tqdm_class=_reporting(emit),
-                )
-            )
+            return self._snapshot(patterns, ignored, tqdm_class=_reporting(emit))
+
+    def _snapshot(self, patterns: Sequence[str], ignored: Sequence[str], **how: Any) -> Path:
+        how |= {"allow_patterns": list(patterns), "ignore_patterns": list(ignored)}
+        return Path(snapshot_download(self.id, repo_type=self.kind, revision=self.revision, **how))
 
     def _resolved(self) -> ResolvedRevision:
         about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
@@ -179,8 +162,8 @@ class Repository:
                     return f"{self.id!r} is no id of the hub: expected organization/name"
                 case OfflineModeIsEnabled():
                     return (
-                        f"{what} ({self._place}) is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set; "
-                        "unset it for the first run"
+                        f"{what} ({self._named_revision}) is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
+                        "is set; unset it for the first run"
                     )
                 case GatedRepoError():
                     return (
@@ -188,7 +171,7 @@ class Repository:
                         "or run `hf auth login`"
                     )
                 case RevisionNotFoundError():
-                    return f"{what} has no revision {self._place}; expected a branch, a tag or a whole commit"
+                    return f"{what} has no revision {self._named_revision}; expected a branch, a tag or a whole commit"
                 case RepositoryNotFoundError():
                     return (
                         f"{constants.ENDPOINT} has no {self.kind} {self.id}, or it is private; look at the name, and for a "
@@ -203,16 +186,16 @@ class Repository:
                         "try again later, or set HF_HUB_OFFLINE=1 to go on with what is cached"
                     )
         return (
-            f"{what} ({self._place}) is not in the cache and cannot be had from {constants.ENDPOINT}: "
+            f"{what} ({self._named_revision}) is not in the cache and cannot be had from {constants.ENDPOINT}: "
             f"{type(causes[-1]).__name__}: {str(causes[-1]).strip() or 'no answer'}; look at the network and at HF_ENDPOINT"
         )
 
     @property
-    def _place(self) -> str:
+    def _named_revision(self) -> str:
         return self.revision or constants.DEFAULT_REVISION
 
 
-_COMMITS: ContextVar[dict[Repository, str] | None] = ContextVar("_COMMITS", default=None)
+_COMMITS: ContextVar[dict[Repository, str]] = ContextVar("_COMMITS")  # set within `asking_once`
 
 
 @contextlib.contextmanager
