@@ -92,9 +92,8 @@ def open_as_umask_says(folder: Path) -> None:
 def write_error(doing: str, place: Path, error: object) -> StoreError:
     """The error to raise where the operating system refuses a write to `place`."""
     message = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
-    return StoreError(
-        f"{message}; make room and run again: what was finished is kept" if lacks_room(message) else message
-    )
+    advice = "; make room and run again: what was finished is kept" if lacks_room(message) else ""
+    return StoreError(message + advice)
 
 
 def lacks_room(message: str) -> bool:

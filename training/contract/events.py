@@ -53,9 +53,9 @@ class EventWriter:
         """Drop the events of steps after `step`, from which an interrupted run resumes."""
         if self._path is None or self._file is None:
             return
-        told = list(read_events(self._path))
-        kept = [e for e in told if e.get("step", step) <= step]
-        if len(kept) == len(told):
+        events = list(read_events(self._path))
+        kept = [event for event in events if event.get("step", step) <= step]
+        if len(kept) == len(events):
             return
         self._file.close()
         write_durably(self._path, b"".join(map(_line, kept)))

@@ -91,14 +91,14 @@ class HashCache:
         self._entries = entries
 
 
-def file_hashes(files: Sequence[Path], cache: HashCache | None = None) -> list[str]:
+def file_hashes(files: Sequence[Path], cache: HashCache | None) -> list[str]:
     """The sha256 of each file; with a `cache`, those that nobody wrote since they were hashed are not read."""
     return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
 
 
 def _stamp(file: Path) -> Stamp:
-    said = file.stat()
-    return [said.st_dev, said.st_ino, said.st_size, said.st_mtime_ns, said.st_ctime_ns]
+    now = file.stat()
+    return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
 
 
 def _changed_ns(stamp: Stamp) -> int:

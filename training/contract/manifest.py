@@ -145,8 +145,8 @@ def _verify_sizes(folder: Path, manifest: Manifest) -> None:
             raise CorruptArtifact(f"{path} is missing; the manifest promises {entry.bytes} bytes")
         if path.is_symlink():
             raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
-        said = path.lstat()
-        if not stat.S_ISREG(said.st_mode):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
             raise CorruptArtifact(f"{path} is not a plain file; a plain file was published")
-        if said.st_size != entry.bytes:
-            raise CorruptArtifact(f"{path} has {said.st_size} bytes; the manifest promises {entry.bytes}")
+        if found.st_size != entry.bytes:
+            raise CorruptArtifact(f"{path} has {found.st_size} bytes; the manifest promises {entry.bytes}")

@@ -98,10 +98,8 @@ class _Index:
     def _by_shard(self, places_R: Rows) -> Iterator[tuple[Shard, Rows, Rows]]:
         """Each shard that has some of the places, with their rows in it, and which of the R places they are."""
         shard_R = np.searchsorted(self._starts, places_R, side="right") - 1
-        numbers_R = shard_R.astype(
-            np.uint16 if len(self.shards) < 1 << 16 else np.uint32
-        )  # numpy's radix sort is for 16 bits
-        order_R = np.argsort(numbers_R, kind="stable")
+        narrowest = np.uint16 if len(self.shards) < 1 << 16 else np.uint32  # numpy's radix sort is for 16 bits
+        order_R = np.argsort(shard_R.astype(narrowest), kind="stable")
         bounds = np.concatenate([[0], np.cumsum(np.bincount(shard_R, minlength=len(self.shards)))])
         for number in np.flatnonzero(np.diff(bounds)):
             those = order_R[bounds[number] : bounds[number + 1]]
@@ -150,12 +148,14 @@ class Memo:
         """The log-prob of every response token of one sequence, for inspection; None if it was never scored."""
         self._refresh()
         wanted = np.frombuffer(key, dtype=np.uint8)[None, :]
-        while (found := next((f for f in self._index.find(wanted) if len(f[1])), None)) is not None:
-            shard, rows, _ = found
+        for shard, rows, _ in self._index.find(wanted):
+            if not len(rows):  # only the first 8 bytes of the key are the same
+                continue
             try:
                 return shard.token_logprobs(int(rows[0]))
             except StoreError as error:
                 self._drop(shard, error)
+                return self.token_logprobs(key)  # another shard may have the same
         return None
 
     def add(self, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> Artifact:

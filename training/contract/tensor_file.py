@@ -61,12 +61,7 @@ def map_tensors(file: Path) -> dict[str, npt.NDArray[Any]]:
         if place.dtype not in _DTYPES:
             raise ValueError(f"{place.name} is of dtype {place.dtype}, expected one of {', '.join(_DTYPES)}")
         count = int(np.prod(place.shape, dtype=np.int64))
-        flat = (
-            np.frombuffer(mapped, _DTYPES[place.dtype], count, place.begin)
-            if count
-            else np.empty(0, _DTYPES[place.dtype])
-        )
-        arrays[place.name] = flat.reshape(place.shape)
+        arrays[place.name] = np.frombuffer(mapped, _DTYPES[place.dtype], count, place.begin).reshape(place.shape)
     return arrays
 
 

@@ -70,12 +70,6 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def function_config(folder: Path) -> dict[str, Any]:
-    """The fields of config.json that change the function. Raises ModelError if it is missing or not JSON."""
-    path = folder / "config.json"
-    return _function_fields(_read_object(path, "a model's config"))
-
-
 def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
     """What the fingerprint is made from: `config`, and of the `weights` sha256, number of tensors and bytes.
 
@@ -97,7 +91,8 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
         "tensors": len(digests),
         "bytes": sum(table["bytes"] for table in tables),
     }
-    return {"config": function_config(folder), "weights": merged}
+    config = _read_object(folder / "config.json", "a model's config")
+    return {"config": _function_fields(config), "weights": merged}
 
 
 def weights_fingerprint(identity: dict[str, Any]) -> str:
