@@ -160,8 +160,6 @@ class PairEncoder:
 
     def _check_end(self, ids: list[int], side: str) -> None:
         """Raise Dropped for a second end of turn: it comes from the data, and would teach to go on after the first."""
-        if not self._end_of_turn:
-            return
         counts = Counter(id_ for id_ in ids if id_ in self._end_of_turn)
         for id_, expected in self._end_of_turn.items():
             if counts[id_] > expected:

@@ -108,15 +108,14 @@ class _Tally:
         self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": dropped.detail})
 
     def refuse_if_empty(self) -> None:
-        if not self.digests:
-            first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}
-            by_template = first["reason"] in (DropReason.TEMPLATE, DropReason.PREFIX, DropReason.EMPTY_PROMPT)
-            advice = (
-                f"mend the chat template ({self.template})" if by_template else "look at `tokenization` in the recipe"
-            )
-            raise DataError(
-                f"none of the {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}"
-            )
+        if self.digests:
+            return
+        first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}
+        by_template = first["reason"] in (DropReason.TEMPLATE, DropReason.PREFIX, DropReason.EMPTY_PROMPT)
+        advice = f"mend the chat template ({self.template})" if by_template else "look at `tokenization` in the recipe"
+        raise DataError(
+            f"none of the {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}"
+        )
 
     def details(self) -> dict[str, Any]:
         reasons = Counter(drop["reason"] for drop in self.dropped)
@@ -167,18 +166,14 @@ def _lengths(pairs: Pairs) -> dict[str, Any]:
     lengths: dict[str, NDArray[np.integer[Any]]] = {"prompt": pairs.prompt_lengths}
     lengths.update({side: pairs.lengths(side) for side in SIDES})
     edges = np.histogram_bin_edges(np.concatenate([lengths[side] for side in SIDES]), bins=_BINS)
-    return {
-        "percentiles": {
-            name: {
-                f"p{p}": float(value) for p, value in zip(_PERCENTILES, np.percentile(of, _PERCENTILES), strict=True)
-            }
-            for name, of in lengths.items()
-        },
-        "histogram": {
-            "edges": edges.tolist(),
-            **{side: np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES},
-        },
-    }
+    histograms = {side: np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES}
+    percentiles = {name: _percentiles(of_parts) for name, of_parts in lengths.items()}
+    return {"percentiles": percentiles, "histogram": {"edges": edges.tolist(), **histograms}}
+
+
+def _percentiles(lengths: NDArray[np.integer[Any]]) -> dict[str, float]:
+    values = np.percentile(lengths, _PERCENTILES)
+    return {f"p{p}": float(value) for p, value in zip(_PERCENTILES, values, strict=True)}
 
 
 def _example(tokenizer: PreTrainedTokenizerFast, row: int, pair: EncodedPair) -> dict[str, Any]:

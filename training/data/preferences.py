@@ -80,11 +80,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 def split_of(prompt: Sequence[Message], validation_fraction: float) -> str:
     """The split of a prompt: its sha256, read as a number in [0, 1), is compared with the fraction."""
-    return (
-        "validation"
-        if int.from_bytes(value_digest(list(prompt)), "big") < int(validation_fraction * 2**256)
-        else "train"
-    )
+    number = int.from_bytes(value_digest(list(prompt)), "big")
+    return "validation" if number < int(validation_fraction * 2**256) else "train"
 
 
 @dataclass

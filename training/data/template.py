@@ -185,10 +185,13 @@ def _blaming(job: Job, file: Literal["tokenizer", "chat_template"]) -> Iterator[
 
 def _template_text(tokenizer: PreTrainedTokenizerFast, path: str | None) -> str | None:
     """The chat template that counts: the recipe's, else the tokenizer's own; of several, the default one."""
-    if path:
-        return _template_file(Path(path))
-    own = tokenizer.chat_template
-    return own.get("default") if isinstance(own, dict) else own
+    if path is None:
+        own = tokenizer.chat_template
+        return own.get("default") if isinstance(own, dict) else own
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
 
 
 def _check_files(job: Job) -> None:
@@ -201,13 +204,6 @@ def _check_files(job: Job) -> None:
         check_unchanged(path, hashes[name])
     if template := job.locations["chat_template"]:
         check_unchanged(Path(template), job.settings["chat_template"])
-
-
-def _template_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
 
 
 def _probe(template: ChatTemplate, clock: bool = False) -> list[str]:
