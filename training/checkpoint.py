@@ -81,9 +81,9 @@ class State:
         return Piece(path, 0, tuple(tensor.shape), tensor) if main else None
 
     def _read(self, reader: PieceReader, path: str) -> Tensor:
-        name = path.split("/", 1)[1]
-        shape = reader.shapes.get(path, ())
-        if shape and shape == ((local := self.local_rows(name)).of, *self.parameters[name].shape[1:]):
+        name, shape = path.split("/", 1)[1], reader.shapes.get(path)
+        local = self.local_rows(name) if shape else None
+        if local is not None and shape == (local.total, *self.parameters[name].shape[1:]):
             return reader.read(path, local.first, local.rows)
         return reader.read(path)
 

@@ -27,11 +27,11 @@ _METADATA = "pieces"
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Rows `first` to `first + rows` of a tensor of `of` rows; `copies` ranks hold the same, this one is number `copy`."""
+    """Rows `first` to `first + rows` of a tensor of `total`; `copies` ranks hold the same, and this one is number `copy`."""
 
     first: int
     rows: int
-    of: int
+    total: int
     copy: int
     copies: int
 
@@ -54,7 +54,7 @@ def piece_of(name: str, tensor: Tensor, local: LocalRows) -> Piece:
     """What this rank writes of a tensor of which it holds the rows `tensor`."""
     assert len(tensor) == local.rows, f"{name}: {len(tensor)} rows, {local.rows} expected"
     begin, end = local.own()
-    return Piece(name, local.first + begin, (local.of, *tensor.shape[1:]), tensor.detach()[begin:end])
+    return Piece(name, local.first + begin, (local.total, *tensor.shape[1:]), tensor.detach()[begin:end])
 
 
 def write_pieces(pieces: Iterable[Piece], file: Path) -> None:
@@ -104,7 +104,7 @@ class PieceReader:
             return scalar
         end = shape[0] if rows is None else first + rows
         found = [piece.cut(first, end) for piece in sorted(pieces, key=lambda piece: piece.first)]
-        whole = torch.cat([rows for rows in found if len(rows)] or found[:1])
+        whole = torch.cat([part for part in found if len(part)] or found[:1])
         if len(whole) != end - first:
             raise CorruptArtifact(f"of the rows {first} to {end} of {name} the files hold {len(whole)}")
         return whole

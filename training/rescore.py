@@ -42,20 +42,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = score_pairs(model, pairs, positions, table, Loss(), group, events)
     found = deviations(scored, table)
-    rows = [
-        {
-            "row": int(row),
-            **{
-                side: {
-                    "stored": float(found.stored_I2[at, number]),
-                    "live": float(found.live_I2[at, number]),
-                    "allowed": float(found.allowed_I2[at, number]),
-                }
-                for number, side in enumerate(SIDES)
-            },
-        }
-        for at, row in enumerate(pairs.rows[positions])
-    ]
+    values = {"stored": found.stored_I2, "live": found.live_I2, "allowed": found.allowed_I2}
+    rows: list[dict[str, Any]] = [{"row": int(row)} for row in pairs.rows[positions]]
+    for at, row in enumerate(rows):
+        for number, side in enumerate(SIDES):
+            row[side] = {name: float(of_pairs[at, number]) for name, of_pairs in values.items()}
     if group.is_main:
         write_json(job.staging / RESULT_FILE, rows)
     return Made(fingerprint("proof", rows), {"tolerance": rounding_nats(table.dtype), "dtype": table.dtype})

@@ -101,9 +101,8 @@ def discopop(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     Lu et al. 2024, "Discovering Preference Optimization Algorithms with and for LLMs", arXiv 2406.08414, equation 5.
     """
     modulation_B = torch.sigmoid(pairs.margins_B / term.tau)
-    exponents_B = (
-        logsigmoid(pairs.margins_B / term.tau) - pairs.margins_B
-    )  # one sum, since m is 0 where exp(-h) overflows
+    # One exponent for the product, since m is 0 where exp(-h) overflows.
+    exponents_B = logsigmoid(pairs.margins_B / term.tau) - pairs.margins_B
     return (1 - modulation_B) * -logsigmoid(pairs.margins_B) + bounded_exp(exponents_B)
 
 

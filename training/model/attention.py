@@ -142,7 +142,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention of one layer, 1 x T x Q x D. Raises ModelError where the layer asks for what is not done here."""
     asked = [name for name in _FORBIDDEN if others.get(name) is not None]
-    asked += ["attention mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if attention_mask is not None:
+        asked.append("attention mask")
+    if dropout > 0:
+        asked.append("dropout")
     if asked:
         raise ModelError(f"{type(module).__name__} asks for {', '.join(asked)}, which shared prefixes do not have")
     attention = in_one_call if _suits_kernel(query_1QTD, value_1KTD) else by_segment

@@ -84,7 +84,6 @@ def save_model(
     """
     model.config._name_or_path = ""
     model.save_pretrained(folder, state_dict=weights)
-    model.config.dtype = (
-        dtype or model.dtype
-    )  # saving wrote `model.dtype`, which of a sharded model is that of its masters
+    # Saving wrote `model.dtype`, which for a sharded model is that of its masters.
+    model.config.dtype = dtype or model.dtype
     model.config.save_pretrained(folder)

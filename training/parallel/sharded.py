@@ -76,9 +76,10 @@ class Sharded(Masters):
 
     def local_rows(self, name: str) -> LocalRows:
         """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
-        of, (copy, shard) = self._shards_of[name].shape[0], divmod(self.group.rank, self.layout.shards)
-        first = min(of, -(-of // self.layout.shards) * shard)
-        return LocalRows(first, len(self.parameters[name]), of, copy, self.layout.copies)
+        total = self._shards_of[name].shape[0]
+        copy, shard = divmod(self.group.rank, self.layout.shards)
+        first = min(total, -(-total // self.layout.shards) * shard)
+        return LocalRows(first, len(self.parameters[name]), total, copy, self.layout.copies)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gathered a tensor at a time, so that no device needs room for more than one."""
