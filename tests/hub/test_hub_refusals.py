@@ -48,7 +48,7 @@ def nothing_goes_wrong_afterwards(hub: Hub) -> Iterator[None]:
     [
         ("org/none", SOURCE, ": reference.model: org/none: it is neither a folder beside the recipe nor a model of the"),
         ("org/none", SOURCE, "has no model org/none, or it is private; look at the name, and for a private one set HF_TOKEN"),
-        ("a/b/c", SOURCE, "'a/b/c' is no id of the hub: expected organization/name"),
+        ("a/b/c", SOURCE, "'a/b/c' is not an id of the hub: expected organization/name"),
         ("org/gated", SOURCE, "the model org/gated is gated; ask for access on its page"),
         ("org/model", {**SOURCE, "revision": "v9"}, "data.sources.0.hub: org/small: the dataset org/small has no revision v9;"),
         ("org/model", {**SOURCE, "revision": "0" * 40}, f"has no revision {'0' * 40}"),
@@ -86,7 +86,7 @@ def test_a_repository_that_holds_no_model_is_refused(resident: Resident, recipe:
         ({"hub": "org/script", "split": "train"}, "is made by a script, script.py, and code of a repository is never run"),
         ({"hub": "org/text", "split": "train"}, "train.txt of the data set org/text is none of .jsonl"),
         ({"hub": "org/empty", "split": "train"}, "org/empty cannot be understood"),
-        ({"hub": "org/elsewhere", "split": "train"}, "elsewhere.jsonl, which is no file of it"),
+        ({"hub": "org/elsewhere", "split": "train"}, "elsewhere.jsonl, which is not in it"),
     ],
 )  # fmt: skip
 def test_a_data_set_that_cannot_be_read_is_refused(resident: Resident, recipe: Callable[..., Path], source, words):
@@ -103,7 +103,7 @@ def test_a_hub_in_trouble_is_named_with_its_answer(hub: Hub, resident: Resident,
         assert f"answers {status} ({reason})" in error and "try again later" in error
     with hub.out_of_reach():
         error = resident.ask("status", recipe("org/model", SOURCE))["error"]
-    assert f"the model org/model (main) is not in the cache and cannot be had from {hub.endpoint}" in error
+    assert f"the model org/model (main) is not in the cache and cannot be fetched from {hub.endpoint}" in error
     assert "look at the network and at HF_ENDPOINT" in error and "\n" not in error
     hub.faults[:] = [Fault("resolve", times=1, status=429, headers={"Retry-After": "0"})]
     resident.outcomes(recipe("org/model", SOURCE), select="base_model")

@@ -68,7 +68,7 @@ def rename_new(source: Path, target: Path) -> None:
 
 
 def new_folder(parent: Path, prefix: str = "") -> Path:
-    """An empty folder of a new name in `parent`, which is made where it is missing."""
+    """A new, empty folder in `parent`, which is made if it is missing."""
     parent.mkdir(parents=True, exist_ok=True)
     folder = parent / f"{prefix}{secrets.token_hex(8)}"
     folder.mkdir()
@@ -78,8 +78,8 @@ def new_folder(parent: Path, prefix: str = "") -> Path:
 def open_as_umask_says(folder: Path) -> None:
     """Give everything in `folder` at least the permissions the umask gives new files and folders.
 
-    Some libraries write files of 0600 (safetensors does). The umask is seen from a new folder, since reading it would change
-    it for a moment, for all threads.
+    Some libraries write files of 0600 (safetensors does). The umask is read off a new folder, since asking for it
+    means changing it for a moment, for all threads.
     """
     probe = new_folder(folder)
     folder_mode = probe.stat().st_mode & 0o777
@@ -97,7 +97,7 @@ def write_error(doing: str, place: Path, error: object) -> StoreError:
 
 
 def lacks_room(message: str) -> bool:
-    """Whether the message of an error tells of a full disk or quota: libraries raise other types than OSError for it."""
+    """Whether the message of an error reports a full disk or quota: libraries raise types other than OSError for it."""
     return any(os.strerror(number) in message for number in _NO_ROOM)
 
 

@@ -1,4 +1,4 @@
-"""What files are read into: `Frozen` models, which refuse unknown fields; a recipe's `Section`s, and types for their fields."""
+"""The models that files are read into, which refuse unknown fields: `Frozen`, a recipe's `Section`, and types for fields."""
 
 from typing import Annotated, Any, get_args
 
@@ -46,6 +46,6 @@ class Section(Frozen):
                 (words for k, words in kinds.items() if k in (kind, *get_args(kind))), "a section or a word"
             )
             raise ValueError(
-                f"expected {expected}, found {str(given).lower()} (which YAML makes of yes, no, on and off, too)"
+                f"expected {expected}, found {str(given).lower()} (YAML also reads yes, no, on and off as booleans)"
             )
         return given

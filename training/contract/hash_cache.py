@@ -92,7 +92,7 @@ class HashCache:
 
 
 def file_hashes(files: Sequence[Path], cache: HashCache | None) -> list[str]:
-    """The sha256 of each file; with a `cache`, those that nobody wrote since they were hashed are not read."""
+    """The sha256 of each file; with a `cache`, those unchanged since they were hashed are not read."""
     return cache.digests("bytes", files, hash_files) if cache else hash_files(files)
 
 

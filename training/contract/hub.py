@@ -1,11 +1,11 @@
-"""Repositories of the Hugging Face hub: at which commit a revision is, what files a commit has, and those files here.
+"""Repositories of the Hugging Face hub: the commit a revision points at, the files of a commit, and copies of them here.
 
 The content of a commit never changes, so it is taken from the hub's cache (HF_HOME) without a request. Requests are made for
 the commit that a branch or a tag points at now, and for what the cache lacks. If the hub cannot be reached (HF_HUB_OFFLINE, no
 answer, a server error), the last known commit of a branch is taken, with a warning.
 
-Errors come soon: the hub's client retries for minutes, so first one request with a time limit shows that the hub answers and
-has what is wanted. The cache names a file by its hash, SHA-256 for a large one, Git's for a small one; `check_file`
+Errors come early: the hub's client retries for minutes, so one request with a time limit shows first that the hub answers
+and has what is wanted. The cache names a file by its hash, SHA-256 for a large one, Git's for a small one; `check_file`
 compares. Authentication is the client's: HF_TOKEN, or `hf auth login`.
 """
 
@@ -38,7 +38,7 @@ from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
 from training.contract.fingerprint import digest_file, hashers, short
 
-Emit = Callable[..., None]  # `EventWriter.emit`, or a function in its place
+Emit = Callable[..., None]  # `EventWriter.emit` or a stand-in
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 0.5
@@ -52,7 +52,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class _PromptApi(HfApi):
-    """The hub's client with a time limit, which `repo_info` has not by default."""
+    """The hub's client with a time limit, which `repo_info` does not have by default."""
 
     def repo_info(self, *args: Any, **kwargs: Any) -> Any:
         return super().repo_info(*args, **{**kwargs, "timeout": _ANSWER_SECONDS})
@@ -94,12 +94,12 @@ class Repository:
         try:
             self.files(commit)
         except HubError:
-            _LOG.warning("%s is taken to be whole: the list of the files of %s cannot be had", folder, self.id)
+            _LOG.warning("%s is taken to be whole: the list of the files of %s cannot be fetched", folder, self.id)
             return folder
         return self._cached_folder(commit, patterns, ignored)
 
     def _cached_folder(self, commit: str, patterns: Sequence[str], ignored: Sequence[str]) -> Path | None:
-        """The same; but without a cached list of the commit's files, the folder with whatever is cached of it."""
+        """The same, except that without a cached list of the commit's files it is the folder with whatever is cached."""
         try:
             return replace(self, revision=commit)._snapshot(patterns, ignored, local_files_only=True)
         except LocalEntryNotFoundError:
@@ -133,14 +133,16 @@ class Repository:
         about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
         try:
             return _PromptApi().resolve_revision(self.id, **about)
-        except HfHubHTTPError as error:  # without an answer, or with one of trouble (5xx), the client does the same
+        except (
+            HfHubHTTPError
+        ) as error:  # without an answer, or after a server error (5xx), the client itself does the same
             if error.response.status_code != _TOO_MANY_REQUESTS:
                 raise
             try:
                 found = _PromptApi().resolve_revision(self.id, **about, local_files_only=True)
             except RevisionResolutionError:
                 raise error from None
-            _LOG.warning("%s is asked too often (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
+            _LOG.warning("%s gets too many requests (429); %s is taken to be where it was", constants.ENDPOINT, self.id)
             return found
 
     @contextlib.contextmanager
@@ -148,7 +150,7 @@ class Repository:
         """Turn the client's errors into a HubError."""
         try:
             yield
-        except Exception as error:  # the client raises of many kinds, and some of them as the cause of another
+        except Exception as error:  # the client raises many kinds of errors, some as the cause of others
             raise HubError(self._explained(error)) from error
 
     def _explained(self, error: BaseException) -> str:
@@ -159,7 +161,7 @@ class Repository:
         for cause in causes:
             match cause:
                 case HFValidationError():
-                    return f"{self.id!r} is no id of the hub: expected organization/name"
+                    return f"{self.id!r} is not an id of the hub: expected organization/name"
                 case OfflineModeIsEnabled():
                     return (
                         f"{what} ({self._named_revision}) is not in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
@@ -186,7 +188,7 @@ class Repository:
                         "try again later, or set HF_HUB_OFFLINE=1 to go on with what is cached"
                     )
         return (
-            f"{what} ({self._named_revision}) is not in the cache and cannot be had from {constants.ENDPOINT}: "
+            f"{what} ({self._named_revision}) is not in the cache and cannot be fetched from {constants.ENDPOINT}: "
             f"{type(causes[-1]).__name__}: {str(causes[-1]).strip() or 'no answer'}; look at the network and at HF_ENDPOINT"
         )
 

@@ -45,7 +45,7 @@ def try_lock(path: Path) -> BinaryIO | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds the lock. It is asked for as a shared one, so that two who ask do not see each other."""
+    """Whether a living process holds the lock. It is tried as a shared lock, so that two who ask do not see each other."""
     try:
         file = open(path, "rb")
     except FileNotFoundError:

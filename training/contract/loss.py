@@ -1,6 +1,6 @@
 """Which preference loss is minimized: the settings of `training.loss`, and what each type of loss needs.
 
-A type has settings of its own beside `beta`; one that it does not use is refused, and is neither shown nor part of any
+A type has settings of its own besides `beta`; one that it does not use is refused, and is neither shown nor part of any
 fingerprint. What a type needs is stated here once, in its `Traits`: other code asks for a trait and never compares the
 name of a type. The formulas are in training/losses.
 """
@@ -19,7 +19,7 @@ from training.contract.fields import NUMERIC, NonNegative, Positive, Section, Sh
 class Traits:
     """What a type of loss needs and allows.
 
-    own_settings        names of settings that it uses, beside `beta`
+    own_settings        names of settings that it uses, besides `beta`
     needs_reference     it is a function of log-ratios, policy over reference
     averages_tokens     it divides by the number of tokens of a response
     couples_pairs       a pair's loss depends on the policy's log-probs of other pairs of the batch
@@ -162,7 +162,7 @@ class Loss(TypedLoss):
 
     @property
     def needs_token_logprobs(self) -> bool:
-        """Whether sums over responses do not suffice, and log-probs of single tokens are needed, the reference's too."""
+        """Whether sums over responses are not enough: log-probs of single tokens are needed, the reference's too."""
         return self.ld_alpha is not None
 
     @property
@@ -184,12 +184,14 @@ class Loss(TypedLoss):
                 "{type: sft, weight: 0.5}]}`; to tune on chosen responses first, use `reference.sft`"
             )
         if len(set(kinds)) < len(kinds):
-            raise ValueError(f"a type stands twice in the mixture of {', '.join(kinds)}: add the weights of both")
+            raise ValueError(
+                f"a type appears twice in the mixture of {', '.join(kinds)}: merge them, adding up their weights"
+            )
         unlike = [kind for kind in preferences if not kind.traits.compares_scores]
         matching = [kind for kind in kinds if kind.traits.matches_pairs]
         averaging = [kind for kind in kinds if kind.traits.averages_tokens]
         self._refuse("divergence", "is defined for functions of a difference of scores", unlike)
-        self._refuse("weighting", "weighs pairs, which this loss takes apart", matching)
+        self._refuse("weighting", "weights whole pairs, and this loss compares responses of different pairs", matching)
         self._refuse("ld_alpha", "takes length out of sums, and this loss divides by the length", averaging)
         return self
 

@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
 def verified_manifest(
     folder: Path, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None
 ) -> Manifest:
-    """The manifest of that artifact in `folder`, after `verify_files`. Raises CorruptArtifact, also if it is another's."""
+    """The manifest of that artifact in `folder`, after `verify_files`. Raises CorruptArtifact, also for another artifact's."""
     manifest = read_manifest(folder)
     if (manifest.kind, manifest.fingerprint) != (kind, fingerprint):
         raise CorruptArtifact(
@@ -112,8 +112,8 @@ def verified_manifest(
 def verify_files(folder: Path, manifest: Manifest, hashes: bool = True, cache: HashCache | None = None) -> None:
     """Compare the files of `folder` with `manifest`: names, kinds and sizes always, contents when `hashes`.
 
-    Raises CorruptArtifact that names the first file that is missing, foreign, not a plain file, or changed. A `cache`
-    spares the reading of files that nobody wrote since they were hashed: to look, not to compute with them.
+    Raises CorruptArtifact that names the first file that is missing, foreign, not a plain file, or changed. With a
+    `cache`, files unchanged since they were hashed are not read: enough to look at them, not to compute with them.
     """
     _verify_sizes(folder, manifest)
     if hashes:

@@ -134,8 +134,8 @@ class Training(Section):
             raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
         if self.head_precision == "float8" and self.loss.couples_pairs:
             raise ValueError(
-                f"`head_precision: float8` with `loss.type: {self.loss.type}`: what the pairs of a batch say to each other is "
-                f"scored exactly, and they would meet it with the errors of 8 bits; use `head_precision: exact`"
+                f"`head_precision: float8` with `loss.type: {self.loss.type}`: this loss would compare a pair's "
+                f"log-probs, with the errors of 8 bits, with exact ones of other pairs; use `head_precision: exact`"
             )
         return self
 
@@ -144,7 +144,7 @@ class Training(Section):
         if self.start_from == "champion" and self.adapter is not None and not self.adapter.is_merged:
             raise ValueError(
                 "`start_from: champion` with `adapter.export: adapter`: such a policy is evaluated as an adapter on the "
-                "reference model, and the champion is another; use `adapter.export: merged`"
+                "reference model, but it was trained on the champion; use `adapter.export: merged`"
             )
         return self
 
@@ -221,7 +221,7 @@ class Recipe(Section):
     def located_at(self, folder: Path) -> "Recipe":
         """The same recipe with every local path absolute; relative ones are taken from `folder`, the recipe's own.
 
-        Raises RecipeError where a name may be that of a folder or of the hub.
+        Raises RecipeError where a name could mean a folder as well as a repository of the hub.
         """
         sources = tuple(
             source.model_copy(update={"path": str(folder / source.path)}) if source.path else source
@@ -251,7 +251,7 @@ def _located(model: str | None, revision: str | None, folder: Path) -> str | Non
         return model
     if not said_to_be_local and revision is not None:
         raise RecipeError(
-            f"`{model}` with `revision: {revision}` is of the hub, and {folder / model} is a folder: write `./{model}` if "
-            "the folder is meant, or else rename it"
+            f"`{model}` with `revision: {revision}` names a repository of the hub, but {folder / model} is a folder: "
+            f"write `./{model}` if the folder is meant, or else rename it"
         )
     return str((folder / Path(model).expanduser()).resolve())

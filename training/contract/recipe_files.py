@@ -41,7 +41,7 @@ class DataFile(Frozen):
 def data_files(path: str) -> list[DataFile]:
     """The files behind `path`, a file, a folder (its files of known kinds, none hidden) or a glob, sorted by path.
 
-    Of a folder that `datasets` saved to disk they are those its state names, in that order.
+    Of a folder that `datasets` saved to disk, the files its state names, in that order.
 
     Raises DataError where there is nothing, or a file of a kind that is not read.
     """
@@ -109,7 +109,7 @@ def _folder_files(folder: Path) -> list[DataFile]:
 
 
 def _saved_files(folder: Path) -> list[DataFile]:
-    """Those of a data set that `datasets` saved to disk, as its state names them: caches lie beside them."""
+    """The files of a data set that `datasets` saved to disk, as its state names them: caches lie beside them."""
     try:
         names = [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
         return [_readable(name, folder / name) for name in names]

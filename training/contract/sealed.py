@@ -1,8 +1,8 @@
-"""JSON files that show whether they are what was written: `sha256` in them is that of everything else they say.
+"""JSON files that show whether they are what was written: their field `sha256` is the digest of all the others.
 
-Every other file of a store is promised by a manifest, and nothing promises a manifest, nor the record of a derivation. What
-they say decides all the same: the accuracy that the gate reads stands there, and how a policy was made. A file from before
-there were seals has none, and is believed.
+A manifest vouches for every other file of an artifact, but nothing vouches for the manifest, or for the record of a derivation.
+Yet decisions depend on them: the accuracy that the gate reads is there, and how a policy was made. A file from before there
+were seals has none, and is trusted.
 """
 
 import json
@@ -16,7 +16,7 @@ SEAL = "sha256"
 
 class Sealed(Frozen):
     def sealed(self) -> bytes:
-        """The file's content, for people to read as well."""
+        """The file's content, which people can read as well."""
         content = json.loads(self.model_dump_json())
         return json.dumps({**content, SEAL: value_digest(content).hex()}, indent=2, ensure_ascii=False).encode()
 
@@ -29,5 +29,5 @@ class Sealed(Frozen):
             raise ValueError("it is nested too deeply") from error
         seal = found.pop(SEAL, None) if isinstance(found, dict) else None
         if seal is not None and seal != value_digest(found).hex():
-            raise ValueError(f"what it says has not the {SEAL} that it says")
+            raise ValueError(f"its content does not have the {SEAL} that it states")
         return cls.model_validate(found)

@@ -74,7 +74,7 @@ class Shard:
 
 
 def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> str:
-    """Write a shard into `folder`; its fingerprint. Raises StoreError where the disk does not take it.
+    """Write a shard into `folder`; its fingerprint. Raises StoreError if the disk refuses it.
 
     The sums are computed here, in float64, from the tokens.
     """

@@ -25,7 +25,7 @@ def library_versions() -> dict[str, str]:
 def source_digest(package: Path = Path(__file__).parents[1]) -> str:
     """sha256 over the names and bytes of the package's source files, in the order of their names.
 
-    It identifies the code between two versions, while it is worked on.
+    It identifies code that is being worked on, between two released versions.
     """
     files = sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py"))
     return fingerprint_of_stream(

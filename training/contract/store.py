@@ -78,7 +78,7 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Made:
-    """What a job returns of the files it left in its staging folder: their fingerprint, and small facts about them."""
+    """What a job returns about the files it left in its staging folder: their fingerprint, and small facts about them."""
 
     fingerprint: str
     details: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Store:
     def open(self, kind: str, fingerprint: str, hashes: bool = True, cache: HashCache | None = None) -> Artifact:
         """The artifact, verified. Raises StoreError if there is none, CorruptArtifact if it is not what was published.
 
-        To look at many artifacts, give a `cache`: files that nobody wrote since they were hashed are not read again.
+        To look at many artifacts, give a `cache`: files unchanged since they were hashed are not read again.
         """
         folder = self.folder(kind, fingerprint)
         if not (folder / MANIFEST).is_file():
@@ -161,15 +161,15 @@ class Store:
         return None if record is None else record.derivation
 
     def set_aside(self, kind: str, fingerprint: str) -> Path:
-        """Move a corrupt artifact out of the way, kept for inspection; gives its new place."""
+        """Move a corrupt artifact out of the way, kept for inspection; returns its new path."""
         place = new_folder(self.root / "corrupt" / kind, f"{short(fingerprint)}-")
         os.rename(self.folder(kind, fingerprint), place / fingerprint)
         return place / fingerprint
 
     def mend_record(self, kind: str, key: str) -> Path:
-        """Replace the corrupt record of `key` by what the manifest of its artifact says; gives the place of the corrupt one.
+        """Replace the corrupt record of `key` by what the manifest of its artifact says; returns where the corrupt one is now.
 
-        There is none afterwards if no manifest names `key`: it names the first of the ways that led to its contents.
+        Afterwards there is no record if no manifest names `key`: a manifest names only the first way its contents were made.
         """
         place = new_folder(self.root / "corrupt" / kind, f"{short(key)}-") / f"{key}.json"
         shutil.copyfile(self.record_file(kind, key), place)
@@ -185,7 +185,7 @@ class Store:
     def staging(self) -> Iterator[Path]:
         """An empty folder on the store's filesystem, removed at the end unless it was published.
 
-        What dead processes left is removed first. Raises StoreError where the disk takes no more.
+        What dead processes left is removed first. Raises StoreError if the disk refuses to hold more.
         """
         with self._refused("stage anything"):
             claim = claim_folder(self.root / "staging")
@@ -210,7 +210,7 @@ class Store:
         """Make what `staging` holds the artifact of `derivation`.
 
         If the same contents were published before and are whole, they stay and only the key is recorded. Raises
-        StoreError with the path and the free bytes where the disk does not take it; what was there is untouched.
+        StoreError with the path and the free bytes if the disk refuses it; what was there is untouched.
         """
         with self._refused(f"publish {derivation.kind}"):
             return self._publish(staging, derivation, made)
@@ -218,7 +218,7 @@ class Store:
     def adopt(self, staging: Path, kind: str, fingerprint: str) -> Artifact:
         """Make an artifact that another store published, manifest and all, one of this store's; no key leads to it.
 
-        Raises CorruptArtifact if it is another one or broken, StoreError where the disk does not take it.
+        Raises CorruptArtifact if it is another one or broken, StoreError if the disk refuses it.
         """
         verified_manifest(staging, kind, fingerprint)
         with self._refused(f"adopt {kind}"):

@@ -10,8 +10,8 @@ The files are those transformers would load: `model.safetensors`, else those its
 An adapter is identified by its own tensors and config, and by the weights it was trained on. A folder that holds a model and
 an adapter is refused: transformers would add the one to the other without a warning.
 
-Of a config everything counts but the names in `_NO_FUNCTION`, as it is written: a field that is written out with its default
-gives another identity, since only the model's code knows the defaults. That is the safe side: sequences are scored again.
+Of a config all fields count as they are written, except those in `_NO_FUNCTION`: a field that is written out with its default
+gives another identity, since only the model's code knows the defaults. That errs on the safe side: sequences are scored again.
 """
 
 import contextlib
@@ -83,7 +83,7 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
         for name, digest in table["tensors"].items():
             if owners.setdefault(name, file) != file:
                 raise ModelError(
-                    f"the tensor {name} is in {owners[name]} and in {file}; remove the file of other weights"
+                    f"the tensor {name} is in {owners[name]} and in {file}; remove the one that belongs to other weights"
                 )
             digests[name] = digest
     merged = {
@@ -132,7 +132,9 @@ def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace) -> str:
     while at < tensor.end:
         block = os.pread(descriptor, min(BLOCK_BYTES, tensor.end - at), at)
         if not block:
-            raise ModelError(f"{file} ends at byte {at}, inside the tensor {tensor.name}; it was cut while it was read")
+            raise ModelError(
+                f"{file} ends at byte {at}, inside the tensor {tensor.name}; it was truncated while it was read"
+            )
         digest.update(block)
         at += len(block)
     return digest.hexdigest()

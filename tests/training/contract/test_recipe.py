@@ -132,7 +132,7 @@ MISTAKES = [
     (
         "{training: {start_from: champion, adapter: {export: adapter}}, automation: {on_change: false}}",
         "training",
-        "the champion is another; use `adapter.export: merged`",
+        "it was trained on the champion; use `adapter.export: merged`",
     ),
     ("data: {sources: []}", "data.sources", "at least 1"),
     ("data: {sources: [{}]}", "data.sources.0", "exactly one of `path`"),
@@ -270,7 +270,9 @@ def test_a_hub_id_and_a_registry_address_stay_as_they_are(tmp_path, model):
 def test_a_folder_does_not_take_the_place_of_a_revision_of_the_hub(tmp_path, text):
     assert recipe(text).located_at(tmp_path) is not None
     (tmp_path / "org" / "m").mkdir(parents=True)
-    with pytest.raises(RecipeError, match=r"`org/m` with `revision: v1` is of the hub, and .*: write `\./org/m`"):
+    with pytest.raises(
+        RecipeError, match=r"`org/m` with `revision: v1` names a repository of the hub, .*: write `\./org/m`"
+    ):
         recipe(text).located_at(tmp_path)
     assert recipe(text.replace("org/m", "./org/m")).located_at(tmp_path) is not None
 
