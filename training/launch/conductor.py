@@ -3,7 +3,7 @@
     launcher ──pipe──> conductor ──> ssh -T gpu-1 ──> node.py ──> torchrun ──> ranks
                             └──────> ssh -T gpu-2 ──> node.py ──> torchrun ──> ranks
 
-It has the place of the supervisor on one machine, with the same guarantee: when the launcher dies or cancels, all processes
+It stands where the supervisor stands on one machine, with the same guarantee: when the launcher dies or cancels, all processes
 are ended, here and there, and the lock of the key is free only then. One node that fails ends the job: the conductor
 ends the others and says why. The log has the lines of all nodes, each with the number of its node.
 """
@@ -80,7 +80,7 @@ def _orders(nodes: Nodes, module: str, job: Job) -> list[Order]:
 
 
 def _follow(nodes: Sequence[RemoteNode], launcher: int) -> RemoteNode | None:
-    """Wait for the end of the job or of the launcher; gives the first node that failed, or has not answered in time."""
+    """Wait for the end of the job or of the launcher; returns the first node that failed, or has not answered in time."""
     deadline, started = time.monotonic() + _ANSWER_SECONDS, False
     while os.getppid() == launcher and not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
         late = time.monotonic() > deadline

@@ -71,9 +71,9 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
 
 
 def write_job(job: Job) -> None:
-    """Write job.json, and remove error and events of an earlier attempt; events stay where it left checkpoints.
+    """Write job.json, and remove error and events of an earlier attempt; events stay if it left checkpoints.
 
-    Raises StoreError where the disk does not take it.
+    Raises StoreError if the disk refuses it.
     """
     try:
         job.write()
@@ -110,7 +110,7 @@ def _read_failure(path: Path) -> Failure | None:
 
 
 def _ending(job: Job, log: str, status: int) -> str:
-    """How the processes ended. torchrun ends the other ranks by SIGTERM, so another signal is rather the cause."""
+    """How the processes ended. torchrun ends the other ranks by SIGTERM, so any other signal is more likely the cause."""
     ranks = [(int(rank), int(number)) for _, rank, number in _ENDED_BY_SIGNAL.findall(log)]
     if ranks:
         rank, number = min(ranks, key=lambda entry: entry[1] == signal.SIGTERM)

@@ -68,7 +68,7 @@ class LocalLauncher:
 def start_process(job: Job, command: list[str], environment: dict[str, str], lock: BinaryIO | None) -> LocalHandle:
     """Start a process that ends, with all its descendants, at the end of its standard input; all of them hold `lock`.
 
-    The folder of the ranks' rendezvous is made new: files of ranks that were killed would confuse the next ones.
+    The folder of the ranks' rendezvous is made anew: files of ranks that were killed would confuse the next ones.
     """
     shutil.rmtree(job.folder / "rendezvous", ignore_errors=True)
     (job.folder / "rendezvous").mkdir(parents=True)

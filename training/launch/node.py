@@ -105,7 +105,9 @@ def _receive() -> Order:
         if here.get(name) != version
     ]
     if others:
-        raise NodesError(f"other software than where the job was launched: {'; '.join(others)} ({sys.executable})")
+        raise NodesError(
+            f"the software differs from that where the job was launched: {'; '.join(others)} ({sys.executable})"
+        )
     return Order.model_validate(order)
 
 
@@ -117,7 +119,7 @@ def _read_job(order: Order) -> Job:
     except OSError as error:
         raise NodesError(f"cannot read {order.job}: {error.strerror}; {share}") from error
     if hashlib.sha256(content).hexdigest() != order.sha256:
-        raise NodesError(f"{order.job} is there, but it is another file than where the job was launched; {share}")
+        raise NodesError(f"{order.job} is there, but it is not the same as where the job was launched; {share}")
     job = Job.model_validate_json(content)
     for name, given in job.inputs.items():
         if not given.folder.exists():
@@ -126,7 +128,7 @@ def _read_job(order: Order) -> Job:
 
 
 def _torchrun(order: Order, job: Job) -> list[str]:
-    """With a static rendezvous, in which nodes have their ranks by the order of the list, node 0 the first ones."""
+    """With a static rendezvous, in which ranks follow the order of the nodes: node 0 has the first ones."""
     return [
         *torchrun(job.processes, job.grace_seconds, job.folder / "rendezvous"),
         *("--nnodes", str(len(order.addresses)), "--node-rank", str(order.node), "--local-addr"),

@@ -98,19 +98,19 @@ class Hosts(Section):
         )
 
     def _names(self) -> list[str]:
-        command = f"`{shlex.join(self.listed_by)}`, which is to list the hosts,"
+        command = f"`{shlex.join(self.listed_by)}`, which should list the hosts,"
         try:
             done = subprocess.run(
                 self.listed_by, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LISTING_SECONDS
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NodesError(f"{command} does not run: {error}") from error
-        names = list(dict.fromkeys(done.stdout.split()))  # some list a host as often as it has slots
+        names = list(dict.fromkeys(done.stdout.split()))  # some list a host once for each of its slots
         if done.returncode or not names:
             said = done.stderr.strip() or "nothing"
             raise NodesError(
-                f"{command} ended with status {done.returncode} and listed {len(names)}; it said: {said}. What lists the "
-                "hosts of an allocation does so within one only"
+                f"{command} ended with status {done.returncode} and listed {len(names)}; it said: {said}. The hosts of "
+                "an allocation can be listed only within it"
             )
         return names
 
@@ -132,7 +132,7 @@ class NodesFile(Section):
     @model_validator(mode="after")
     def _one_of_both(self) -> Self:
         if bool(self.nodes) == (self.hosts is not None):
-            raise ValueError("expected `nodes` or `hosts`, one of both")
+            raise ValueError("expected either `nodes` or `hosts`")
         return self
 
 

@@ -20,7 +20,7 @@ _POLL_SECONDS = 0.02
 def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel send this process `number` when the thread that forked it ends. Kept by exec, not by fork.
 
-    If that is gone already, no signal comes: compare the parent with the expected one after this call.
+    If the parent is gone already, no signal comes: compare it with the expected one after this call.
     """
     _prctl(_PR_SET_PDEATHSIG, number)
 
@@ -73,7 +73,7 @@ def _signal(pids: list[int], number: signal.Signals) -> None:
 
 
 def _reap() -> bool:
-    """Reap dead children; gives whether any child is left."""
+    """Reap dead children; returns whether any child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

@@ -16,7 +16,7 @@ from training.launch.nodes_file import Node
 
 _HOLD_OPEN = ("sh", "-c", '"$@"; exit "$?"', "sh")
 _LAST_OUTPUT_SECONDS = 1.0  # what a prefix leaves running, as ssh's ControlPersist, may keep the pipe open for ever
-_LAST_LINES = 19  # with a heading as many as the message of a failure shows
+_LAST_LINES = 19  # with a heading, as many as the message of a failure shows
 _LINES_SHOWN = 5
 
 
@@ -93,7 +93,9 @@ class RemoteNode:
         assert self._process.stdout is not None
         with open(self._process.stdout.fileno(), encoding="utf-8", errors="replace", closefd=False) as said:
             for line in said:
-                text, mark, said_by_node = line.rstrip("\r\n").partition(MARK)  # after what others left without an end
+                text, mark, said_by_node = line.rstrip("\r\n").partition(
+                    MARK
+                )  # others may have left a line without an end
                 if mark:
                     word, _, self.detail = said_by_node.partition(" ")
                     self.word = Word(word)

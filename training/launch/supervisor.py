@@ -3,7 +3,7 @@
     launcher ──pipe──> supervisor ──> torchrun ──> ranks
 
 * The launcher dies or cancels: the pipe on standard input is closed; the supervisor ends all its descendants, SIGTERM first.
-* The command ends, killed or not: the supervisor ends what is left of its descendants, and has its exit status (128 + n for
+* The command ends, killed or not: the supervisor ends what is left of its descendants, and exits with its status (128 + n for
   signal n).
 * The supervisor itself is killed: parent-death signals end the command, and then each rank.
 
@@ -28,7 +28,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def supervise(grace: float, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run `command` and give its exit status; CANCELLED if standard input is closed, or the launcher ends, before.
+    """Run `command` and return its exit status; CANCELLED if standard input is closed, or the launcher ends, first.
 
     Processes that are left then have `grace` seconds between SIGTERM and SIGKILL.
     """

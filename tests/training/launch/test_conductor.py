@@ -168,7 +168,7 @@ def test_another_version_of_the_package_is_refused(
     with open(copy / "loop.py", "a") as file:
         file.write("\n")
     message = failure(nodes_file([], [*ssh, f"PYTHONPATH={copy.parent}"]), make_job("status", nodes=2))
-    assert "other software than where the job was launched: the source of Pedigree " in message
+    assert "the software differs from that where the job was launched: the source of Pedigree " in message
 
 
 def test_without_machines_nothing_is_started(make_job: MakeJob, tmp_path: Path):

@@ -55,7 +55,7 @@ def test_a_folder_that_is_not_there_or_not_the_same(make_job: MakeJob, tmp_path:
     said = f"pedigree-node: refused cannot read {moved.job}: No such file or directory{SHARED}"
     assert answer(moved.model_dump_json()) == (1, said)
     other = told.model_copy(update={"sha256": "0" * 64})
-    said = f"pedigree-node: refused {job.path} is there, but it is another file than where the job was launched{SHARED}"
+    said = f"pedigree-node: refused {job.path} is there, but it is not the same as where the job was launched{SHARED}"
     assert answer(other.model_dump_json()) == (1, said)
     without = job.model_copy(
         update={"inputs": {"base_model": Input(kind="base_model", fingerprint="0" * 64, folder=tmp_path / "model")}}
@@ -71,7 +71,7 @@ def test_other_software(make_job: MakeJob):
     there = order(job).model_copy(update={"software": {**software(), "torch": "1.0", "apex": "2.0"}})
     status, said = answer(there.model_dump_json())
     assert status == 1
-    assert said.startswith("pedigree-node: refused other software than where the job was launched: torch ")
+    assert said.startswith("pedigree-node: refused the software differs from that where the job was launched: torch ")
     assert said.endswith(f", not 1.0; apex none, not 2.0 ({sys.executable})\n")
 
 

@@ -68,10 +68,10 @@ def test_hosts_that_a_command_lists(tmp_path: Path):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("no-such-command hosts", "`no-such-command hosts`, which is to list the hosts, does not run: [Errno 2]"),
+        ("no-such-command hosts", "`no-such-command hosts`, which should list the hosts, does not run: [Errno 2]"),
         ("sh -c 'echo no job >&2; exit 4'", "ended with status 4 and listed 0; it said: no job."),
         ("sh -c 'echo gpu-1; exit 1'", "ended with status 1 and listed 1; it said: nothing."),
-        ("true", "ended with status 0 and listed 0; it said: nothing. What lists the hosts of an allocation does so"),
+        ("true", "ended with status 0 and listed 0; it said: nothing. The hosts of an allocation can be"),
         ("echo 'gpu-[1-2]'", "`address`: 'gpu-[1-2]': String should match"),
     ],
 )
@@ -102,8 +102,8 @@ def test_without_a_file_an_example_is_shown(tmp_path: Path):
         ("nodes: []", "`nodes`: []: Tuple should have at least 1 item"),
         ("port: 70000\nnodes: [{address: a}]", "`port`: 70000: Input should be less than 65536"),
         ("- address: a", "nodes.yaml: [{'address': 'a'}]: Input should be"),
-        ("port: 80", "nodes.yaml: {'port': 80}: Value error, expected `nodes` or `hosts`, one of both"),
-        ("nodes: [{address: a}]\nhosts: {listed_by: a, run: '{host}'}", "expected `nodes` or `hosts`, one of both"),
+        ("port: 80", "nodes.yaml: {'port': 80}: Value error, expected either `nodes` or `hosts`"),
+        ("nodes: [{address: a}]\nhosts: {listed_by: a, run: '{host}'}", "expected either `nodes` or `hosts`"),
         ("hosts: {listed_by: a, run: ssh gpu-1}", "`hosts.run`: 'ssh gpu-1': Value error, expected {host} in it"),
         ("hosts: {listed_by: '', run: '{host}'}", "`hosts.listed_by`: ''"),
         ("nodes: [", "cannot be read: while parsing a flow node"),
