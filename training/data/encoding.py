@@ -5,7 +5,7 @@ adding special tokens, so there is one BOS if the template writes it, else none:
 model. The prompt's tokens must be a prefix of both conversations' tokens; this is checked for every pair, because some
 templates rewrite earlier turns. What follows the prefix is the response:
 
-    last_response    all of its tokens are trained, with the end of turn and what the template writes behind it
+    last_response    all of its tokens are trained, with the end of turn and what the template writes after it
     assistant_turns  its tokens inside {% generation %} are trained
 
 A pair that cannot be used raises `Dropped`, with a reason that is counted and a detail that shows the tokens.
@@ -159,7 +159,7 @@ class PairEncoder:
         return Response(ids, inside(whole.offsets[start:], whole.spans) if self._by_spans else [True] * len(ids))
 
     def _check_end(self, ids: list[int], side: str) -> None:
-        """Raise Dropped for a second end of turn: it comes from the data, and would teach to go on after the first."""
+        """Raise Dropped for a second end of turn: it comes from the data, and would teach a model to go on after the first."""
         counts = Counter(id_ for id_ in ids if id_ in self._end_of_turn)
         for id_, expected in self._end_of_turn.items():
             if counts[id_] > expected:

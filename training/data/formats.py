@@ -9,7 +9,7 @@
     openai           input.messages, preferred_output, non_preferred_output
     comparison       two responses and labels that say which is better (training/data/comparison.py)
 
-In each of them a field `system` may stand beside, for a system message in front. A row that does not fit its format, or has
+In all of them a row may also have a field `system`, for a system message in front. A row that does not fit its format, or has
 what no format reads, such as tools or images, raises `Quarantined`. Formats are recognized by the fields of the first rows.
 """
 
@@ -52,7 +52,7 @@ class PreferenceFormat:
     read: Callable[[Row], Pair]
 
     def convert(self, row: Row) -> Pair:
-        """The pair in a row, with the system prompt that may stand beside it. Raises Quarantined if there is none."""
+        """The pair in a row, with the system prompt that may come with it. Raises Quarantined if there is none."""
         refuse_unsupported(row, _UNSUPPORTED_FIELDS, "row")
         pair = self.read(row)
         return replace(pair, prompt=_with_system(row, pair.prompt))
@@ -175,7 +175,7 @@ def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) 
     if len(chosen) > shared + 1 or len(rejected) > shared + 1 or shared == min(len(chosen), len(rejected)):
         raise Quarantined(
             Reason.PROMPTS_DIFFER,
-            f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they part after {shared}, "
+            f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they differ after {shared}, "
             "expected in the last one only",
         )
     return make_pair(chosen[:shared], chosen[shared:], rejected[shared:])

@@ -60,7 +60,7 @@ def _names(source: DataSource, repository: Repository) -> list[str]:
     names = {str(folder / name): name for name in listed}
     if other := [file for file in found if file not in names]:
         raise DataError(
-            f"{CARD} of the data set {source.hub} names {other[0].removeprefix(f'{folder}/')}, which is no file of it; "
+            f"{CARD} of the data set {source.hub} names {other[0].removeprefix(f'{folder}/')}, which is not in it; "
             "download what you need and use `path`"
         )
     return [names[file] for file in found]
@@ -71,7 +71,7 @@ def _split(source: DataSource, folder: Path) -> list[str]:
     try:
         configs = datasets.get_dataset_config_names(str(folder))
         config = source.config or datasets.get_dataset_default_config_name(str(folder))
-    except Exception as error:  # the library raises of many kinds: no file it knows, a card that is none
+    except Exception as error:  # the library raises many kinds of errors: no file it knows, a broken card
         raise DataError(
             f"the data set {source.hub} cannot be understood: {str(error).replace(str(folder), source.hub or '')}; look at its "
             f"{CARD}, or download it and use `path`"

@@ -13,8 +13,8 @@ from typing import Any
 Row = Mapping[str, Any]
 Message = dict[str, str]
 
-# Of one text, some million tokens. A tokenizer holds 190 bytes for each character while it works: what slipped into a row
-# by mistake, a whole log file for example, would end the job for want of memory.
+# Of one text: about a million tokens. A tokenizer needs 190 bytes for each character while it works, so a whole log file that
+# slipped into a row by mistake would exhaust the memory.
 _MOST_CHARACTERS = 1 << 22
 _ROLES = ("system", "user", "assistant")
 # Fields of a message that change what the model would have seen: leaving them out trains on another conversation.
@@ -108,7 +108,7 @@ def clean_text(value: Any, place: str) -> str:
         raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(value).__name__}, expected text")
     if len(value) > _MOST_CHARACTERS:
         raise Quarantined(
-            Reason.ENORMOUS, f"`{place}` has {len(value):,} characters, at most {_MOST_CHARACTERS:,} are taken"
+            Reason.ENORMOUS, f"`{place}` has {len(value):,} characters, at most {_MOST_CHARACTERS:,} are accepted"
         )
     if "\0" in value:
         raise Quarantined(Reason.BAD_UNICODE, f"`{place}` has a NUL character at {value.index(chr(0))}")
@@ -129,7 +129,7 @@ def messages_of(row: Row, name: str, style: MessageStyle = OPENAI_STYLE) -> tupl
 
 
 def refuse_unsupported(row: Row, names: Sequence[str], place: str) -> None:
-    """Raises Quarantined for a field that says something; some files write an empty list as text."""
+    """Raises Quarantined for a field that is not empty; some files write an empty list as text."""
     for name in names:
         if row.get(name) and row[name] != "[]":
             raise Quarantined(Reason.UNSUPPORTED_FIELD, f"`{place}` has `{name}`, which is not supported")

@@ -14,8 +14,8 @@ counts once, and there is no padding. Three decisions, in this order:
 
 Neither 2 nor 3 changes a result but for rounding: losses are sums over the items divided by the global count.
 
-Of sharded weights every pass is collective, and all ranks must run equally many: those with fewer micro-batches run the batch's
-shortest item again, with its result thrown away.
+With sharded weights every pass is collective, so all ranks must run equally many: those with fewer micro-batches run the
+batch's shortest item again, and its result is thrown away.
 
 Legend: I items.
 """
@@ -36,7 +36,7 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of each of I items: the tokens of its sequences, and those a model runs for them (a shared prompt once)."""
+    """For each of I items: the tokens of its sequences, and those a model runs for them (a shared prompt once)."""
 
     sequences_I: Positions
     run_I: Positions

@@ -83,7 +83,7 @@ class _Tally:
     examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
 
     def keep(self, row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
-        """Count a pair; gives its row of the table."""
+        """Count a pair; returns its row of the table."""
         line = _line(row, pair)
         head = canonical_json([row["row"], row["split"], len(pair.prompt)])
         self.digests.append(hashlib.sha256(head + line["chosen_key"] + line["rejected_key"]).digest())

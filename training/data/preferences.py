@@ -57,7 +57,7 @@ _QUARANTINE_EXAMPLES, _EXAMPLE_CHARACTERS, _PAIR_EXAMPLES = 20, 300, 3
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Read, convert and split the sources of `job.locations`.
 
-    Its `files` lists those of each local source. Raises DataError where they hold no pair, or a file has no longer the sha256
+    Its `files` lists those of each local source. Raises DataError if they hold no pair, or a file no longer has the sha256
     that it was listed with.
     """
     assert group.world == 1, "reading preferences is the work of one process"
@@ -149,7 +149,7 @@ class _Collector:
 
 
 class _ParquetRows:
-    """A Parquet file written some thousand rows at a time."""
+    """A Parquet file, written a few thousand rows at a time."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._writer, self._schema = pq.ParquetWriter(path, schema), schema

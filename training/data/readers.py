@@ -7,7 +7,7 @@
     .csv              a header, then a record a row; every value is text
     .gz               one of these, compressed
 
-Which files belong to a source, and in what order, was decided before: by `data_files` for a path, by `hub_files` for a data
+Which files belong to a source, and in what order, is decided before: by `data_files` for a path, by `hub_files` for a data
 set of the hub. Once a file is read, it is compared with the sha256 it had then.
 """
 
@@ -56,7 +56,7 @@ def read_records(file: DataFile) -> Iterator[Record]:
         yield from _READERS[data_suffix(file.path)](file.path)
     except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is cut or broken
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its rights") from error
+        raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its permissions") from error
     if file.sha256 is not None:
         check_unchanged(file.path, file.sha256)
 
@@ -153,7 +153,9 @@ def _read_csv(path: Path) -> Iterator[Record]:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 twice = next(name for name in header if header.count(name) > 1)
-                raise DataError(f"{path} has two columns `{twice}`, and a row one value for it: rename or drop one")
+                raise DataError(
+                    f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one"
+                )
             for number, cells in enumerate(reader, start=1):
                 if cells:
                     yield _csv_record(number, header, cells)
@@ -189,7 +191,7 @@ def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(unique) < len(items):
         keys = [key for key, _ in items]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise Quarantined(Reason.DUPLICATE_KEY, f"the key `{twice}` is there twice")
+        raise Quarantined(Reason.DUPLICATE_KEY, f"the key `{twice}` appears twice")
     return unique
 
 

@@ -176,7 +176,7 @@ def read_spec(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _blaming(job: Job, file: Literal["tokenizer", "chat_template"]) -> Iterator[None]:
-    """Begins a TemplateError within by the place where the recipe names the tokenizer, or the template."""
+    """Put the place where the recipe names the tokenizer, or the template, in front of a TemplateError."""
     try:
         yield
     except TemplateError as error:

@@ -73,7 +73,7 @@ class Pairs:
         return rows
 
     def demand_known_tokens(self, vocabulary: int) -> None:
-        """Raises TemplateError where there is a token that a model of so many tokens does not have."""
+        """Raises TemplateError if a token is not in the `vocabulary`, a model's number of tokens."""
         chunks = [chunk for side in SIDES for chunk in self._table.column(f"{side}_ids").chunks]
         largest = max((int(chunk.flatten().to_numpy().max(initial=0)) for chunk in chunks), default=0)
         if largest >= vocabulary:

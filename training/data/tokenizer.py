@@ -4,7 +4,7 @@ The identity is made of three things: the serialized fast tokenizer (vocabulary,
 tokens), the ids of the special tokens, and the ids and offsets it gives for probe texts, which show whether it adds a BOS
 or an EOS and how it treats special tokens in a text.
 
-Saving and loading rewrite some of this without an effect: a post-processor appears or takes another form, an absent prefix
+Saving and loading rewrite some of this without effect: a post-processor appears or takes another form, an absent prefix
 becomes an empty one. So a post-processor counts by what it adds to the probes and how it changes their offsets, and empty
 fields of the model do not count. Names, folders, padding, truncation and the padding token do not count either: they
 change no token of a conversation.
@@ -35,7 +35,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer in a folder. Raises TemplateError if it cannot be loaded or is not a fast one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # the library raises of many kinds: no such folder, a file that is broken or missing
+    except (
+        Exception
+    ) as error:  # the library raises many kinds of errors: no such folder, a file that is broken or missing
         own_code = "trust_remote_code" in str(error)
         why = "it needs code of its own, which is never run" if own_code else error
         raise TemplateError(
