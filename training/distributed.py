@@ -1,6 +1,6 @@
 """The processes that do one job together, as each of them sees the group.
 
-Under torchrun there are `world` processes, connected by gloo on CPUs and by NCCL on GPUs, one device a local rank. Without
+Under torchrun there are `world` processes, connected by gloo on CPUs and by NCCL on GPUs, with one device each. Without
 torchrun there is one process, no connection, and the same calls: code that uses a `Group` need not distinguish the two.
 Only tensors are exchanged; nothing is pickled.
 
@@ -46,7 +46,7 @@ class Group:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here; also for one that has long work to do alone."""
+        """Wait until every rank is here, even one that has long work to do alone."""
         if self.world > 1:
             dist.barrier(self.patient)
 
@@ -57,7 +57,7 @@ class Group:
         return tensor
 
     def start_sum_(self, tensor: Tensor) -> Callable[[], object]:
-        """Start to replace `tensor` by its sum over the ranks; the function that is returned waits until that is done."""
+        """Start to replace `tensor` by its sum over the ranks; returns a function that waits until that is done."""
         if self.world == 1:
             return lambda: None
         work = dist.all_reduce(tensor, async_op=True)

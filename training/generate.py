@@ -1,6 +1,6 @@
 """Samples: greedy answers of a model to a few held-out prompts, so that people can see what training changed.
 
-The prompts are spread evenly over the distinct held-out ones, and divided among the ranks; of a sharded model every token is
+The prompts are spread evenly over the distinct held-out ones, and divided among the ranks; with a sharded model every token is
 a collective pass, so all ranks answer all prompts together. An answer ends at an end token of the tokenizer or of the
 model's config, or at the one that the chosen responses end with. The model's own generation settings are not used:
 temperature and penalties would hide what the weights do, and no fingerprint covers them.
@@ -40,7 +40,7 @@ def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> li
 def stop_tokens(
     config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: Pairs, among: Sequence[int]
 ) -> list[int]:
-    """Every token that ends an answer. Of the pairs at `among` the chosen responses show how the template ends one."""
+    """Every token that ends an answer. The chosen responses of the pairs at `among` show how the template ends one."""
     configured = config.get_text_config().eos_token_id
     stops = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
     stops |= {_last_control_token(pairs.response_ids(index), tokenizer) for index in among}
@@ -48,7 +48,7 @@ def stop_tokens(
 
 
 def _last_control_token(response: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The control token that `response` ends with, but for blank text behind it; None where it ends with other text."""
+    """The control token that `response` ends with, apart from whitespace after it; None where it ends with other text."""
     controls = control_ids(tokenizer)
     for token in reversed(response):
         if token in controls:

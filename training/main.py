@@ -1,8 +1,8 @@
 """The one entry point of every job: `python -m training.main job.json`, alone or on every rank of torchrun.
 
 Each rank joins the group and does the work of the job's kind; rank 0 empties the staging folder before and publishes it
-after. The first rank that fails writes `error.json`, since the others then fail too, of a closed connection; the log has
-the errors of all.
+after. The first rank that fails writes `error.json`, since the others then fail too, because of a closed connection; the log
+has the errors of all.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def make(job: Job, members: Group) -> None:
         made = replace(made, details=made.details | {"provenance": about})
         Store(job.store).publish(job.staging, job.derivation, made)
         shutil.rmtree(job.staging, ignore_errors=True)  # still there if the same contents were published before
-        shutil.rmtree(job.checkpoints, ignore_errors=True)  # nothing is taken up from them any more
+        shutil.rmtree(job.checkpoints, ignore_errors=True)  # nothing resumes from them any more
 
 
 def _bind_to_launcher() -> None:
@@ -82,7 +82,7 @@ def _bind_to_launcher() -> None:
 
 
 def _explained(job: Job, error: Exception) -> Exception:
-    """The error; where a library met a full disk, however it says so, a StoreError that a person can act on."""
+    """The error; or, if a library met a full disk, however it says so, a StoreError that a person can act on."""
     text = "".join(traceback.format_exception(error))
     telling = [line for line in text.splitlines() if lacks_room(line)]
     if isinstance(error, PedigreeError) or not telling:

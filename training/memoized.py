@@ -1,4 +1,4 @@
-"""Scoring the sequences that the memo lacks, each distinct one once, every rank a part of them.
+"""Scoring the sequences that the memo lacks, each distinct one once, divided among the ranks.
 
 Pairs share responses and data sets share pairs, so the work is over distinct sequences, by their keys. The missing ones are
 cut into batches, all responses to a prompt together, and the ranks take turns at the batches: disjoint parts of nearly

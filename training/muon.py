@@ -1,6 +1,6 @@
 """Muon where each process holds some rows of each matrix.
 
-Momentum goes number by number, so each process keeps that of its own rows. What is made orthogonal is a whole matrix, though:
+Momentum works element by element, so each process keeps that of its own rows. But what is made orthogonal is a whole matrix:
 the rows of all are gathered, in bfloat16, in which the iterations run anyway; then every process computes the whole update,
 as it would with whole weights, and takes its rows of it. So weights move as by torch.optim.Muon, which computes the update.
 

@@ -1,4 +1,4 @@
-"""What a run minimizes: the interface that the training step asks, and preference tuning behind it.
+"""What a run minimizes: the interface that the training step uses, and preference tuning behind it.
 
 Legend: I items (pairs) of a micro-batch, B of the global batch; a last 2 stands for (chosen, rejected). M values are reported
 of each item, `values_IM` in float64; the first of them is the loss.
@@ -35,9 +35,9 @@ Collated = TypeVar("Collated")
 
 
 class Objective(ABC, Generic[Collated]):
-    """Minimized is the sum of the items' losses, divided by the batch's `count`. An item is a pair of `pairs`, by position.
+    """What is minimized is the sum of the items' losses, divided by the batch's `count`.
 
-    `names`: of the M values of an item.
+    An item is a pair of `pairs`, by position; `names` are those of its M values.
     """
 
     def __init__(self, pairs: Pairs, names: tuple[str, ...]) -> None:
@@ -63,7 +63,7 @@ class Objective(ABC, Generic[Collated]):
         """Called on every rank before its micro-batches `parts` of the global `batch` are run; it may run the model."""
 
     def state(self) -> dict[str, Any]:
-        """What the next batch's loss depends on beside the weights, as plain JSON for a checkpoint."""
+        """What the next batch's loss depends on besides the weights, as plain JSON for a checkpoint."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:

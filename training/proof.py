@@ -1,10 +1,10 @@
-"""The proof of step 0: the model that made the table still gives its log-probs, so the loss of a policy that is it is known.
+"""The proof of step 0: the model that made the table still gives its log-probs, so a policy that equals it has a known loss.
 
 A policy that starts as the reference, in the dtype of the table, is that model; for any other the reference model is loaded
-for the proof alone. Expected is the loss of a policy that has the table's log-probs. For a loss of log-ratios that is a
+for the proof alone. The expected loss is that of a policy that has the table's log-probs. For a loss of log-ratios that is a
 constant, ln 2 for the sigmoid loss; for one without a reference (SimPO, the SFT term) it follows from the table. Whatever
 breaks this (a stale table, another mask or template, other weights) would otherwise train towards nonsense without an
-error. The mean alone does not suffice, since errors of opposite sign cancel in it; so each response is compared too.
+error. The mean alone does not suffice, since errors of opposite sign cancel in it; so each response is compared as well.
 
 Both log-probs are sums over n response tokens of values with independent rounding errors, so they may differ by a number of
 nats times sqrt(n) (`rounding_nats`). The same code ran on the same numbers in the same dtype, and differs where a response

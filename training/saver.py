@@ -6,7 +6,7 @@
 
 Threads do not communicate with other ranks. Whether a rank is still saving, or has failed to, is among the flags that the ranks
 exchange in each step (training.agreement), so all act together: while one is still saving, a save that is due is put off,
-and nobody waits; after a failure of any rank all stop, with that rank's message.
+and no rank waits; after a failure of any rank all stop, with that rank's message.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 It serves the evaluation of held-out pairs, the proof of step 0, and `pedigree verify`. The pairs are one batch: a loss that
 couples pairs couples all of them, and bco_pair subtracts their own mean reward. So the outcome is a function of policy, table
-and pairs, not of the course of a training. Weights of pairs (WPO) are left out: they depend on the policy, which could
+and pairs, not of the training that led there. Weights of pairs (WPO) are left out: they depend on the policy, which could
 lower a weighted loss by making its responses improbable.
 
 Legend: V pairs. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
@@ -119,7 +119,7 @@ def score_pairs(
     """
     tokens_V2 = reference.tokens_P2[positions_V]
     scores = _score_places(policy, pairs, positions_V, tokens_V2.min(axis=1), group, events)
-    _refuse(pairs, positions_V, scores, tokens_V2.T.flatten())
+    _demand_sound(pairs, positions_V, scores, tokens_V2.T.flatten())
     sums_V2, tails_V2 = (_by_pair(scores[:, column]) for column in (1, 2))
     reference_tails_P2 = reference.tails_P2
     logprobs = PairLogProbs(
@@ -168,7 +168,7 @@ def _by_pair(values_2V: npt.NDArray[np.float64]) -> Tensor:
     return torch.from_numpy(np.stack(np.split(values_2V, 2), axis=1))
 
 
-def _refuse(
+def _demand_sound(
     pairs: Pairs, positions_V: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], counts: npt.NDArray[np.int32]
 ) -> None:
     rows_2V = np.tile(pairs.rows[positions_V], 2)

@@ -9,9 +9,9 @@ Legend: I items of a batch, M values that the objective reports of each item; th
    before gradients were summed. All ranks then stop together, before the step (training.agreement).
 4. Clip, set the learning rate, step.
 
-On a GPU the processor waits for the device in 3 and nowhere else: micro-batches are collated ahead, and nothing before asks
-for a number or for a size. A rank that has no items runs none of 1 (one of the others' for company, where every pass is an
-exchange because weights are sharded) and takes part in the rest.
+On a GPU the processor waits for the device in 3 and nowhere else: micro-batches are collated ahead, and nothing before it
+reads a number or a size off the device. A rank that has no items skips 1 and takes part in the rest; where weights are sharded
+every pass is collective, so there it runs a micro-batch that does not count.
 """
 
 import math
@@ -102,7 +102,7 @@ class Stepper:
         torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
     def _forward_backward(self, parts: Sequence[MicroBatch], count: int) -> tuple[Positions, Tensor]:
-        """Add up the gradients of this rank's micro-batches; gives its items and their values."""
+        """Add up the gradients of this rank's micro-batches; returns its items and their values."""
         masters, objective = self.masters, self.objective
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(objective.names), dtype=torch.float64, device=self.group.device)]

@@ -1,4 +1,4 @@
-"""The reference's log-probs beyond the common length of each pair: a loss with `ld_alpha` needs them beside the sums.
+"""The reference's log-probs beyond the common length of each pair: a loss with `ld_alpha` needs them besides the sums.
 
 They are sums over some of a response's tokens. The table has sums over all tokens only, since no other option needs more;
 single tokens are in the memo. The memo is a cache: sequences that it lacks (collected, broken, or scored by another

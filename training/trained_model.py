@@ -1,4 +1,4 @@
-"""The two ends of a run: a model that is to be trained comes in, and what was trained goes out as files."""
+"""The two ends of a run: loading the model that is to be trained, and writing what was trained."""
 
 import shutil
 import tempfile
@@ -32,10 +32,10 @@ def load_for_training(
 
 
 def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
-    """Write the model, or its adapter alone, with the tokenizer into `job.staging`; gives its fingerprint.
+    """Write the model, or its adapter alone, with the tokenizer into `job.staging`; returns its fingerprint.
 
-    The folder is one of Hugging Face, or of peft. `start` is the model that was trained, the base of an adapter. Every rank
-    calls it, since each may hold a part of the weights; rank 0 writes, the others get an empty fingerprint.
+    It is a folder of Hugging Face, or of peft. `start` is the model that was trained, the base of an adapter. Every rank calls
+    it, since each may hold a part of the weights; rank 0 writes, the others get an empty fingerprint.
     """
     weights = masters.full_weights()
     if not masters.group.is_main:

@@ -62,7 +62,7 @@ class Trainer:
             self._stop_if_asked_since()
 
     def _step(self, step: int) -> Flags:
-        """Take a step, emit its event and update the facts; gives the flags of all ranks. Raises TrainingError."""
+        """Take a step, emit its event and update the facts; returns the flags of all ranks. Raises TrainingError."""
         flags = Flags(bool(self._signals), self._saver.busy, self._saver.failed)
         try:
             with self._record.timed("training"):
@@ -78,7 +78,7 @@ class Trainer:
         return done.flags
 
     def _resume(self) -> tuple[int, int]:
-        """Restore the last checkpoint; gives its step, and the last step that was observed before it was saved."""
+        """Restore the last checkpoint; returns its step, and the last step that was observed before it was saved."""
         step = self._record.resumed_step
         if step is None:
             self._events.rewind(-1)
@@ -103,7 +103,7 @@ class Trainer:
             self._checkpoint_is_due = False
 
     def _stop_if_asked_since(self) -> None:
-        """Stop if a signal came after the flags of the last step were exchanged: writing the model still takes long."""
+        """Stop if a signal came after the flags of the last step were exchanged: writing the model may take long."""
         asked = torch.tensor([float(bool(self._signals))], device=self._group.device)
         if bool(self._group.sum_(asked)):
             self._stop(self._stepper.steps, observed=self._stepper.steps)

@@ -48,7 +48,7 @@ _LINEAR = (torch.nn.Linear.forward, Conv1D.forward)
 def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: bool = False) -> None:
     """Freeze `model` and add a new adapter, initialized from `seed`. Raises ModelError for targets it does not have.
 
-    It has the dtype of its layers; or is in float32 beside them, as it was drawn, where others round what runs.
+    It has the dtype of its layers, or with `float32` stays as it was drawn: for masters, of which a rounded copy runs.
     """
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -61,7 +61,9 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: b
     asked = {name.rsplit(".", 1)[-1] for name in config.target_modules}
     with _seen_in_float32(model) if float32 else contextlib.nullcontext():
         _inject(model, config, seed)
-    if config.target_parameters:  # peft takes names of layers in older versions of transformers for what they are now
+    if (
+        config.target_parameters
+    ):  # peft reads names of layers that transformers once had as the tensors that replaced them
         kept = {name.rsplit(".", 1)[-1] for name in config.target_modules}
         raise ModelError(
             f"peft puts an adapter on {', '.join(sorted(asked - kept))} of {type(model).__name__} into its experts, which lie "
@@ -116,7 +118,7 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
 
     Always on the CPU, so that the result does not depend on where the adapter was trained. Raises ModelError.
     """
-    # Beside a layer that a bfloat16 model keeps in float32 (training.model.load) the adapter is float32, too.
+    # On a layer that a bfloat16 model keeps in float32 (training.model.load) the adapter is float32, too.
     dtypes = {tensor.dtype for tensor in load_file(policy.folder / ADAPTER_WEIGHTS).values()}
     dtype = str(min(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     model = load_policy(policy, base, dtype, torch.device("cpu"))
@@ -127,7 +129,7 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
 
 @contextlib.contextmanager
 def _seen_in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block the weights are float32, and take no memory: peft rounds a new adapter to the dtype of its layer."""
+    """Within the block the weights look like float32, taking no memory: peft rounds a new adapter to the dtype of its layer."""
     values = {parameter: parameter.data for parameter in model.parameters()}
     for parameter in values:
         parameter.data = torch.zeros((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
@@ -152,7 +154,9 @@ def _load_weights(model: PreTrainedModel, file: Path) -> None:
     found, own = load_file(file), _adapter_tensors(model)
     expected = {_file_name(name): tensor for name, tensor in own.items()}
     if wrong := sorted(expected.keys() ^ found.keys()):
-        raise ModelError(f"{file} does not fit its {ADAPTER_CONFIG}: {', '.join(wrong[:5])} in one only ({len(wrong)})")
+        raise ModelError(
+            f"{file} does not fit its {ADAPTER_CONFIG}: {', '.join(wrong[:5])} in only one of them ({len(wrong)})"
+        )
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(found[name])

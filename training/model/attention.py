@@ -93,7 +93,7 @@ _HALF = (torch.float16, torch.bfloat16)
 # up to 224 want more shared memory than GPUs for desktops have (sdp_utils.cpp), so they are left out.
 _CAPABILITY = (8, 0)
 _HEADS = frozenset({*range(8, 193, 8), *range(232, 257, 8)})
-# Fewer heads of keys than of queries; torch 2.11 takes them without being told, and has no word for it.
+# Fewer heads of keys than of queries; torch 2.11 takes them without being told, and has no such option.
 _IN_GROUPS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
@@ -163,7 +163,7 @@ def _suits_kernel(query_1QTD: Tensor, value_1KTD: Tensor) -> bool:
 def by_segment(
     query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
 ) -> Tensor:
-    """One call a segment. The row is split, since the gradient of a slice is as long as the row, that of a part as the part.
+    """One call a segment. The row is split, not sliced: the gradient of a slice would be as long as the whole row.
 
     On a GPU each head of queries gets keys of its own: for float32, and for masks, torch 2.13 has no kernel that knows of
     groups (sdp_utils.cpp), and would keep all scores, Q x T x T numbers, for the backward pass.
@@ -214,7 +214,7 @@ def in_one_call(
 class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
     """Rows, some of them several times. The gradient of a row is the sum of those of its copies, gathered again.
 
-    That of torch's `index_select` is made by sorting, if it is to be the same twice: twenty kernels where here are three.
+    If it has to be deterministic, torch's own gradient of `index_select` sorts: twenty kernels, where these are three.
     """
 
     @staticmethod

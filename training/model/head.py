@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from training.contract.errors import ModelError
 
 HEAD_OPTIONS = "head_options"  # the attribute of a model that holds them, set by prepare.py
-# What the configs of transformers' models call the numbers of `Head`; what a name means elsewhere, the self-check finds out.
+# What the configs of transformers' models call the numbers of `Head`; if a name means something else, the self-check finds out.
 _MULTIPLIERS, _DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
 

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model in `folder`, in evaluation mode; on the meta device without values, and no file of weights is read.
 
-    In bfloat16 some tensors of some architectures stay in float32, as transformers has it.
+    In bfloat16 some tensors of some architectures stay in float32, as transformers keeps them.
 
     Raises ModelError for missing or surplus tensors, tensors of another shape, weights that are not whole safetensors
     files, and models that need code of their own.

@@ -126,13 +126,13 @@ def _tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights.
 
-    In `lockstep` all ranks run equally many rows: one with fewer runs its first again, and of that takes no token.
+    In `lockstep` all ranks run equally many rows: one with fewer runs its first again, and discards the result.
     """
     missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
     parts = [_hidden(model, row, sharing) for row in rows]
     parts += [_hidden(model, rows[0], sharing)[:0] for _ in range(missing)]
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
-    hidden_NH = torch.cat(parts).to(head.weight_VH.dtype)  # mamba's come in float32, and its own head rounds them so
+    hidden_NH = torch.cat(parts).to(head.weight_VH.dtype)  # mamba's are float32; its own head rounds them too
     if collisions:
         return token_logprobs_and_collisions(hidden_NH, targets_N, head)
     return token_logprobs(hidden_NH, targets_N, head), None
@@ -145,7 +145,9 @@ def _most(count: int, group: Group) -> int:
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
     """The hidden states that predict response tokens, N x H, from the model without its head."""
     inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
-    body = model.base_model if model.base_model is not model else model.get_submodule("model")  # llama4 names another
+    body = (
+        model.base_model if model.base_model is not model else model.get_submodule("model")
+    )  # llama4's prefix names none
     if sharing:
         with use_attention(model, SHARED_PREFIX):
             states_1TH = body(**inputs, plan=row.plan).last_hidden_state

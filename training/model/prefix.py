@@ -1,4 +1,4 @@
-"""Sequences that share prompts in one row, in which each prompt stands once.
+"""Sequences that share prompts in one row, in which each prompt appears once.
 
     P1 C1 R1 P2 C2 R2 ...        P the prefix of a group, C and R what its sequences add to it; no padding
 
@@ -40,8 +40,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Copies:
-    """Keys of the row, gathered for each segment. `rows_K`: the row's token of each; `places_TC`: where the copies of each
-    token came to be, and K where there is no further copy."""
+    """Keys of the row, gathered for each segment.
+
+    `rows_K`: the token of the row that each copies; `places_TC`: where the copies of each token are, K where there are fewer.
+    """
 
     rows_K: Tensor
     places_TC: Tensor
@@ -71,7 +73,7 @@ class Plan:
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def before(self, number: int) -> int:
-        """Tokens that stand before segment `number` in its own sequence."""
+        """How many tokens come before segment `number` in its own sequence."""
         prefix = self.segments[number].prefix
         return 0 if prefix is None else self.segments[prefix].length
 
@@ -117,7 +119,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens to run, with their positions; at `predictors_N` stand those that predict a response token, `targets_N`.
+    """Tokens to run, with their positions; those at `predictors_N` predict the response tokens `targets_N`.
 
     Both are sequence after sequence, `counts_S` of each; the last token of a prefix may predict for several sequences.
     """

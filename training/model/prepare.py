@@ -40,10 +40,9 @@ _COMPILE_OPTIONS = {"fallback_random": True}
 
 
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
-    """Raise ModelError where training by `recipe` would: for who computes with the same model before, and may take long.
+    """Raise ModelError where training by `recipe` would: for jobs that run the same model before it, and may take long.
 
-    That is about layers an adapter names that are not there, about layers to checkpoint or compile, and about a device that
-    knows no float8.
+    It looks for the layers that an adapter names, for layers to checkpoint or compile, and for float8 on the device.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
@@ -59,7 +58,7 @@ def prepare_for_training(
 ) -> None:
     """Make `model` run as `compute` says; `training` tells that it will run in training mode, with dropout.
 
-    Raises ModelError where the model has no layers to prepare, or where the device knows no float8.
+    Raises ModelError where the model has no layers to prepare, or where the device has no float8.
     """
     if float8_head:
         demand_float8(model.device)

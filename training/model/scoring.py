@@ -3,7 +3,7 @@
 Legend: S sequences, N response tokens of all of them.
 
 All responses to a prompt are scored together, so that the prompt runs once. Batches are made of such groups of similar size,
-largest first: a batch that does not fit in memory fails at once, and the estimate of the time left is rather too long.
+largest first: a batch that does not fit in memory fails at once, and the estimate of the time left errs on the long side.
 How many groups a batch has depends on its first group alone, and how many responses a group has on its longest one. So
 when a pass was killed and some of its batches are already in the memo, the rest is cut into the same batches as before,
 and the resumed pass gives the bits of one that was never interrupted.
@@ -87,7 +87,7 @@ def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
 
 @dataclass(frozen=True)
 class Scored:
-    """One round: this rank's batch with its scores, if there was one for it, and the positions that all ranks scored."""
+    """One round: this rank's batch with its scores, if it had one, and the positions that all ranks scored."""
 
     own: tuple[Batch, LogProbs] | None
     all_positions: Positions
@@ -96,10 +96,10 @@ class Scored:
 def score_in_rounds(
     model: PreTrainedModel, batches: Sequence[Batch], read: Callable[[int], TokenSequence], group: Group
 ) -> Iterator[Scored]:
-    """Score `batches` in rounds, one a rank; `read` gives the sequence at a position, in a thread, a batch ahead.
+    """Score `batches` in rounds, one for each rank; `read` gives the sequence at a position, in a thread, a batch ahead.
 
-    In the last round there may be too few. Of a sharded model every pass is collective, so a rank without a batch runs that of
-    rank 0 and drops the scores.
+    The last round may have too few. With a sharded model every pass is collective, so a rank without a batch runs that of rank
+    0 and drops the scores.
     """
     rounds = [batches[first : first + group.world] for first in range(0, len(batches), group.world)]
     mine = [round_[group.rank] for round_ in rounds if group.rank < len(round_)]

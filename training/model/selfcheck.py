@@ -27,8 +27,8 @@ def demand_exact(
 ) -> None:
     """Raise ModelError unless the log-probs of `model` are exact; say so if it cannot share prompts among responses.
 
-    `dtype`: in which it computes, if that is not the one of its weights. `training` tells that the model will run in
-    training mode as well, where some models cannot.
+    `dtype`: in which it computes, if not that of its weights. `training`: whether the model will also run in training mode,
+    in which some models cannot share prompts.
     """
     if reason := why_not_shared(model, training):
         events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")

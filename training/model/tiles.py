@@ -6,7 +6,7 @@ A response token's log-prob is `logit[target] - log(sum(exp(logits)))`. The logi
 largest thing of a training step. So the vocabulary is walked in tiles of a fixed number of bytes:
 
 1. Forward: the tile's logits in float32, from operands in the model's dtype; its log-sum-exp is added to the running one
-   of each row by logaddexp. Kept for later: hidden states, targets, log-sum-exps, and as many tiles as a budget of bytes holds.
+   of each row by logaddexp. Kept for later: hidden states, targets, log-sum-exps, and as many tiles as fit a budget of bytes.
 2. Backward: each tile (kept, or computed again) becomes the gradient of its logits, `(one-hot - softmax) * upstream`. The
    difference is taken before rounding to the model's dtype, since it may be much smaller than its two terms. Each tile
    adds to the gradient of the hidden states and writes its own rows of the weight's gradient, once.
@@ -127,9 +127,9 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
             if squares_N is not None:
                 squares_N = torch.logaddexp(squares_N, 2 * (peak_N + exps_NW.norm(dim=1).log()))
             room -= exps_NW.nbytes
-            if room >= 0:  # else none is kept from here on, though a tile that is a column narrower might have room
+            if room >= 0:  # else no later one is kept either, though one a column narrower might fit
                 ctx.kept.append((exps_NW, peak_N))
-            del tile_NW, exps_NW  # else it would still be there while the next one is made
+            del tile_NW, exps_NW  # so that it is freed before the next one is made
         ctx.head = head
         ctx.save_for_backward(*operands, targets_N, lse_N)
         collisions_N = None if squares_N is None else squares_N - 2 * lse_N
@@ -160,7 +160,7 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
                 _add_product(low_grad, grad_NW, up_VR[start:end])
             if up_grad is not None:
                 _write_product(up_grad[start:end], grad_NW.T, low_NR)
-            del exact_NW, grad_NW  # else it would still be there while the next one is made
+            del exact_NW, grad_NW  # so that it is freed before the next one is made
         return (
             None if hidden_grad is None else hidden_grad.to(hidden_NH.dtype),
             weight_grad,
@@ -209,7 +209,7 @@ def _logits(operands: Sequence[Tensor], start: int, end: int, head: Head) -> Ten
 def _exponentials(tile_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`exp(logit - peak)` with the peak and the sum of each row; in place of the logits, unless it is compiled.
 
-    What is in place a compiler makes beside it, and copies it over in a third pass.
+    Compiled, an operation in place would write to another tensor and copy it back, in a pass of its own.
     """
     peak_N = tile_NW.amax(dim=1)
     exps_NW = tile_NW - peak_N[:, None] if torch.compiler.is_compiling() else tile_NW.sub_(peak_N[:, None])

@@ -1,7 +1,7 @@
 """Keeping a GPU fed: micro-batches are collated one ahead, in a thread, and copied without anybody waiting.
 
-A copy from ordinary memory to a GPU ends before the call does, and begins only when the GPU has done all that it was given
-before: the processor stands still meanwhile. From pinned memory the GPU fetches it in its turn.
+A copy from ordinary memory to a GPU blocks the caller until it is done, and begins only after all the work queued before it:
+the processor idles meanwhile. A copy from pinned memory is queued like any other work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,5 +32,5 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; to a GPU by way of pinned memory."""
     if device.type != "cuda":
         return tensor.to(device)
-    with torch.cuda.device(device):  # a thread has its own current device, at first GPU 0, and pinning goes by it
+    with torch.cuda.device(device):  # a thread has its own current device, GPU 0 at first, and pinning uses it
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -6,7 +6,7 @@ is complete and the buckets behind it were sent: so every rank sends in the same
 rank that has nothing to run sends all its buckets at the end. The exchange overlaps with the pass, as in torch's
 DistributedDataParallel (Li et al. 2020).
 
-A sum does not tell which rank spoiled it, so each rank notes before whether its own bucket is finite.
+A sum does not tell which rank spoiled it, so each rank first notes whether its own bucket is finite.
 
 Legend: N numbers of the whole gradient.
 """
@@ -56,7 +56,7 @@ class Buckets:
             self._send()
 
     def finish(self) -> Tensor:
-        """Send the rest and wait for all; gives whether everything that this rank sent was finite."""
+        """Send the rest and wait for all; returns whether everything that this rank sent was finite."""
         while self._sent < len(self._buckets):
             self._send()
         for wait in self._waits:

@@ -6,7 +6,7 @@
 
 The same rule serves models that are trained and models that only run; they differ in the bytes a parameter takes
 (training.parallel.models). `auto` shards where all parameters would take more than 70% of a device's memory: the rest is for
-activations. Where a shard would be all weights (one process, or `hsdp` with one process a node), it is `ddp` in fact.
+activations. Where a shard would be all weights (one process, or `hsdp` with one process a node), it amounts to `ddp`.
 """
 
 import math
@@ -56,7 +56,7 @@ def choose(source: ModelSource, parallel: Parallel, group: Group, own_bytes: int
     if parallel != "auto":
         return parallel, "as the recipe says"
     needed, own = _parameters(source.folder) * source.parameter_bytes, torch.tensor([own_bytes], device=group.device)
-    there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must choose alike
+    there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must make the same choice
     figures = f"{needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
     return "ddp" if needed <= _USABLE * there else "fsdp", f"{source.work} takes {figures}"
 

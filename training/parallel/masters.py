@@ -10,7 +10,7 @@ There are two implementations, which the rest of the code need not tell apart: `
 and gradients are exchanged (as in DDP), and `Sharded`, where every rank holds a part of each tensor and weights are
 exchanged too (FSDP). Gradients are sums, never means: losses were divided by the count of the global batch.
 
-Of a model with an adapter only the adapter has masters and gradients; the rest is frozen.
+With an adapter only the adapter has masters and gradients; the rest of the model is frozen.
 
 With precision bfloat16 the running model is its masters rounded to bfloat16, like a reference loaded in bfloat16, so that both
 compute the same log-probs before the first step. There is no autocast: it would run norms and the residual stream in
@@ -45,7 +45,7 @@ class Masters(ABC):
 
     @property
     def has_dropout(self) -> bool:
-        """Whether the model or an adapter has any dropout; else training mode is left off, since it differs in nothing."""
+        """Whether the model or an adapter has any dropout; else training mode, which would change nothing, is left off."""
         fields = self.model.config.to_dict().items()
         rates = [value for name, value in fields if "drop" in name and isinstance(value, float)]
         rates += [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
@@ -66,7 +66,7 @@ class Masters(ABC):
 
     @abstractmethod
     def reduce(self) -> Tensor:
-        """Make each `.grad` the sum over all ranks; gives, as a tensor, whether this rank's own part was finite.
+        """Make each `.grad` the sum over all ranks; returns, as a tensor, whether this rank's own part was finite.
 
         Every rank calls it once a step, even if it had nothing to run.
         """

@@ -71,7 +71,7 @@ class Sharded(Masters):
         return square.sqrt()
 
     def update_model(self) -> None:
-        """The shards are the optimizer's own tensors; free what a pass without a backward pass has left gathered."""
+        """The shards are the optimizer's own tensors; free what a forward pass without a backward pass left gathered."""
         self.model.reshard()
 
     def local_rows(self, name: str) -> LocalRows:
@@ -124,5 +124,5 @@ def _sum_gradients(model: PreTrainedModel, reduce_scatter: _ReduceScatter) -> No
     """Make FSDP sum the gradients of every part of `model`, by `reduce_scatter`."""
     for part in [module for module in model.modules() if isinstance(module, FSDPModule)]:
         part.set_gradient_divide_factor(1.0)  # sums: losses are divided by the global count already
-        part.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no other
         part.set_custom_reduce_scatter(reduce_scatter)

@@ -274,7 +274,7 @@ def test_an_adapter_is_loaded_onto_its_own_base_only(saved):
     for others in (tensors, tensors | {name: value, f"more.{name}": value.clone()}):
         save_file(others, adapter / "adapter_model.safetensors")
         with pytest.raises(
-            ModelError, match=r"adapter_model\.safetensors does not fit .*lora_A\.weight in one only \(1\)"
+            ModelError, match=r"adapter_model\.safetensors does not fit .*lora_A\.weight in only one of them \(1\)"
         ):
             load_policy(*inputs(base, adapter), "float32", CPU)
 
