@@ -35,7 +35,7 @@ from training.model.logprobs import response_logprobs
 from training.model.selfcheck import tiny_groups
 from training.model.tiles import compile_tiles
 
-# Draw dropout as without compiling: the compiler's own random numbers would give another run.
+# Draw dropout as without compiling: the compiler's own random numbers would change the run.
 _COMPILE_OPTIONS = {"fallback_random": True}
 
 
@@ -56,7 +56,7 @@ def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
 def prepare_for_training(
     model: PreTrainedModel, compute: Compute, events: EventWriter, training: bool, float8_head: bool = False
 ) -> None:
-    """Make `model` run as `compute` says; `training` tells that it will run in training mode, with dropout.
+    """Make `model` run as `compute` says; `training`: whether it will run in training mode, with dropout.
 
     Raises ModelError where the model has no layers to prepare, or where the device has no float8.
     """
@@ -95,8 +95,7 @@ def _same_attention(
 
 def _warm_up(model: PreTrainedModel, training: bool) -> None:
     """Run what a step and what an evaluation runs, on a few made-up tokens."""
-    groups = tiny_groups(model.config.vocab_size)
-    sequences, sizes = [sequence for group in groups for sequence in group], [len(group) for group in groups]
+    sequences, sizes = tiny_groups(model.config.vocab_size)
     with _undisturbed(model):
         model.train(training)
         (0.0 * response_logprobs(model, sequences, sizes).sums_S.sum()).backward()

@@ -32,12 +32,11 @@ def demand_exact(
     """
     if reason := why_not_shared(model, training):
         events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
-    groups = tiny_groups(model.config.vocab_size)
-    sequences = [sequence for group in groups for sequence in group]
+    sequences, sizes = tiny_groups(model.config.vocab_size)
     mode = model.training
     with torch.no_grad():
         model.eval()
-        found_N = response_logprobs(model, sequences, [len(group) for group in groups]).tokens_N
+        found_N = response_logprobs(model, sequences, sizes).tokens_N
         plain_N = torch.cat([_plain(model, sequence) for sequence in sequences])
     model.train(mode)
     error = float((found_N - plain_N).square().mean().sqrt())
@@ -52,15 +51,16 @@ def demand_exact(
         )
 
 
-def tiny_groups(vocabulary: int) -> list[list[TokenSequence]]:
-    """Groups of sequences of random tokens, each group with a common prompt; the same ones every time."""
+def tiny_groups(vocabulary: int) -> tuple[list[TokenSequence], list[int]]:
+    """Sequences of random tokens, and how many consecutive ones share each prompt; the same ones every time."""
     random = torch.Generator().manual_seed(0)
-    groups = []
+    sequences = []
     for prompt, responses in _GROUPS:
         start = torch.randint(vocabulary, (prompt,), generator=random)
-        runs = [torch.cat([start, torch.randint(vocabulary, (count,), generator=random)]) for count in responses]
-        groups.append([TokenSequence(ids_T, torch.arange(len(ids_T)) >= prompt) for ids_T in runs])
-    return groups
+        for count in responses:
+            ids_T = torch.cat([start, torch.randint(vocabulary, (count,), generator=random)])
+            sequences.append(TokenSequence(ids_T, torch.arange(len(ids_T)) >= prompt))
+    return sequences, [len(responses) for _, responses in _GROUPS]
 
 
 def _plain(model: PreTrainedModel, sequence: TokenSequence) -> Tensor:
