@@ -30,7 +30,7 @@ BARRIER_TIMEOUT = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Group:
-    """This process (`rank`) among `world`, on `nodes` machines with equally many consecutive ranks each.
+    """This process (`rank`) among `world`, on `nodes` machines, each with the same number of consecutive ranks.
 
     Every method is collective: all ranks call it, in the same order. `patient` is a group for barriers.
     """

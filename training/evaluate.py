@@ -61,7 +61,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     stops = stop_tokens(policy.config, tokenizer, pairs, shown)
     after = answers(policy, prompts, stops, tokenizer, length, group)
     del policy
-    gc.collect()  # its parts refer to each other; two models never have to fit at once
+    gc.collect()  # its parts form cycles, and two models need never fit at once
     before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group)
     if not group.is_main:
         return Made("")

@@ -114,7 +114,7 @@ class _Tuning:
             model = load_frozen(frozen, self.job.compute.parallel, self.group, self.events)
         self._prove(model)
         del model
-        gc.collect()  # its parts refer to each other, and the policy wants the memory
+        gc.collect()  # its parts form cycles, and the policy needs the memory
 
     def _prove(self, model: PreTrainedModel) -> None:
         """Compare the table with the model that made it, on some pairs of either split. Raises TrainingError."""
@@ -160,7 +160,7 @@ class _Tuning:
         return score_pairs(model, self.pairs, positions, self.reference, loss, self.group, silent)
 
     def save(self) -> Made:
-        """Write the policy's folder, on rank 0, which alone can tell the fingerprint of what it wrote."""
+        """Write the policy's folder, on rank 0, which alone knows the fingerprint of what it wrote."""
         staging = self.job.staging
         with self.record.timed("saving"):
             fingerprint = write_trained(self.job, self.masters, self.start, self.settings.adapter)

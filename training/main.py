@@ -82,7 +82,7 @@ def _bind_to_launcher() -> None:
 
 
 def _explained(job: Job, error: Exception) -> Exception:
-    """The error; or, if a library met a full disk, however it says so, a StoreError that a person can act on."""
+    """The error; or, if a library ran into a full disk, whatever it raised, a StoreError that a person can act on."""
     text = "".join(traceback.format_exception(error))
     telling = [line for line in text.splitlines() if lacks_room(line)]
     if isinstance(error, PedigreeError) or not telling:

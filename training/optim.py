@@ -130,7 +130,7 @@ def warmup_steps(schedule: Schedule, steps: int) -> int:
 
 
 def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.optim.Optimizer]:
-    """AdamW in two groups, with weight decay and without; none at all over no parameters."""
+    """AdamW in two groups, with weight decay and without; no optimizer where there are no parameters."""
     decayed = {name for name, parameter in parameters.items() if parameter.ndim >= 2 and not _is_bias(name)}
     groups = [
         _group(settings, parameters, (n for n in parameters if n in decayed), settings.weight_decay),

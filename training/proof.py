@@ -15,7 +15,7 @@ log-prob, or smooth over so small a box: so the corners bound what lies between 
 case.
 
 Three sets of pairs are compared: the first batch, pairs spread over the rest of the train split, and held-out ones. So
-errors in any part of the table are likely to be met, whatever the order of the data.
+errors in any part of the table are likely to be found, whatever the order of the data.
 """
 
 from dataclasses import dataclass

@@ -31,7 +31,7 @@ def provenance(group: Group) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the processor where Linux tells it, else its architecture."""
+    """The name of the GPU, or of the processor as Linux reports it, else its architecture."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     lines = _CPUINFO.read_text(encoding="utf-8").splitlines() if _CPUINFO.is_file() else []

@@ -119,7 +119,7 @@ class Saver:
 
 
 def _seal(file: Path) -> None:
-    """Bring `file` to the disk and write its size and sha256 beside it."""
+    """Flush `file` to the disk, and write its size and sha256 beside it."""
     with open(file, "rb") as opened:
         os.fsync(opened.fileno())
     sync_folder(file.parent)

@@ -77,7 +77,7 @@ class Stepper:
         masters.model.train(masters.has_dropout)
         self._seed_dropout(step)
         objective.prepare(masters.model, batch, parts)
-        self._seed_dropout(step)  # again, so that a pass in `prepare` and the one below meet the same dropout
+        self._seed_dropout(step)  # again, so that a pass in `prepare` and the one below draw the same dropout
         items, values_IM = self._forward_backward(parts, count)
 
         finite_I = values_IM.isfinite().all(dim=1)
@@ -114,7 +114,7 @@ class Stepper:
             if part.counts:
                 items.append(part.items)
                 tables.append(values_IM.detach())
-            del values_IM, loss  # with their graph, whose kept logits would stand beside those of the next micro-batch
+            del values_IM, loss  # and their graph, whose kept logits would add to those of the next micro-batch
         return np.concatenate(items), torch.cat(tables)
 
     def _apply(self, norm: float, factor: float) -> None:

@@ -92,4 +92,4 @@ class _Tails:
         model = load_frozen(frozen, parallel, self.group, events)
         score_missing(model, sequences, wanted, self.memo, self.group, events)
         del model
-        gc.collect()  # its parts refer to each other, and the next model wants the memory
+        gc.collect()  # its parts form cycles, and the next model needs the memory

@@ -202,7 +202,7 @@ _COMMITS: ContextVar[dict[Repository, str]] = ContextVar("_COMMITS")  # set with
 
 @contextlib.contextmanager
 def asking_once() -> Iterator[None]:
-    """Within the block a branch stays where it was when it was first asked for: what is made there is made of one state."""
+    """Within the block a branch stays where it was when first asked for: all that is made there is made from one state."""
     token = _COMMITS.set({})
     try:
         yield

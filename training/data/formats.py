@@ -39,7 +39,7 @@ from training.data.messages import (
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-# What a trainer would give the template beside the messages, or show the model: without it, it is another conversation.
+# What a trainer would pass to the template besides the messages, or show the model: it is part of the conversation.
 _UNSUPPORTED_FIELDS = ("tools", "functions", "chat_template_kwargs", "image", "images", "videos", "audios")
 
 

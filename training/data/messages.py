@@ -87,7 +87,7 @@ def message(role: str, content: str) -> Message:
 
 
 def field_of(row: Row, name: str, place: str = "") -> Any:
-    """The field `name` of a row, or of what stands at `place` in one."""
+    """The field `name` of a row, or of the part of one at `place`."""
     if name not in row or row[name] is None:
         raise Quarantined(Reason.MISSING_FIELD, f"`{place}{name}` is missing")
     return row[name]

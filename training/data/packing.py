@@ -14,7 +14,7 @@ counts once, and there is no padding. Three decisions, in this order:
 
 Neither 2 nor 3 changes a result but for rounding: losses are sums over the items divided by the global count.
 
-With sharded weights every pass is collective, so all ranks must run equally many: those with fewer micro-batches run the
+With sharded weights every pass is collective, so all ranks must run the same number: those with fewer micro-batches run the
 batch's shortest item again, and its result is thrown away.
 
 Legend: I items.

@@ -3,7 +3,7 @@
 A model whose `_attn_implementation` is `SHARED_PREFIX` calls `attend` in each layer and passes on the keywords it was called
 with: so the plan of the row arrives as `plan=`. transformers builds no mask for an implementation that registered none.
 
-Queries are never duplicated: each stands in the row once. Keys and values of a prefix are gathered for each response, which
+Queries are never duplicated: each is in the row once. Keys and values of a prefix are gathered for each response, which
 then attends causally, its last query to the last key (bottom-right).
 
     CPU, or float32 on a GPU    one call of torch's scaled_dot_product_attention a segment
@@ -12,7 +12,7 @@ then attends causally, its last query to the last key (bottom-right).
 
 `VERIFIED` are the architectures that the tests compare with plain transformers; `why_not_shared` refuses every other one.
 
-Legend: T tokens, Q and K query and key heads, D head size; a first K gathered keys, C copies of a key.
+Legend: T tokens, Q and K query and key heads, D head size; as the first dimension K gathered keys, C copies of a key.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 Legend: S sequences, N response tokens of all sequences together, T tokens of a row, H hidden size.
 
-    collate     sequences become one row without padding, in which a shared prompt stands once          (prefix.py)
+    collate     sequences become one row without padding, in which a shared prompt appears once         (prefix.py)
     run         the model's body over the row, each response attending to its prompt and itself         (attention.py)
     select      the hidden states that predict a response token: only these go through the head
     score       head and log-softmax, the vocabulary in tiles                                           (tiles.py)
@@ -117,7 +117,7 @@ def hook_passes(model: PreTrainedModel, group: Group) -> None:
 
 
 def runs_in_lockstep(model: PreTrainedModel) -> bool:
-    """Whether the weights of `model` are sharded: then every pass is collective, and all ranks must run equally many."""
+    """Whether the weights of `model` are sharded: then every pass is collective, and all ranks must run the same number."""
     return hasattr(model, _HOOKED)
 
 
@@ -126,7 +126,7 @@ def _tokens(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights.
 
-    In `lockstep` all ranks run equally many rows: one with fewer runs its first again, and discards the result.
+    In `lockstep` all ranks run the same number of rows: one with fewer runs its first again, and discards the result.
     """
     missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
     parts = [_hidden(model, row, sharing) for row in rows]

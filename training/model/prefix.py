@@ -53,7 +53,7 @@ class Copies:
 class Gathered:
     """The plan for one call of a kernel for sequences of unequal length: for each segment its queries and its keys.
 
-    `copies` is None if no segment has a prefix: then each sees what stands in its own place.
+    `copies` is None if no segment has a prefix: then each sees only itself.
     """
 
     copies: Copies | None
@@ -148,7 +148,7 @@ def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -
             positions.append(torch.arange(shared))
             end += shared
         for sequence, run, places in zip(group, runs, predicted, strict=True):
-            before = places - 1  # the token that predicts one stands before it: in the prefix, or in the own segment
+            before = places - 1  # each is predicted by the token before it, in the prefix or in its own segment
             predictors.append(torch.where(before < shared, prefix_start + before, end - shared + before))
             targets.append(sequence.ids_T[places])
             counts.append(len(places))

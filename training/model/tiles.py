@@ -14,7 +14,7 @@ largest thing of a training step. So the vocabulary is walked in tiles of a fixe
 On demand the same loop adds up the squared probabilities of the vocabulary, without gradient: `sum(p**2)`, the probability
 that two draws are the same token, with which WPO compares a token's own.
 
-An adapter beside the head (training.model.adapter) adds a second product to each tile, of as many columns as its rank; then the
+An adapter on the head (training.model.adapter) adds a second product to each tile, of as many columns as its rank; then the
 head's own weight is frozen, and no gradient of it is computed.
 
 The products of 1 and of the hidden states' gradient in 2 may be those of 8-bit floats (float8.py), and what is done to each

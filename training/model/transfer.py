@@ -16,7 +16,7 @@ Ready = TypeVar("Ready")
 
 
 def prefetch(make_ready: Callable[[Item], Ready], items: Sequence[Item]) -> Iterator[tuple[Item, Ready]]:
-    """Each item with what `make_ready` gives for it, made in a thread while the item before is in use, one at a time.
+    """Each item with what `make_ready` gives for it, made in a thread while the previous item is in use, one at a time.
 
     What it raises is raised when its item's turn comes.
     """

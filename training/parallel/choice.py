@@ -57,7 +57,7 @@ def choose(source: ModelSource, parallel: Parallel, group: Group, own_bytes: int
         return parallel, "as the recipe says"
     needed, own = _parameters(source.folder) * source.parameter_bytes, torch.tensor([own_bytes], device=group.device)
     there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must make the same choice
-    figures = f"{needed / 2**30:.2f} GiB beside activations, a device has {there / 2**30:.2f} GiB"
+    figures = f"{needed / 2**30:.2f} GiB besides activations, a device has {there / 2**30:.2f} GiB"
     return "ddp" if needed <= _USABLE * there else "fsdp", f"{source.work} takes {figures}"
 
 

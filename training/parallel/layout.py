@@ -3,13 +3,13 @@
 Rank 0 alone reads the model from the disk and checks it. The others build it on torch's meta device, without values, and
 learn from rank 0 which tensors it has, of which dtype, and which share memory (tied weights). Then the values are broadcast
 a layer at a time, and each rank keeps its part of a layer before the next one comes. So the machine never holds more than
-one whole copy beside what the ranks keep.
+one whole copy besides what the ranks keep.
 
 Shards are those of FSDP2 (Zhao et al. 2023): each decoder layer gathers its weights before its pass and frees them after;
 embedding, last norm and head stay gathered from the forward to the backward pass, since tied weights are the first and the
 last that a pass needs. FSDP gathers for the model's forward pass, and we use the head outside of it: so the part of
 `response_logprobs` that reads weights is registered as a forward pass too (`hook_passes`). Every pass is then collective,
-and all ranks must run equally many, also of the rows of a model that cannot share prefixes.
+and all ranks must run the same number of them, the rows of a model that cannot share prefixes included.
 """
 
 import json
@@ -147,7 +147,7 @@ def _demand_same_tensors(own: list[_TensorInfo], sent: dict[str, _TensorInfo]) -
     if other:
         raise ModelError(
             f"the model as it was read and the one its config.json describes differ in {len(other)} tensors, among them "
-            f"{', '.join(other[:5])}; such a model cannot be brought to several processes: set "
+            f"{', '.join(other[:5])}; such a model cannot be loaded by several processes: set "
             f"`compute.processes_per_node: 1`, or save it as plain weights"
         )
 

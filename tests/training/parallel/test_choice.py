@@ -62,12 +62,12 @@ def test_ranks_of_unequal_memory_choose_alike_by_the_least(folder: Path, tmp_pat
     """Chosen by each for itself, one would wait for ever for the other's part of a tensor."""
     scored = source(folder, "scored in float32")
     chosen = on_two_ranks(tmp_path, lambda group: choose(scored, "auto", group, [3 << 30, 1 << 10][group.rank]))
-    assert chosen[0] == chosen[1] == ["fsdp", "scoring takes 0.00 GiB beside activations, a device has 0.00 GiB"]
+    assert chosen[0] == chosen[1] == ["fsdp", "scoring takes 0.00 GiB besides activations, a device has 0.00 GiB"]
 
 
 def test_it_says_how_much_that_is(folder: Path):
     _, why = choose(source(folder, "scored in float32"), "auto", ALONE, 3 << 30)
-    assert why == "scoring takes 0.00 GiB beside activations, a device has 3.00 GiB"
+    assert why == "scoring takes 0.00 GiB besides activations, a device has 3.00 GiB"
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp", "hsdp"])

@@ -55,7 +55,7 @@ def test_the_reference_pass_in_shards_gives_the_same_bits(tmp_path: Path, forker
         (2, "fsdp", 1, "2 processes, weights in 2 shards, 1 times (fsdp: as the recipe says)"),
         (3, "fsdp", 1, "3 processes, weights in 3 shards, 1 times (fsdp: as the recipe says)"),
         (4, "hsdp", 2, "4 processes, weights in 2 shards, 2 times (hsdp: as the recipe says)"),
-        (2, "auto", 1, "2 processes, weights whole on each (ddp: scoring takes 0.00 GiB beside activations"),
+        (2, "auto", 1, "2 processes, weights whole on each (ddp: scoring takes 0.00 GiB besides activations"),
     ):
         job, found = scored(world, forker, ranks, parallel, nodes)
         assert found.fingerprint == alone.fingerprint, parallel
@@ -145,7 +145,7 @@ def test_a_model_that_its_config_does_not_describe_is_refused():
     """Else a rank would wait for ever for what it did not build, or take it for something else."""
     built = [_TensorInfo(name, name, "float32", shape, True) for name, shape in (("a", [2]), ("b", [3, 1]), ("c", [4]))]
     read = {"a": built[0], "b": built[1]._replace(shape=[1, 3]), "d": built[2]}
-    with pytest.raises(ModelError, match="differ in 3 tensors, among them b, c, d; such a model cannot be brought"):
+    with pytest.raises(ModelError, match="differ in 3 tensors, among them b, c, d; such a model cannot be loaded"):
         _demand_same_tensors(built, read)
     _demand_same_tensors(built, {info.name: info for info in built})
 
