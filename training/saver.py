@@ -21,7 +21,7 @@ from typing import Any
 from training.checkpoint import Checkpoints, State
 from training.contract.durable import free_bytes, sync_folder
 from training.contract.errors import StoreError
-from training.contract.fingerprint import hash_files
+from training.contract.fingerprint import hash_file
 from training.contract.manifest import FileEntry
 from training.distributed import Group
 from training.pieces import Piece, write_pieces
@@ -123,7 +123,7 @@ def _seal(file: Path) -> None:
     with open(file, "rb") as opened:
         os.fsync(opened.fileno())
     sync_folder(file.parent)
-    entry = FileEntry(bytes=file.stat().st_size, sha256=hash_files([file])[0])
+    entry = FileEntry(bytes=file.stat().st_size, sha256=hash_file(file))
     unsealed = file.with_suffix(".unsealed")
     unsealed.write_text(entry.model_dump_json(), encoding="utf-8")
     # Last, since rank 0 may rename the folder once it sees the seal; not fsynced, since the manifest replaces it.

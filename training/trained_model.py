@@ -11,6 +11,7 @@ from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import Adapter, Compute
 from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.data.template import TOKENIZER_FOLDER
 from training.distributed import Group
 from training.model.adapter import save_adapter, write_merged
 from training.model.load import save_model
@@ -40,7 +41,7 @@ def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | N
     weights = masters.full_weights()
     if not masters.group.is_main:
         return ""
-    shutil.copytree(job.inputs["tokenized_pairs"].folder / "tokenizer", job.staging, dirs_exist_ok=True)
+    shutil.copytree(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER, job.staging, dirs_exist_ok=True)
     if adapter is None:
         save_model(masters.model, job.staging, weights, masters.dtype)
         return weights_fingerprint(weights_identity(job.staging))

@@ -129,7 +129,9 @@ def verify_contents(folder: Path, manifest: Manifest, names: Collection[str], ca
         raise CorruptArtifact(f"a file of {folder} cannot be read: {error}") from error
     for name, sha256 in zip(names, found, strict=True):
         if sha256 != (promised := manifest.files[name].sha256):
-            raise CorruptArtifact(f"{folder / name} has sha256 {sha256[:12]}; the manifest promises {promised[:12]}")
+            raise CorruptArtifact(
+                f"{folder / name} has sha256 {short(sha256)}; the manifest promises {short(promised)}"
+            )
 
 
 def _verify_sizes(folder: Path, manifest: Manifest) -> None:

@@ -89,10 +89,10 @@ class _Index:
             if not len(open_R):
                 return
             answered_R = np.zeros(len(open_R), np.bool_)
-            for shard, rows, those in self._by_shard(self._places_S[at_R]):
-                equal = (_words(shard.keys_SK[rows]) == _words(keys_QK[open_R[those]])).all(axis=1)
-                answered_R[those] = equal
-                yield shard, rows[equal], open_R[those[equal]]
+            for shard, rows, which in self._by_shard(self._places_S[at_R]):
+                equal = (_words(shard.keys_SK[rows]) == _words(keys_QK[open_R[which]])).all(axis=1)
+                answered_R[which] = equal
+                yield shard, rows[equal], open_R[which[equal]]
             open_R, at_R = open_R[~answered_R], at_R[~answered_R] + 1
 
     def _by_shard(self, places_R: Rows) -> Iterator[tuple[Shard, Rows, Rows]]:
@@ -102,8 +102,8 @@ class _Index:
         order_R = np.argsort(shard_R.astype(narrowest), kind="stable")
         bounds = np.concatenate([[0], np.cumsum(np.bincount(shard_R, minlength=len(self.shards)))])
         for number in np.flatnonzero(np.diff(bounds)):
-            those = order_R[bounds[number] : bounds[number + 1]]
-            yield self.shards[number], places_R[those] - self._starts[number], those
+            which = order_R[bounds[number] : bounds[number + 1]]
+            yield self.shards[number], places_R[which] - self._starts[number], which
 
 
 @dataclass
@@ -128,17 +128,17 @@ class Memo:
         self._refresh()
         sums_Q = np.full(len(keys_QK), np.nan)
         counts_Q = np.full(len(keys_QK), -1, dtype=np.int32)
-        for shard, rows, those in self._found(keys_QK):
-            sums_Q[those], counts_Q[those] = shard.sums_S[rows], shard.counts_S[rows]
+        for shard, rows, which in self._found(keys_QK):
+            sums_Q[which], counts_Q[which] = shard.sums_S[rows], shard.counts_S[rows]
         return Hits(counts_Q >= 0, sums_Q, counts_Q)
 
     def tail_sums(self, keys_QK: Keys, starts_Q: Rows) -> Floats:
         """For each key the sum of its log-probs from token number `starts_Q[q]` on; NaN where it is not known."""
         self._refresh()
         sums_Q = np.full(len(keys_QK), np.nan)
-        for shard, rows, those in self._found(keys_QK):
+        for shard, rows, which in self._found(keys_QK):
             try:
-                sums_Q[those] = shard.tail_sums(rows, starts_Q[those])
+                sums_Q[which] = shard.tail_sums(rows, starts_Q[which])
             except StoreError as error:
                 self._drop(shard, error)
                 return self.tail_sums(keys_QK, starts_Q)  # another shard may have the same
@@ -172,8 +172,8 @@ class Memo:
     def _found(self, keys_QK: Keys) -> Iterator[tuple[Shard, Rows, Rows]]:
         """`_Index.find`, a block of keys at a time."""
         for begin in range(0, len(keys_QK), _BLOCK_KEYS):
-            for shard, rows, those in self._index.find(keys_QK[begin : begin + _BLOCK_KEYS]):
-                yield shard, rows, begin + those
+            for shard, rows, which in self._index.find(keys_QK[begin : begin + _BLOCK_KEYS]):
+                yield shard, rows, begin + which
 
     def _refresh(self) -> None:
         """Open the shards that were added since the last time; those opened before are immutable and stay."""

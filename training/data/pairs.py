@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter, Progress
-from training.contract.fingerprint import canonical_json, fingerprint_of_stream, value_digest
+from training.contract.fingerprint import canonical_json, fingerprint_of_stream, short, value_digest
 from training.contract.job import Job
 from training.contract.store import Made
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
@@ -52,7 +52,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if (found := tokenizer_fingerprint(tokenizer)) != spec["tokenizer_fingerprint"]:
         expected = spec["tokenizer_fingerprint"]
         raise TemplateError(
-            f"the tokenizer in {specification} is {found[:12]}, the spec was made with {expected[:12]}; the library "
+            f"the tokenizer in {specification} is {short(found)}, the spec was made with {short(expected)}; the library "
             "versions differ: materialize tokenization_spec again"
         )
     encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"]), spec)

@@ -22,7 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter
-from training.contract.fingerprint import fingerprint
+from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.recipe_files import check_unchanged, tokenizer_files
 from training.contract.store import Made
@@ -245,7 +245,7 @@ def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, spec: dict[str, Any
     again = tokenizer_fingerprint(load_tokenizer(folder / TOKENIZER_FOLDER))
     if again != spec["tokenizer_fingerprint"]:
         raise TemplateError(
-            f"the tokenizer does not survive being saved ({spec['tokenizer_fingerprint'][:12]} became {again[:12]}); "
+            f"the tokenizer does not survive being saved ({short(spec['tokenizer_fingerprint'])} became {short(again)}); "
             "save it with this version of transformers and set `tokenization.tokenizer` to that folder"
         )
     content = json.dumps(spec, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False)

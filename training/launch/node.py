@@ -24,6 +24,7 @@ from pathlib import Path
 
 from training.contract.errors import NodesError
 from training.contract.fields import Section
+from training.contract.fingerprint import short
 from training.contract.job import Job
 from training.contract.software import library_versions, source_digest
 from training.launch.local import environment, torchrun
@@ -58,7 +59,7 @@ class Order(Section):
 
 def software() -> dict[str, str]:
     """What has to be the same on all machines of a job: Python, libraries, and the source of this package."""
-    return {**library_versions(), "the source of Pedigree": source_digest()[:12]}
+    return {**library_versions(), "the source of Pedigree": short(source_digest())}
 
 
 def work() -> int:
