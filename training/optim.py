@@ -6,7 +6,7 @@ kernel is torch's fused one, which exists for CPUs and for CUDA.
 Muon (Jordan 2024) is for the matrices between embeddings and head: it replaces the momentum of a matrix by the nearest
 orthogonal one, found by Newton-Schulz iterations in bfloat16, so that all directions move equally far. Vectors, and
 embeddings and heads, which are a vector for each token, are left to AdamW, as the author advises. The model's modules say
-which is which, not the names (`hidden_matrices`). Matrices in shards are gathered for it (training.muon).
+which is which, not the names (`hidden_matrices`). Matrices in shards are gathered for it (training.sharded_muon).
 
 The learning rate of step n (1, 2, ... N) is a pure function of n, so that resuming needs no scheduler state:
 
@@ -28,7 +28,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
-from training.muon import ShardedMuon, Shards
+from training.sharded_muon import ShardedMuon, Shards
 
 # In floats 0.07 * 100 is 7.000000000000001, and 7 is meant.
 _ROUNDING = 1e-9

@@ -26,9 +26,9 @@ from transformers import PreTrainedModel
 
 from training.contract.recipe import Dtype
 from training.model.load import DTYPES
-from training.muon import Shards
 from training.parallel.layout import Layout
 from training.pieces import LocalRows
+from training.sharded_muon import Shards
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _PIECE = 1 << 16

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.muon import Shards
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
 from training.pieces import LocalRows
+from training.sharded_muon import Shards
 
 
 class Sharded(Masters):
