@@ -104,7 +104,8 @@ def group(device: DeviceName) -> Iterator[Group]:
     Raises TrainingError if `cuda` is asked for and there is none for this rank.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    nodes, patient = world // int(os.environ.get("LOCAL_WORLD_SIZE", world)), None
+    nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    patient = None
     _compute_deterministically()
     own = _device(device)
     if world > 1:

@@ -44,7 +44,8 @@ class ResponseObjective(Objective[CollatedRows]):
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
     """Tune the base model and write it into `job.staging`. Raises TrainingError where the run must not go on."""
-    settings, base = SupervisedTuning.model_validate(job.settings), job.inputs["base_model"]
+    settings = SupervisedTuning.model_validate(job.settings)
+    base = job.inputs["base_model"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     record = RunRecord(job, group, events, ("loss",))
     events.phase("loading the base model")

@@ -81,9 +81,8 @@ class Stepper:
         items, values_IM = self._forward_backward(parts, count)
 
         finite_I = values_IM.isfinite().all(dim=1)
-        finite = masters.reduce()
-        memory_mb, suspect = peak_memory_mb(group.device), ~(finite & finite_I.all())
-        agreed = agree(group, values_IM.sum(0), memory_mb, suspect, flags, masters.norm)
+        suspect = ~(masters.reduce() & finite_I.all())
+        agreed = agree(group, values_IM.sum(0), peak_memory_mb(group.device), suspect, flags, masters.norm)
         self._demand_finite(step, agreed, items, finite_I)
 
         factor = schedule_factor(settings.schedule, step, self.steps)

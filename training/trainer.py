@@ -23,21 +23,18 @@ from training.saver import Saver
 from training.stepper import Stepper
 
 
-def _observe_nothing(step: int) -> None:
-    pass
-
-
 class Trainer:
     """Runs the steps of `stepper` for `job`, and notes them in `record`."""
 
     def __init__(self, job: Job, events: EventWriter, stepper: Stepper, record: RunRecord) -> None:
         self._events, self._stepper, self._group, self._record = events, stepper, stepper.group, record
         self._every = job.compute.checkpoint_every
-        self._saver, self._checkpoint_is_due = Saver(record.checkpoints, stepper.group), False
+        self._saver = Saver(record.checkpoints, stepper.group)
+        self._checkpoint_is_due = False
         self._signals: list[str] = []
         self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
 
-    def run(self, observe: Callable[[int], None] = _observe_nothing) -> None:
+    def run(self, observe: Callable[[int], None] = lambda step: None) -> None:
         """Take the steps that are left; `observe` is called on every rank, with 0 before the first and after each."""
         batches = self._stepper.batches
         if (pairs := len(batches.items)) < batches.batch_size:

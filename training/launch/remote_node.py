@@ -75,7 +75,8 @@ class RemoteNode:
 
     def problem(self) -> str | None:
         """Why it failed; None if its ranks, or torchrun, have said so."""
-        status, said = self.status(), " / ".join(list(self.last_lines)[-_LINES_SHOWN:]) or "nothing"
+        status = self.status()
+        said = " / ".join(list(self.last_lines)[-_LINES_SHOWN:]) or "nothing"
         if self.word == Word.REFUSED:
             return f"{self.name}: {self.detail}"
         if self.word == Word.ENDED:

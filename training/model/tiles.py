@@ -112,7 +112,8 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
     ) -> tuple[Tensor, Tensor | None]:
         operands = (hidden_NH, weight_VH, bias_V, low_NR, up_VR)
         wide = _wide(hidden_NH)
-        ctx.tiles, ctx.kept = _cut(len(weight_VH), len(hidden_NH) * wide.itemsize, budget.tile), []
+        ctx.tiles = _cut(len(weight_VH), len(hidden_NH) * wide.itemsize, budget.tile)
+        ctx.kept = []
         lse_N = torch.full_like(targets_N, -torch.inf, dtype=wide)
         squares_N = lse_N.clone() if with_collisions else None
         target_logits_N = torch.zeros_like(lse_N)

@@ -55,8 +55,9 @@ def choose(source: ModelSource, parallel: Parallel, group: Group, own_bytes: int
     """`ddp`, `fsdp` or `hsdp`, and why; `own_bytes` is the memory of this rank's device. Raises ModelError."""
     if parallel != "auto":
         return parallel, "as the recipe says"
-    needed, own = _parameters(source.folder) * source.parameter_bytes, torch.tensor([own_bytes], device=group.device)
-    there = int(group.gather_rows(own).min())  # machines may differ, and all ranks must make the same choice
+    needed = _parameters(source.folder) * source.parameter_bytes
+    # Machines may differ, and all ranks must make the same choice.
+    there = int(group.gather_rows(torch.tensor([own_bytes], device=group.device)).min())
     figures = f"{needed / 2**30:.2f} GiB besides activations, a device has {there / 2**30:.2f} GiB"
     return "ddp" if needed <= _USABLE * there else "fsdp", f"{source.work} takes {figures}"
 
