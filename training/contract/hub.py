@@ -133,9 +133,8 @@ class Repository:
         about: dict[str, Any] = {"repo_type": self.kind, "revision": self.revision}
         try:
             return _PromptApi().resolve_revision(self.id, **about)
-        except (
-            HfHubHTTPError
-        ) as error:  # without an answer, or after a server error (5xx), the client itself does the same
+        except HfHubHTTPError as error:
+            # Without an answer, or after a server error (5xx), the client itself does the same.
             if error.response.status_code != _TOO_MANY_REQUESTS:
                 raise
             try:

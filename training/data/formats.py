@@ -176,7 +176,7 @@ def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) 
         raise Quarantined(
             Reason.PROMPTS_DIFFER,
             f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they differ after {shared}, "
-            "expected in the last one only",
+            "and may in the last one only",
         )
     return make_pair(chosen[:shared], chosen[shared:], rejected[shared:])
 

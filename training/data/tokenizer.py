@@ -35,9 +35,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer in a folder. Raises TemplateError if it cannot be loaded or is not a fast one."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # the library raises many kinds of errors: no such folder, a file that is broken or missing
+    except Exception as error:  # many kinds of errors: no such folder, a file that is broken or missing
         own_code = "trust_remote_code" in str(error)
         why = "it needs code of its own, which is never run" if own_code else error
         raise TemplateError(

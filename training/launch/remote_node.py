@@ -94,9 +94,8 @@ class RemoteNode:
         assert self._process.stdout is not None
         with open(self._process.stdout.fileno(), encoding="utf-8", errors="replace", closefd=False) as said:
             for line in said:
-                text, mark, said_by_node = line.rstrip("\r\n").partition(
-                    MARK
-                )  # others may have left a line without an end
+                # Others may have left a line without an end before the mark.
+                text, mark, said_by_node = line.rstrip("\r\n").partition(MARK)
                 if mark:
                     word, _, self.detail = said_by_node.partition(" ")
                     self.word = Word(word)

@@ -48,7 +48,7 @@ _LINEAR = (torch.nn.Linear.forward, Conv1D.forward)
 def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: bool = False) -> None:
     """Freeze `model` and add a new adapter, initialized from `seed`. Raises ModelError for targets it does not have.
 
-    It has the dtype of its layers, or with `float32` stays as it was drawn: for masters, of which a rounded copy runs.
+    It has the dtype of its layers; with `float32` it stays as it was drawn, as the masters of a rounded copy do.
     """
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -61,9 +61,7 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: b
     asked = {name.rsplit(".", 1)[-1] for name in config.target_modules}
     with _seen_in_float32(model) if float32 else contextlib.nullcontext():
         _inject(model, config, seed)
-    if (
-        config.target_parameters
-    ):  # peft reads names of layers that transformers once had as the tensors that replaced them
+    if config.target_parameters:  # peft takes names of layers of older transformers for what replaced them
         kept = {name.rsplit(".", 1)[-1] for name in config.target_modules}
         raise ModelError(
             f"peft puts an adapter on {', '.join(sorted(asked - kept))} of {type(model).__name__} into its experts, which lie "

@@ -145,9 +145,8 @@ def _most(count: int, group: Group) -> int:
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
     """The hidden states that predict response tokens, N x H, from the model without its head."""
     inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
-    body = (
-        model.base_model if model.base_model is not model else model.get_submodule("model")
-    )  # llama4's prefix names none
+    # llama4's `base_model_prefix` names none of its parts.
+    body = model.base_model if model.base_model is not model else model.get_submodule("model")
     if sharing:
         with use_attention(model, SHARED_PREFIX):
             states_1TH = body(**inputs, plan=row.plan).last_hidden_state
