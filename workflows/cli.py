@@ -1,85 +1,41 @@
-"""The command `pedigree`.
+"""The command `pedigree`: what is typed, which function does it, and what is shown of that. `reporting` tells how it ends."""
 
-Exit codes: 0 done, 1 failed, 2 wrong use, such as a wrong recipe. With `--json`, stdout holds one JSON object and nothing
-else, of a command that failed one with `error`; whatever people read goes to stderr.
-"""
-
-import json
 import logging
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec
+from typing import Any
 
 import click
-import dagster as dg
-from rich.console import Console
-from rich.text import Text
-from sqlalchemy.exc import OperationalError
 
 from assets.graph import GRAPH
 from assets.page import write_page
 from assets.release import sole_decision
-from model_registry.connection import connect, is_server, note_address, page
-from training.contract.durable import free_bytes
-from training.contract.errors import PedigreeError, UsageError
-from training.contract.hub import asking_once
+from model_registry.connection import connect
+from training.contract.errors import UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
-from workflows.execution import INTERRUPTED, RunReport, materialize
+from workflows.execution import RunReport, materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
 from workflows.names import refuse_namesake
 from workflows.plan import plan as make_plan
+from workflows.progress import Progress
 from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_folders
+from workflows.reporting import people, print_json, reporting, results
 from workflows.resources import build_services, dagster_instance, pedigree_home, settle
-from workflows.servers import dagster_server, free_port, mlflow_server, serving
+from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
 
-P = ParamSpec("P")
-
-_people = Console(stderr=True, highlight=False)
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 _recipe = click.argument("recipe")
 _port = click.IntRange(1, 65535)
-
-
-def _reporting(command: Callable[P, None]) -> Callable[P, None]:
-    """An error that a person can act on ends the command with its message and its exit code, without a traceback.
-
-    So does what the operating system refuses: a disk that is full, a folder nobody may write to, a database on either. All
-    that a command does is of one state of the hub.
-    """
-
-    @wraps(command)
-    def reported(*args: P.args, **kwargs: P.kwargs) -> None:
-        message, code = "", PedigreeError.exit_code
-        try:
-            with asking_once():
-                return command(*args, **kwargs)
-        except PedigreeError as error:
-            message, code = str(error), error.exit_code
-        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
-            message = INTERRUPTED
-        except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
-            raise
-        except OSError as error:
-            message = _refused(str(error))
-        except OperationalError as error:
-            message = _refused(f"a database refuses: {error.orig}")
-        if kwargs.get("as_json"):
-            _print_json({"error": message})
-        _fail(message, code)
-
-    return reported
 
 
 @click.group()
@@ -106,73 +62,73 @@ def main() -> None:
 )
 @click.option("--variants", is_flag=True, help="The recipe, then its variants; one that fails does not stop the rest.")
 @_as_json
-@_reporting
+@reporting
 def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
     """Materialize a recipe: compute what changed, reuse the rest."""
     found = _found(recipe)
     reports: list[RunReport] = []
     for loaded in found if variants else found[:1]:
         if variants:
-            _people.print(f"[bold]{loaded.pipeline.name}[/]")
-        with show.Progress(_people) as progress, dagster_instance() as instance:
+            people.print(f"[bold]{loaded.pipeline.name}[/]")
+        with Progress(people) as progress, dagster_instance() as instance:
             reports.append(materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select))
         if not as_json:
-            show.run_report(Console(highlight=False), reports[-1], with_samples=not variants)
+            show.run_report(results, reports[-1], with_samples=not variants)
         if reports[-1].interrupted:
             break
     if as_json:
         told = [_report_json(report) for report in reports]
-        _print_json({"recipe": reports[0].recipe, "runs": told} if variants else told[0])
+        print_json({"recipe": reports[0].recipe, "runs": told} if variants else told[0])
     if failed := [report.recipe for report in reports if not report.succeeded]:
         if variants:
-            _people.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
+            people.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
         sys.exit(1)
 
 
 @main.command()
 @_recipe
 @_as_json
-@_reporting
+@reporting
 def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing, and why. Files are looked at as they are at this moment."""
     loaded = _found(recipe)[0]
     with dagster_instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
     if as_json:
-        _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
+        print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
     else:
-        show.status(Console(highlight=False), loaded.pipeline, found)
+        show.status(results, loaded.pipeline, found)
 
 
 @main.command()
 @_recipe
 @_as_json
-@_reporting
+@reporting
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
     loaded = _found(recipe)[0]
-    with show.Progress(_people) as progress, dagster_instance() as instance:
+    with Progress(people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
     if as_json:
-        _print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
+        print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
     else:
-        show.plan(Console(highlight=False), loaded.pipeline, planned)
+        show.plan(results, loaded.pipeline, planned)
 
 
 @main.command()
 @_recipe
 @click.option("--rows", type=click.IntRange(min=0), default=16, show_default=True, help="Pairs to score again.")
 @_as_json
-@_reporting
+@reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe stands on, and score some pairs again."""
     loaded = _found(recipe)[0]
-    with show.Progress(_people) as progress, dagster_instance() as instance:
+    with Progress(people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
     if as_json:
-        _print_json(asdict(found))
+        print_json(asdict(found))
     else:
-        show.verification(Console(highlight=False), found)
+        show.verification(results, found)
     if not found.ok:
         sys.exit(1)
 
@@ -183,25 +139,25 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 @click.option("--score", is_flag=True, help="Compute the policy's log-probs where its evaluation does not have them.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write the pair as a page to this file.")
 @_as_json
-@_reporting
+@reporting
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
     loaded = _found(recipe)[0]
-    with show.Progress(_people) as progress, dagster_instance() as instance:
+    with Progress(people) as progress, dagster_instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:
-        _people.print(f"Written: {write_page(html, inspection_page(loaded.pipeline, found)).absolute()}", markup=False)
+        people.print(f"Written: {write_page(html, inspection_page(loaded.pipeline, found)).absolute()}", markup=False)
     if as_json:
-        _print_json(asdict(found))
+        print_json(asdict(found))
     else:
-        show.inspected(Console(highlight=False), found)
+        show.inspected(results, found)
 
 
 @main.command()
 @click.argument("recipes", nargs=-1, required=True)
 @_as_json
-@_reporting
+@reporting
 def compare(recipes: tuple[str, ...], as_json: bool) -> None:
     """What was last evaluated, side by side.
 
@@ -216,15 +172,15 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
         services = build_services(pedigree_home())
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance) for loaded in found])
     if as_json:
-        _print_json(asdict(comparison))
+        print_json(asdict(comparison))
     else:
-        show.comparison(Console(highlight=False), comparison)
+        show.comparison(results, comparison)
 
 
 @main.command()
 @click.argument("name")
 @_as_json
-@_reporting
+@reporting
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion of the model NAME champion again. NAME is a recipe's `release.model_name`."""
     settle(pedigree_home())
@@ -233,9 +189,9 @@ def rollback(name: str, as_json: bool) -> None:
         left = services.registry.champion(name)
         restored = services.registry.rollback(name)
     if as_json:
-        _print_json({"model": name, "champion": restored.number, "rolled_back": left.number if left else None})
+        print_json({"model": name, "champion": restored.number, "rolled_back": left.number if left else None})
     else:
-        _people.print(
+        people.print(
             f"Version {restored.number} of {name} is champion again; version {left.number if left else '-'} is "
             "marked as rolled back and is not promoted again.",
             markup=False,
@@ -245,7 +201,7 @@ def rollback(name: str, as_json: bool) -> None:
 @main.command()
 @click.option("--delete", is_flag=True, help="Remove it; without this, only say what would go.")
 @_as_json
-@_reporting
+@reporting
 def gc(delete: bool, as_json: bool) -> None:
     """Find what nothing refers to any more, and delete it if asked to.
 
@@ -254,9 +210,9 @@ def gc(delete: bool, as_json: bool) -> None:
     with dagster_instance() as instance:
         found = collect(build_services(pedigree_home()), instance, delete)
     if as_json:
-        _print_json(asdict(found))
+        print_json(asdict(found))
     else:
-        show.collection(Console(highlight=False), found)
+        show.collection(results, found)
 
 
 @main.command()
@@ -267,7 +223,7 @@ def gc(delete: bool, as_json: bool) -> None:
 @click.option(
     "--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server, if it is free."
 )
-@_reporting
+@reporting
 def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
 
@@ -284,22 +240,10 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance():
         connect(tracking)
-    dagster = dagster_server(home, _usable(port))
-    servers = [dagster] if is_server(tracking) else [dagster, mlflow_server(home, tracking, _usable(mlflow_port))]
-    _people.print("Starting the web servers; this takes about half a minute.")
-    with serving(*servers):
-        if len(servers) > 1:
-            note_address(tracking, servers[1].address)
-        show.addresses(_people, dagster.address, page(tracking, "experiments"))
+    with web_servers(home, tracking, port, mlflow_port, people.print) as addresses:
+        show.addresses(people, *addresses)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
-
-
-def _usable(port: int) -> int:
-    found = free_port(port)
-    if found != port:
-        _people.print(f"Somebody listens at port {port} already; taking {found} instead.")
-    return found
 
 
 def _found(recipe: str) -> list[LoadedRecipe]:
@@ -314,21 +258,3 @@ def _report_json(report: RunReport) -> dict[str, Any]:
     value = asdict(report)
     del value["samples"]
     return value
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
-
-
-def _refused(account: str) -> str:
-    home = pedigree_home()
-    return (
-        f"{account}; PEDIGREE_HOME is {home} ({free_bytes(home):,} bytes free); "
-        "what was finished is kept, and the same command goes on from there"
-    )
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    # Not wrapped: paths stay whole, and what is piped has the lines it was given.
-    _people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
-    sys.exit(code)

@@ -1,9 +1,7 @@
 """Which assets of a recipe are fresh, stale or missing now, and why.
 
-Sources and specs are looked at; from them every asset's derivation follows, in the order of the graph, as its body would
-compute it. An asset is fresh if that derivation gives the artifact that was last materialized. While an input has yet to be
-made its fingerprint is unknown, so everything that depends on it counts as stale, although the run may find that the new
-artifact equals the old one.
+An asset is fresh if a run (`workflows.outlook`) would give the artifact that was last materialized. While an input has yet to
+be made everything that depends on it counts as stale, although the run may find that the new artifact equals the old one.
 
 A cause is given where it arises and, behind the name of that asset, wherever it has an effect:
 
@@ -16,29 +14,26 @@ So every stale asset names what a person did, however far upstream, and never an
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import dagster as dg
 
 from assets.changes import NO_RECORD, changes_since, own_changes
-from assets.graph import GRAPH, derivation
+from assets.graph import GRAPH
 from assets.materialized import History, Materialization
 from assets.pipeline import Pipeline, Services
-from assets.realize import is_irreplaceable
 from assets.release import is_decided
-from assets.world import ROOTS, Found, hash_cache, look
+from assets.world import ROOTS
 from model_registry.connection import brief_patience
-from training.contract.errors import CorruptArtifact, CorruptRecord, RegistryError, StoreError
+from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.fingerprint import short
-from training.contract.hash_cache import HashCache
-from training.contract.manifest import Derivation, read_manifest
-from training.contract.store import Store
+from training.contract.manifest import Derivation
+from workflows.outlook import CORRUPT_RECORD, Outlook, outlook
 
 State = Literal["fresh", "stale", "missing"]
 
 NEVER = "never materialized"
 LOST = "its files are no longer in the store"
-CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 NO_VERSION = "its version is no longer in the registry"
 
 
@@ -55,37 +50,6 @@ class AssetStatus:
     fingerprint: str | None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
-
-    `settings`: the fields of the recipe that the asset reads itself; `found`: for a source or a spec; `fault`: what is
-    wrong with the artifact in the store.
-    """
-
-    derivation: Derivation | None
-    fingerprint: str | None
-    settings: dict[str, Any]
-    found: Found | None = None
-    fault: str | None = None
-
-
-Outlook = dict[str, Outcome]
-
-
-def outlook(pipeline: Pipeline, services: Services) -> Outlook:
-    """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises."""
-    outcomes: Outlook = {}
-    cache = hash_cache(services)
-    for asset in GRAPH:
-        outcomes[asset] = (
-            _root(asset, pipeline, services, cache)
-            if asset in ROOTS
-            else _made(asset, pipeline, services, outcomes, cache)
-        )
-    return outcomes
-
-
 def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[AssetStatus]:
     """The state of every asset, in the order of the graph. Raises what looking at the sources raises."""
     return judge(pipeline, services, instance, outlook(pipeline, services))
@@ -95,57 +59,6 @@ def judge(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, 
     """The state of every asset, if a run would give `outcomes`."""
     judged = _Judge(pipeline, services, instance, outcomes)
     return [judged.asset(asset) for asset in GRAPH]
-
-
-def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Outcome:
-    found = look(pipeline, services, asset, cache)
-    settings = GRAPH[asset].reads(pipeline.recipe)
-    if found.fingerprint is not None:
-        return Outcome(found.derivation, found.fingerprint, settings, found)
-    return _look_up(services, found.derivation, settings, cache, found)
-
-
-def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, cache: HashCache) -> Outcome:
-    settings = GRAPH[asset].reads(pipeline.recipe)
-    inputs = {name: above[name].fingerprint for name in GRAPH[asset].inputs(pipeline.recipe)}
-    known = {name: value for name, value in inputs.items() if value is not None}
-    if len(known) < len(inputs):
-        return Outcome(None, None, settings)
-    spec = None if (name := GRAPH[asset].spec) is None else above[name].found
-    how = derivation(asset, known, settings if spec is None else spec.files["spec.json"])
-    return _look_up(services, how, settings, cache)
-
-
-def _look_up(
-    services: Services, how: Derivation, settings: dict[str, Any], cache: HashCache, found: Found | None = None
-) -> Outcome:
-    if how.kind == "released_model":
-        return Outcome(how, how.key, settings)
-    try:
-        artifact = services.store.find(how.kind, how.key, cache=cache)
-    except CorruptRecord:
-        return Outcome(how, None, settings, found, CORRUPT_RECORD)
-    except CorruptArtifact as error:
-        return Outcome(how, None, settings, found, _fault(services.store, how, error))
-    return Outcome(how, None if artifact is None else artifact.fingerprint, settings, found)
-
-
-def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:
-    record = store.record(how.kind, how.key)
-    assert record is not None, "what was never made cannot be corrupt"
-    text = corrupt_file(store, how.kind, record.fingerprint, error)
-    return f"{text}; it is refused until its folder is restored or moved away" if is_irreplaceable(how) else text
-
-
-def corrupt_file(store: Store, kind: str, fingerprint: str, error: CorruptArtifact) -> str:
-    """Which file of an artifact `error` is about, in a few words."""
-    folder = store.folder(kind, fingerprint)
-    try:
-        names = read_manifest(folder).files
-    except CorruptArtifact:
-        return "the manifest of its artifact is corrupt"
-    name = next((name for name in names if str(error).startswith(f"{folder / name} ")), None)
-    return f"its artifact is corrupt: {error}" if name is None else f"file {name} of its artifact is corrupt"
 
 
 class _Judge:

@@ -26,7 +26,8 @@ from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
 from training.contract.fingerprint import KEY_BYTES
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Artifact
-from workflows.lineage import CORRUPT_RECORD, AssetStatus, Outlook, judge, outlook
+from workflows.lineage import AssetStatus, judge
+from workflows.outlook import CORRUPT_RECORD, Outlook, outlook
 
 Action = Literal["compute", "reuse"]
 _LOG = logging.getLogger(__name__)

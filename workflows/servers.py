@@ -8,16 +8,17 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from model_registry.connection import is_server, note_address, page
 from model_registry.tracking import artifact_root
 from training.contract.errors import PedigreeError
 from training.launch.processes import die_with_parent
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 # MLflow would start eight processes for jobs of its own that nothing here asks for.
 _NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
 _READY_SECONDS = 180.0
@@ -25,7 +26,7 @@ _STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Server:
+class _Server:
     """A server and how to see that it answers."""
 
     name: str
@@ -41,29 +42,52 @@ def free_port(preferred: int) -> int:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((HOST, port))
+                probe.bind((_HOST, port))
             except OSError:
                 continue
             return int(probe.getsockname()[1])
-    raise PedigreeError(f"no port is free on {HOST}")
+    raise PedigreeError(f"no port is free on {_HOST}")
 
 
-def dagster_server(home: Path, port: int) -> Server:
-    command = [sys.executable, "-m", "dagster", "dev", "-m", "workflows.definitions", "-h", HOST, "-p", str(port)]
-    address = f"http://{HOST}:{port}"
-    return Server("Dagster", command, address, f"{address}/server_info", home / "dagster" / "webserver.log")
+def _dagster_server(home: Path, port: int) -> _Server:
+    command = [sys.executable, "-m", "dagster", "dev", "-m", "workflows.definitions", "-h", _HOST, "-p", str(port)]
+    address = f"http://{_HOST}:{port}"
+    return _Server("Dagster", command, address, f"{address}/server_info", home / "dagster" / "webserver.log")
 
 
-def mlflow_server(home: Path, tracking_uri: str, port: int) -> Server:
+def _mlflow_server(home: Path, tracking_uri: str, port: int) -> _Server:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
     command += ["--default-artifact-root", artifact_root(home).as_uri(), "--no-serve-artifacts"]
-    command += ["--host", HOST, "--port", str(port), "--workers", "1"]
-    address = f"http://{HOST}:{port}"
-    return Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log")
+    command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
+    address = f"http://{_HOST}:{port}"
+    return _Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log")
 
 
 @contextmanager
-def serving(*servers: Server) -> Iterator[None]:
+def web_servers(
+    home: Path, tracking_uri: str, port: int, mlflow_port: int, tell: Callable[[str], None]
+) -> Iterator[tuple[str, str]]:
+    """Run the servers over `home`, Dagster's alone where runs are tracked on a server; gives the addresses of their pages."""
+    dagster = _dagster_server(home, _usable(port, tell))
+    servers = [dagster]
+    if not is_server(tracking_uri):
+        servers.append(_mlflow_server(home, tracking_uri, _usable(mlflow_port, tell)))
+    tell("Starting the web servers; this takes about half a minute.")
+    with _serving(servers):
+        if len(servers) > 1:
+            note_address(tracking_uri, servers[1].address)
+        yield dagster.address, page(tracking_uri, "experiments")
+
+
+def _usable(port: int, tell: Callable[[str], None]) -> int:
+    found = free_port(port)
+    if found != port:
+        tell(f"Port {port} is taken; using {found} instead.")
+    return found
+
+
+@contextmanager
+def _serving(servers: Sequence[_Server]) -> Iterator[None]:
     """Start the servers, wait until each answers, and stop them at the end with everything they started."""
     started: list[subprocess.Popen[bytes]] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -78,7 +102,7 @@ def serving(*servers: Server) -> Iterator[None]:
             _stop(process)
 
 
-def _start(server: Server) -> "subprocess.Popen[bytes]":
+def _start(server: _Server) -> "subprocess.Popen[bytes]":
     server.log.parent.mkdir(parents=True, exist_ok=True)
     with open(server.log, "ab") as log:
         return subprocess.Popen(
@@ -99,7 +123,7 @@ def _prepare_child() -> None:
     die_with_parent(signal.SIGTERM)
 
 
-def _wait_until_ready(server: Server, process: "subprocess.Popen[bytes]") -> None:
+def _wait_until_ready(server: _Server, process: "subprocess.Popen[bytes]") -> None:
     deadline = time.monotonic() + _READY_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:

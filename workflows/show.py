@@ -1,19 +1,14 @@
-"""What people see in the terminal: bars while jobs run, tables when they are done."""
+"""What people see in the terminal when a command is done: tables, and a few lines below them."""
 
 from collections.abc import Sequence
-from typing import Self
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn
-from rich.progress import Progress as RichProgress
 from rich.table import Table
 
-from assets.event_log import EventLines
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline
-from training.contract.events import Event
 from training.contract.fingerprint import short, shortened
 from workflows.comparison import MEASURES, Compared, Comparison
 from workflows.execution import RunReport
@@ -35,65 +30,7 @@ _COLOURS = {
     "ok": "green",
     "differs": "red",
 }
-_SECONDS_BETWEEN_LINES = 60.0
 _SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
-
-
-class Progress:
-    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left.
-
-    Where the console is no terminal, as in CI, a line for each phase, and one a minute.
-    """
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._lines: dict[str, EventLines] = {}
-        self._bars = RichProgress(
-            TextColumn("{task.description:<20}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[unit]}  {task.fields[left]}  {task.fields[detail]}"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
-
-    def __enter__(self) -> Self:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def hear(self, event: Event) -> None:
-        if not self._console.is_terminal:
-            self._lines_of(event["asset"]).hear(event)
-            return
-        task = self._task(event["asset"])
-        match event["event"]:
-            case "phase":
-                self._bars.update(task, completed=0, total=None, unit="", left="", detail=escape(event["phase"]))
-            case "note":
-                self._bars.console.print(f"{event['asset']}: {escape(event['text'])}")
-            case "step":
-                self._bars.update(task, detail=f"loss {event['loss']:.4f}")
-            case "progress":
-                seconds = event["seconds_left"]
-                left = "" if seconds is None else f"{seconds:.0f} s left"
-                self._bars.update(task, completed=event["done"], total=event["total"], unit=event["unit"], left=left)
-
-    def _lines_of(self, asset: str) -> EventLines:
-        if asset not in self._lines:
-            self._lines[asset] = EventLines(self._print, asset, _SECONDS_BETWEEN_LINES)
-        return self._lines[asset]
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
-
-    def _task(self, asset: str) -> TaskID:
-        if asset not in self._tasks:
-            self._tasks[asset] = self._bars.add_task(asset, total=None, unit="", left="", detail="starting")
-        return self._tasks[asset]
 
 
 def run_report(console: Console, report: RunReport, with_samples: bool) -> None:

@@ -24,7 +24,8 @@ from training.contract.fingerprint import short
 from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.execution import in_gpu_pool
-from workflows.lineage import CORRUPT_RECORD, LOST, corrupt_file
+from workflows.lineage import LOST
+from workflows.outlook import CORRUPT_RECORD, corrupt_file
 
 _OUTSIDE = ("preference_source", "base_model")
 _SCORED_WITH = ("tokenized_pairs", "reference_model")

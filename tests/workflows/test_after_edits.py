@@ -27,7 +27,8 @@ from training.contract.events import Event
 from training.contract.fingerprint import short
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
-from workflows.lineage import CORRUPT_RECORD, AssetStatus, status
+from workflows.lineage import AssetStatus, status
+from workflows.outlook import CORRUPT_RECORD
 from workflows.plan import plan
 from workflows.recipes import LoadedRecipe, load_recipe
 from workflows.verify import verify

@@ -6,7 +6,7 @@ import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PAIRS, edit, flip
 from training.contract.job import Job
-from workflows.lineage import outlook
+from workflows.outlook import outlook
 from workflows.plan import plan, sentence
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,8 @@ from workflows.gc import Collection, Garbage
 from workflows.inspection import InspectedRow, InspectedSide
 from workflows.lineage import AssetStatus
 from workflows.plan import PlannedAsset
-from workflows.show import Progress, run_report
+from workflows.progress import Progress
+from workflows.show import run_report
 from workflows.verify import Verification, VerifiedAsset
 
 PATH = f"/home/somebody/{'a-long-folder-name/' * 8}base"

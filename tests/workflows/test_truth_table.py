@@ -53,7 +53,8 @@ from training.contract.loss import Divergence, Term
 from training.contract.optimizer import AdamW
 from training.contract.recipe import Recipe
 from workflows.execution import materialize
-from workflows.lineage import outlook, status
+from workflows.lineage import status
+from workflows.outlook import outlook
 from workflows.plan import plan
 from workflows.recipes import load_recipe
 

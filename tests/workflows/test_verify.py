@@ -13,7 +13,7 @@ from tests.workflows.homes import Home, flip
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
-from workflows.lineage import CORRUPT_RECORD
+from workflows.outlook import CORRUPT_RECORD
 from workflows.verify import agrees, verify
 
 pytestmark = pytest.mark.slow

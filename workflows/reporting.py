@@ -1,0 +1,71 @@
+"""How a command ends: what it found on stdout, what people read meanwhile on stderr, and an exit code.
+
+Exit codes: 0 done, 1 failed, 2 wrong use, such as a wrong recipe. With `--json`, stdout holds one JSON object and nothing
+else; where a command failed before it had a result, that object has an `error`.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec
+
+import dagster as dg
+from rich.console import Console
+from rich.text import Text
+from sqlalchemy.exc import OperationalError
+
+from training.contract.durable import free_bytes
+from training.contract.errors import PedigreeError
+from training.contract.hub import asking_once
+from workflows.execution import INTERRUPTED
+from workflows.resources import pedigree_home
+
+P = ParamSpec("P")
+
+results = Console(highlight=False)
+people = Console(stderr=True, highlight=False)
+
+
+def reporting(command: Callable[P, None]) -> Callable[P, None]:
+    """An error that a person can act on ends the command with its message and its exit code, without a traceback.
+
+    So does what the operating system refuses: a disk that is full, a folder nobody may write to, a database on either. All
+    that a command does is of one state of the hub.
+    """
+
+    @wraps(command)
+    def reported(*args: P.args, **kwargs: P.kwargs) -> None:
+        message, code = "", PedigreeError.exit_code
+        try:
+            with asking_once():
+                return command(*args, **kwargs)
+        except PedigreeError as error:
+            message, code = str(error), error.exit_code
+        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
+            message = INTERRUPTED
+        except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
+            raise
+        except OSError as error:
+            message = _refused(str(error))
+        except OperationalError as error:
+            message = _refused(f"a database refuses: {error.orig}")
+        if kwargs.get("as_json"):
+            print_json({"error": message})
+        # Not wrapped: paths stay whole, and what is piped has the lines it was given.
+        people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+        sys.exit(code)
+
+    return reported
+
+
+def print_json(value: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def _refused(account: str) -> str:
+    home = pedigree_home()
+    return (
+        f"{account}; PEDIGREE_HOME is {home} ({free_bytes(home):,} bytes free); "
+        "what was finished is kept, and the same command goes on from there"
+    )
