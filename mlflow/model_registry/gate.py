@@ -8,9 +8,9 @@ rounded to a multiple of 1/n. The error of the best score then grows with the lo
 not with a power of it.
 
 Two losses are compared for the same pair only, so data may grow between champion and candidate. Both must have been
-computed with the same loss settings, reference and tokens; where they were not, the caller gives what is comparable
-still, 1 for a pair that is ranked wrongly and 0 for another. The comparison uses the champion's exact mean,
-not its rounded one: else a copy of the champion could pass by the rounding alone.
+computed with the same loss settings, reference and tokens; where they were not, the caller gives what can still be compared,
+1 for a pair that is ranked wrongly and 0 for any other. The comparison uses the champion's exact mean, not its rounded
+one: else a copy of the champion could pass by the rounding alone.
 """
 
 import math
@@ -63,18 +63,14 @@ class Decision:
 
 
 def decide(
-    candidate: Losses,
-    champion: Losses | None,
-    measure: Measure = Measure.LOSS,
-    accuracy: float | None = None,
-    min_accuracy: float | None = None,
+    candidate: Losses, champion: Losses | None, measure: Measure, *, accuracy: float, min_accuracy: float | None
 ) -> Decision:
-    """Compare the held-out losses of a candidate (or what `measure` says), by the pair's identity, with the champion's.
+    """Compare what `measure` says of a candidate with the champion's, by the pair's identity.
 
-    `accuracy` is the candidate's held-out reward accuracy; below `min_accuracy` nothing is released. If there is no
+    `accuracy` is the candidate's held-out reward accuracy; below `min_accuracy` nothing is promoted. If there is no
     champion, a candidate that is not below it is promoted.
     """
-    figures = {"candidate_pairs": float(len(candidate))}
+    figures = {"candidate_pairs": float(len(candidate)), "accuracy": accuracy}
     reasons = _unfit(candidate, "candidate") + _below_floor(accuracy, min_accuracy, figures)
     if champion is not None:
         beaten, compared = _compare(candidate, champion, measure, figures)
@@ -97,14 +93,10 @@ def _unfit(losses: Losses, whose: str) -> list[str]:
     return [f"{broken} of the {whose}'s {len(losses)} held-out losses are not finite"] if broken else []
 
 
-def _below_floor(accuracy: float | None, floor: float | None, figures: dict[str, float]) -> list[str]:
-    if accuracy is not None:
-        figures["accuracy"] = accuracy
+def _below_floor(accuracy: float, floor: float | None, figures: dict[str, float]) -> list[str]:
     if floor is None:
         return []
     figures["min_accuracy"] = floor
-    if accuracy is None:
-        return [f"the held-out accuracy is unknown; the recipe demands at least {floor:.4g}"]
     # Written so that NaN does not pass.
     return [] if accuracy >= floor else [f"held-out accuracy {accuracy:.4g} is below the recipe's floor of {floor:.4g}"]
 

@@ -2,13 +2,16 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from model_registry.gate import MIN_PAIRS, Measure, decide, paired_difference, rounded
+from model_registry import gate
+from model_registry.gate import MIN_PAIRS, Measure, paired_difference, rounded
 
+decide = partial(gate.decide, measure=Measure.LOSS, accuracy=0.75, min_accuracy=None)
 losses = st.lists(st.floats(0, 50), min_size=MIN_PAIRS, max_size=60)
 
 
@@ -62,7 +65,7 @@ def test_a_candidate_that_is_no_better_and_no_worse_is_told_so():
 
 def test_another_measure_is_told_with_why():
     """Four wrong pairs of sixteen instead of eight: a gain of 1/4 in the mean, s = sqrt(16 * (3/16) / 15) = 0.44721."""
-    decision = decide(named([1.0] * 4 + [0.0] * 12), named([1.0] * 8 + [0.0] * 8), Measure.ERROR_RATE)
+    decision = decide(named([1.0] * 4 + [0.0] * 12), named([1.0] * 8 + [0.0] * 8), measure=Measure.ERROR_RATE)
     assert decision.promote
     assert (decision.figures["candidate_error_rate"], decision.figures["champion_error_rate"]) == (0.25, 0.5)
     assert decision.reasons == [
@@ -76,13 +79,13 @@ def test_the_first_candidate_is_promoted():
     decision = decide(BETTER, None)
     assert decision.promote
     assert decision.reasons == ["there was no champion before"]
-    assert decision.figures == {"candidate_pairs": 16, "candidate_loss": 0.5}
+    assert decision.figures == {"candidate_pairs": 16, "candidate_loss": 0.5, "accuracy": 0.75}
     assert decide(CHAMPION, None).figures["candidate_loss"] == 0.6875, "0.7, as a multiple of 1/16"
 
 
 @pytest.mark.parametrize("champion", [None, CHAMPION])
-@pytest.mark.parametrize("accuracy", [0.5999, math.nan, None])
-def test_nothing_below_the_floor_is_promoted(champion: dict[str, float] | None, accuracy: float | None):
+@pytest.mark.parametrize("accuracy", [0.5999, math.nan])
+def test_nothing_below_the_floor_is_promoted(champion: dict[str, float] | None, accuracy: float):
     decision = decide(BETTER, champion, accuracy=accuracy, min_accuracy=0.6)
     assert not decision.promote
     assert "0.6" in decision.reasons[0]
