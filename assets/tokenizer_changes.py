@@ -79,13 +79,11 @@ def _template_changes(before: str | None, now: str | None) -> Iterator[str]:
         return
     old, new = (before or "").splitlines(), (now or "").splitlines()
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
-    lines = [
-        line for line in difflib.unified_diff(old, new, n=0, lineterm="") if not line.startswith(("---", "+++", "@@"))
-    ]
-    shown = lines[:_SHOWN_LINES] + (
-        [f"... {len(lines) - _SHOWN_LINES} lines more"] if len(lines) > _SHOWN_LINES else []
-    )
-    yield "\n".join([f"chat template changed: line {same + 1}", *(f"    {line}" for line in shown)])
+    body = itertools.islice(difflib.unified_diff(old, new, n=0, lineterm=""), 2, None)  # two lines name the files
+    lines = [line for line in body if not line.startswith("@@")]
+    more = [f"... {len(lines) - _SHOWN_LINES} lines more"] if len(lines) > _SHOWN_LINES else []
+    shown = [f"    {line}" for line in (*lines[:_SHOWN_LINES], *more)]
+    yield "\n".join([f"chat template changed: line {same + 1}", *shown])
 
 
 def _token_changes(before: _Tokens, now: _Tokens) -> Iterator[str]:

@@ -5,11 +5,12 @@ from typing import Any
 
 from assets.changes import changes_since
 from assets.graph import derivation
-from assets.locate import LocatedSource
+from assets.locate import LocatedSource, LocatedTokenizer
 from assets.realize import record
+from assets.tokenizer_changes import tokenizer_changes
 from assets.world import FoundData
 from tests.workflows.in_process import services_in
-from training.contract.store import Made
+from training.contract.store import Made, write_json
 
 
 def _source(hub: dict[str, Any]) -> FoundData:
@@ -31,6 +32,17 @@ def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):
         "hub data set.configs absent -> null",
         "org/pairs at commit cccccccccccc: train.jsonl added",
     ]
+
+
+def test_a_line_of_the_template_that_is_a_rule(tmp_path):
+    """In a diff it looks like the name of a file."""
+    store, how = services_in(tmp_path).store, derivation("tokenization_spec", {}, {})
+    with store.staging() as staging:
+        write_json(staging / "spec.json", {"template": "Answer.\n---\n"})
+        before = store.publish(staging, how, Made("f" * 64))
+    (tmp_path / "now.jinja").write_text("Answer.\n+++\n")
+    now = LocatedTokenizer(tmp_path, tmp_path / "now.jinja", {})
+    assert list(tokenizer_changes(before, now, {"template"})) == ["chat template changed: line 2\n    ----\n    ++++"]
 
 
 def test_files_of_one_name_and_their_order(tmp_path):
