@@ -101,5 +101,5 @@ def read_pairs(pairs: Artifact) -> pa.Table:
 
 def find_row(table: pa.Table, row: int) -> int | None:
     """The position of `row` in a table with that column."""
-    found = pc.index(table["row"], row).as_py()
+    found = pc.index(table["row"], row).as_py() if row < 2**63 else -1  # Arrow's integers end there
     return None if found < 0 else int(found)

@@ -183,4 +183,6 @@ def test_inspect_shows_tokens_and_logprobs(materialized, small_recipe):
             assert row[side]["mask"][0] is False and row[side]["mask"][-1] is True
             assert row[side]["reference_logprob"] < 0
             assert (row[side]["policy_logprob"] is None) == (row["split"] == "train")
-    assert home.invoke("inspect", str(small_recipe), "--row", "9999").exit_code == 2
+    for beyond in ("9999", str(10**20)):
+        done = home.invoke("inspect", str(small_recipe), "--row", beyond)
+        assert done.exit_code == 2 and f"there is no row {beyond} in raw_preferences" in done.stderr
