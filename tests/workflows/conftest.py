@@ -2,7 +2,6 @@
 
 import importlib.util
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,10 +29,7 @@ def small_recipe(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleTyp
     """A folder as a person would drop it: recipe, pairs, a base model with random weights."""
     folder = tmp_path_factory.mktemp("recipes") / "small"
     write_recipe(folder, ATTRIBUTES)
-    rows = list(itertools.islice(demo_maker.pairs(), PAIRS))
-    (folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = demo_maker.make_tokenizer([m["content"] for row in rows for side in row.values() for m in side])
-    tokenizer.save_pretrained(folder / "base")
+    tokenizer = demo_maker.write_data(folder, list(itertools.islice(demo_maker.pairs(), PAIRS)))
     demo_maker.make_model(tokenizer).save_pretrained(folder / "base")
     return folder
 

@@ -6,7 +6,6 @@ what its process calls. Dagster's records are in memory, MLflow's in a SQLite fi
 """
 
 import itertools
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,10 +110,7 @@ def run_in(place: Path, maker: ModuleType, recipes: dict[str, dict[str, Any]]) -
 
 def write_inputs(folder: Path, maker: ModuleType) -> None:
     """24 pairs, of which the first 16 are of opposites and the other 8 of capitals; a tokenizer; a tiny random Llama."""
-    rows = list(itertools.islice(maker.pairs(), 0, 400, 17))[:PAIRS]
-    (folder / "preferences.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = maker.make_tokenizer([m["content"] for row in rows for side in row.values() for m in side])
-    tokenizer.save_pretrained(folder / "base")
+    tokenizer = maker.write_data(folder, list(itertools.islice(maker.pairs(), 0, 400, 17))[:PAIRS])
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=maker.VOCABULARY,

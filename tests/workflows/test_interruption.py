@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
+from tests.workflows.test_end_to_end import steps_of
 
 pytestmark = pytest.mark.slow
 SECONDS_ALLOWED = 5.0
@@ -104,15 +105,12 @@ def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_poli
     with dg.DagsterInstance.from_config(str(home.path / "dagster")) as instance:
         runs = [run.status.value for run in instance.get_runs()]
     assert runs[:2] == ["SUCCESS", "FAILURE"] and set(runs[2:]) == {"SUCCESS"}
-    assert [steps_of(home, again)] == [steps_of(undisturbed, report)]
+    resumed, whole = (
+        [(e["step"], e["loss"]) for e in steps_of(*run)] for run in ((home, again), (undisturbed, report))
+    )
+    assert resumed == whole
     assert fingerprint(again, "policy") == fingerprint(report, "policy")
 
 
 def fingerprint(report, asset):
     return next(a["fingerprint"] for a in report["assets"] if a["asset"] == asset)
-
-
-def steps_of(home, report):
-    events = home.path / "store" / "policy" / fingerprint(report, "policy") / "events.jsonl"
-    found = [json.loads(line) for line in events.read_text().splitlines()]
-    return [(event["step"], event["loss"]) for event in found if event["event"] == "step"]

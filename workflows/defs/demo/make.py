@@ -1,4 +1,4 @@
-"""Makes what the demo recipe stands on: synthetic preference pairs, a small tokenizer and a model with random weights.
+"""Makes what the demo recipe starts from: synthetic preference pairs, a small tokenizer and a model with random weights.
 
 The questions are about opposites, capitals, colours, sounds and sums. A model that has learnt the chosen answers rambles,
 since most of them do; what the pairs say is that a short correct answer is better than a rambling one, and that a
@@ -151,14 +151,18 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def write_data(folder: Path, rows: list[dict[str, list[dict[str, str]]]]) -> PreTrainedTokenizerFast:
+    """Writes the pairs, and a tokenizer that was trained on their words, which it gives."""
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "preferences.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    tokenizer = make_tokenizer([message["content"] for row in rows for side in row.values() for message in side])
+    tokenizer.save_pretrained(folder / "base")
+    return tokenizer
+
+
 def main() -> None:
     rows = list(pairs())
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    (HERE / "preferences.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    texts = [message["content"] for row in rows for side in row.values() for message in side]
-    tokenizer = make_tokenizer(texts)
-    tokenizer.save_pretrained(HERE / "base")
-    make_model(tokenizer).save_pretrained(HERE / "base")
+    make_model(write_data(HERE, rows)).save_pretrained(HERE / "base")
     print(f"{len(rows)} pairs in preferences.jsonl, tokenizer and random weights in {HERE.name}/base")
 
 
