@@ -1,0 +1,16 @@
+"""The Dagster assets: what there is, what each is made from, and how one is materialized. Nothing here imports torch.
+
+graph, declare, conditions           the table of a pipeline; Dagster's assets from it; when they materialize by themselves
+pipeline, step                       a recipe under its name, with its services; one of its assets as it is materialized
+sources, specs, data, reference,     the bodies of the assets, a file a stage
+  policy, evaluation, release
+realize                              what nearly every body does: ask the store, else launch a job
+world, locate, named_model,          what sources and specs would be now: files, models and data sets, and where the
+  written, counting                  recipe names them
+materialized, process                what Dagster recorded, and which process works on a run
+changes, tokenizer_changes           what changed since, in words
+checks, metadata, event_log,         what people see of an artifact, of a job, of a pair
+  rows, page
+held_out                             the values by which the gate and `pedigree compare` compare two policies
+adapters, rescoring                  jobs whose results are no assets: a merged adapter, pairs scored again
+"""

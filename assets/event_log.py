@@ -12,9 +12,9 @@ _SHARE_OF_THE_TIME = 0.01
 
 
 class EventLines:
-    """Writes phases and notes at once, and progress every so many `seconds`, more seldom the longer it goes on.
+    """Writes phases and notes at once, and progress every so many `seconds`, less often the longer it goes on.
 
-    In the end that is every five minutes: a week would else leave a hundred thousand lines, too many for the page of a run.
+    In the end that is every five minutes: a week would otherwise leave a hundred thousand lines, too many for a run's page.
     """
 
     def __init__(self, write: Callable[[str], object], asset: str, seconds: float = _SECONDS_BETWEEN_LINES):

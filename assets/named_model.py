@@ -50,4 +50,4 @@ class NamedModel:
             raise self._neither(error) from error
 
     def _neither(self, error: HubError) -> ModelError:
-        return ModelError(f"it is neither a folder beside the recipe nor a model of the hub that can be had: {error}")
+        return ModelError(f"it is neither a folder beside the recipe nor a model that the hub gives: {error}")

@@ -180,7 +180,7 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
 def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logger) -> Artifact:
     """Run `job` to its end and give what it published; the log, the services' listener and that of `work` hear its events.
 
-    A job that is taken up again repeats those of its earlier attempts, which were told to people then.
+    A job that resumes repeats the events of its earlier attempts, which people have seen already.
     """
     told, started = with_log(services, log, job.artifact).listener, time.time()
     with work.during(job) if work.during else nullcontext(ignore) as listener:

@@ -1,7 +1,7 @@
-"""Where a recipe's file says what an error is about: whoever reads it goes to that line and edits it.
+"""Where a recipe's file says what an error is about, so that whoever reads the error can go to that line.
 
-A recipe that is sound as such can still name a folder that is not there, an alias nobody set, a file with an error in it. What
-finds that does not know of recipes; here its message gets file, line, field and value, as the person wrote them.
+A valid recipe can still name a folder that is not there, an alias nobody set, a file with an error in it. The code that finds
+this does not know of recipes; here its message gets file, line, field and value, as the person wrote them.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,13 @@
-"""What a person runs: recipes as Dagster components, the definitions object, and the command `pedigree`."""
+"""What a person runs: recipes as Dagster components, the definitions object, and the command `pedigree`.
+
+component, recipes, names            from a defs.yaml to pipelines, found by name or path
+recipe_file, faults, trl_names       what is wrong in a defs.yaml, with its line and what was meant
+definitions, automation, resources   what Dagster loads; scaffold: what `dg scaffold` writes
+cli, reporting, progress, show       the command: what is typed, how it ends, its bars, its tables
+execution, outlook, lineage, plan    `run`; what a run would give; `status`; `plan`
+comparison, inspection, verify,      the other commands, each a file
+  gc, servers
+"""
 
 from workflows.component import PreferenceTuning
 

@@ -1,7 +1,7 @@
 """Evaluations side by side: in which settings they differ, in which results, and how much of that is noise.
 
-What counts is what was last evaluated, with the settings it was made with, whatever the files say by now; where they say
-something else, a note tells. Every recipe is compared with the first that was evaluated, pair by pair on the held-out pairs
+What counts is what was last evaluated, with the settings it was made with, whatever the files say by now; a note says where
+they differ. Every recipe is compared with the first that was evaluated, pair by pair on the held-out pairs
 that both saw: how hard a pair is cancels, and what is left has the standard error s / sqrt(n) that the gate decides by.
 
 Accuracy (the share of pairs whose chosen response has the higher reward) and margin (in nats, before beta) mean the same

@@ -1,7 +1,7 @@
-"""Whose a pipeline's name is in a home: asset keys begin with it, so two recipes of one name are one pipeline.
+"""Which recipe a name belongs to in a home: asset keys begin with the name, so two recipes of one name are one pipeline.
 
 That is right for a recipe that moved, for a copy, and for the checkout of another release: they are versions of one thing,
-which says in its status what changed. It is not for two that release different models. So a run notes folder and model
+whose status says what changed. It is wrong for two recipes that release different models. So a run notes folder and model
 under the name, and another folder of that name with another model is refused as long as the first is there.
 """
 

@@ -87,7 +87,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
 
 
 def extra_recipes() -> list[Path]:
-    """The recipes outside the project that the web UI shall show: those of PEDIGREE_RECIPES, which is separated like PATH.
+    """The recipes outside the project that the web UI is to show: those of PEDIGREE_RECIPES, which is separated like PATH.
 
     Raises UsageError where two recipes, those of the project among them, have one name.
     """

@@ -1,6 +1,6 @@
-"""What TRL's DPOTrainer, its DPOConfig and peft's LoraConfig call the fields of a recipe, for who writes such a name into one.
+"""What TRL's DPOTrainer, its DPOConfig and peft's LoraConfig call the fields of a recipe, for those who write such a name.
 
-docs/recipe.md has the same as a table, with what there is to say.
+docs/recipe.md has the same as a table, with notes.
 """
 
 FIELDS = {

@@ -1,7 +1,7 @@
 """A home that was moved, renamed, or restored from a backup at another place.
 
-MLflow writes the absolute address of artifacts into its database: of each experiment, each run, each model version. After
-a move they lead nowhere; after a copy to the original, into which the copy's runs would then write. So they follow the home.
+MLflow writes the absolute addresses of artifacts into its database: of each experiment, run and model version. After a move
+they lead nowhere; after a copy, to the original, into which the copy's runs would then write. So they follow the home.
 """
 
 import contextlib

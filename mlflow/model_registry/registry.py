@@ -121,7 +121,7 @@ class Registry:
     def promote(self, version: Version, over: Version | None) -> bool:
         """Make the version champion, and note which one it replaces, if that is still `over`; gives whether it did.
 
-        MLflow cannot compare and set in one request: who promotes another in the milliseconds between the two is not seen.
+        MLflow cannot compare and set in one request: a promotion by others in the milliseconds between the two is not seen.
         """
         name, number = version.name, version.number
         with self._connection.asking(f"make version {number} of {name} its champion") as client:

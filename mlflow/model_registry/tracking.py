@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
     """MLFLOW_TRACKING_URI where it is set, else a SQLite file under `home`.
 
-    Raises UsageError for an address that can never answer: a server may be away, and would be missed after training only.
+    Raises UsageError for an address that can never answer. One that is only away is noticed when it is asked.
     """
     uri = environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
     if uri.partition("://")[0].partition("+")[0] not in _KINDS and not environ.get("MLFLOW_ALLOW_FILE_STORE"):
