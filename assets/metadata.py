@@ -48,7 +48,7 @@ def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMet
         axes.stairs(histogram[side], histogram["edges"], label=side, color=colour, fill=True, alpha=0.5)
     axes.set(xlabel="tokens of prompt and response", ylabel="pairs")
     axes.legend()
-    return picture(figure, "sequence lengths")
+    return _picture(figure, "sequence lengths")
 
 
 def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
@@ -62,10 +62,10 @@ def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataV
     rewards.legend()
     loss.plot(series["steps"], series["loss"], color="#6d597a")
     loss.set(xlabel="step", title="loss")
-    return picture(figure, "rewards by step")
+    return _picture(figure, "rewards by step")
 
 
-def picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
+def _picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
     """A figure as a PNG within Markdown, as Dagster's UI shows pictures."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)

@@ -62,7 +62,7 @@ def _side(name: str, side: TokenizedSide, policy: float | None) -> str:
     return (
         f"<h3>{name}</h3>\n"
         f'<div class="sums">{len(side.texts)} tokens, {sum(side.mask)} trained; '
-        f"reference log-prob {_number(side.reference_logprob)}{of_policy}</div>\n"
+        f"reference log-prob {shown_logprob(side.reference_logprob)}{of_policy}</div>\n"
         f'<div class="tokens">{tokens}</div>'
     )
 
@@ -75,5 +75,5 @@ def _token(text: str, trained: bool, value: float | None) -> str:
     return f"<span{attributes}>{escape(text)}</span>"
 
 
-def _number(value: float | None) -> str:
+def shown_logprob(value: float | None) -> str:
     return "not computed" if value is None else f"{value:.4f}"

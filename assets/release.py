@@ -83,10 +83,6 @@ class _Candidate:
         inputs = {name: artifact.fingerprint for name, artifact in self.above.items()}
         return derivation("released_model", inputs, self.step.settings)
 
-    @property
-    def key(self) -> str:
-        return self.derivation.key
-
     @cached_property
     def lineage(self) -> dict[str, str]:
         """The fingerprints, by kind, of all artifacts that it was made from, directly or not."""
@@ -112,8 +108,9 @@ def is_decided(registry: Registry, pipeline: Pipeline, key: str) -> bool:
 def _release(candidate: _Candidate) -> _Released:
     """Raises RegistryAway, RegistryError or StoreError; calling it again goes on from there."""
     registry, log = candidate.registry, candidate.step.context.log
-    with candidate.store.lock("released_model", candidate.key):
-        known = registry.find_version(candidate.name, {RELEASE_KEY_TAG: candidate.key})
+    key = candidate.derivation.key
+    with candidate.store.lock("released_model", key):
+        known = registry.find_version(candidate.name, {RELEASE_KEY_TAG: key})
         if known is not None and _has_decision(known):
             return _Released(known, "reused")
         version = _register(candidate)
@@ -135,8 +132,8 @@ def _register(candidate: _Candidate) -> Version:
     run_id = delivered_evaluation(step, policy, candidate.above["evaluation"])
     if run_id is None:
         raise RegistryAway(
-            f"MLflow at {shown(registry.tracking_uri)} does not take all that the run of the policy of "
-            f"{step.pipeline.name} has to hold; run again once it does: nothing is computed again"
+            f"MLflow at {shown(registry.tracking_uri)} did not take everything that belongs to the run of "
+            f"{step.pipeline.name}'s policy; run again once it does: nothing is computed again"
         )
     model = plain_model(step, policy)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
@@ -144,7 +141,7 @@ def _register(candidate: _Candidate) -> Version:
         candidate.name,
         model.folder,
         run_id,
-        identity={RELEASE_KEY_TAG: candidate.key},
+        identity={RELEASE_KEY_TAG: candidate.derivation.key},
         tags=lineage_tags(lineage),
         tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
         evaluation=candidate.above["evaluation"].folder,
@@ -247,12 +244,12 @@ def _result(
         "model": f"models:/{version.name}/{version.number}",
         "mlflow": dg.MetadataValue.url(candidate.registry.link(version)),
         "made_from": inputs_table(candidate.derivation),
-        "fingerprint": candidate.key,
-        "key": candidate.key,
+        "fingerprint": candidate.derivation.key,
+        "key": candidate.derivation.key,
         "seconds": round(time.monotonic() - started, 3),
         "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
     }
-    return dg.MaterializeResult(data_version=dg.DataVersion(candidate.key), metadata=metadata)
+    return dg.MaterializeResult(data_version=dg.DataVersion(candidate.derivation.key), metadata=metadata)
 
 
 def _reasons(version: Version, is_champion: bool) -> Iterator[str]:

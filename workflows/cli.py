@@ -1,4 +1,4 @@
-"""The command `pedigree`: what is typed, which function does it, and what is shown of that. `reporting` tells how it ends."""
+"""The command `pedigree`: what is typed, which function does it, and how the result is shown."""
 
 import logging
 import os
@@ -8,7 +8,6 @@ import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -58,7 +57,7 @@ def main() -> None:
     "--select",
     type=click.Choice(list(GRAPH)),
     metavar="ASSET",
-    help=f"Only this asset and what it stands on; one of {', '.join(GRAPH)}.",
+    help=f"Only this asset and everything upstream of it; one of {', '.join(GRAPH)}.",
 )
 @click.option("--variants", is_flag=True, help="The recipe, then its variants; one that fails does not stop the rest.")
 @_as_json
@@ -77,7 +76,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
         if reports[-1].interrupted:
             break
     if as_json:
-        told = [_report_json(report) for report in reports]
+        told = [{k: v for k, v in asdict(report).items() if k != "samples"} for report in reports]
         print_json({"recipe": reports[0].recipe, "runs": told} if variants else told[0])
     if failed := [report.recipe for report in reports if not report.succeeded]:
         if variants:
@@ -90,7 +89,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
 @_as_json
 @reporting
 def status(recipe: str, as_json: bool) -> None:
-    """Which assets are fresh, stale or missing, and why. Files are looked at as they are at this moment."""
+    """Which assets are fresh, stale or missing at this moment, and why."""
     loaded = _found(recipe)[0]
     with dagster_instance() as instance:
         found = look(loaded.pipeline, build_services(pedigree_home()), instance)
@@ -121,7 +120,7 @@ def plan(recipe: str, as_json: bool) -> None:
 @_as_json
 @reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
-    """Hash everything the recipe stands on, and score some pairs again."""
+    """Hash everything the recipe is made from, and score some pairs again."""
     loaded = _found(recipe)[0]
     with Progress(people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
@@ -240,8 +239,8 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance():
         connect(tracking)
-    with web_servers(home, tracking, port, mlflow_port, people.print) as addresses:
-        show.addresses(people, *addresses)
+    with web_servers(home, tracking, port, mlflow_port, people.print) as (dagster, mlflow):
+        people.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 
@@ -252,9 +251,3 @@ def _found(recipe: str) -> list[LoadedRecipe]:
     for loaded in found:
         refuse_namesake(pedigree_home(), loaded)
     return found
-
-
-def _report_json(report: RunReport) -> dict[str, Any]:
-    value = asdict(report)
-    del value["samples"]
-    return value

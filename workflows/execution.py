@@ -13,7 +13,7 @@ from assets.graph import GPU_POOL, GRAPH
 from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
 from assets.process import PROCESS_TAG, is_alive, this_process
-from training.contract.errors import PedigreeError, UsageError
+from training.contract.errors import PedigreeError
 from workflows.names import claim
 from workflows.recipes import LoadedRecipe
 
@@ -64,15 +64,10 @@ class RunReport:
         return any(asset.error == INTERRUPTED for asset in self.assets)
 
 
-def with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
-    """The assets that a run of `asset` goes through: itself and everything upstream; all of them for None.
-
-    Raises UsageError for a name that is no asset.
-    """
+def _with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
+    """The assets that a run of `asset` goes through: itself and everything upstream; all of them for None."""
     if asset is None:
         return list(GRAPH)
-    if asset not in GRAPH:
-        raise UsageError(f"there is no asset {asset!r}; expected one of {', '.join(GRAPH)}")
     wanted = {asset}
     for name in reversed(GRAPH):
         if name in wanted:
@@ -86,7 +81,7 @@ def materialize(
     """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception."""
     pipeline = loaded.pipeline
     claim(services.home, loaded)
-    selected = with_upstream(asset, pipeline)
+    selected = _with_upstream(asset, pipeline)
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
     )

@@ -159,7 +159,7 @@ class Sweep:
     def _in_progress(self) -> Iterator[Reference]:
         for folder in self._jobs:
             job = _read_job(folder)
-            if job is not None and self._is_running(job):
+            if job is not None and is_held(self._store.lock_file(job.artifact, job.derivation.key)):
                 yield from _references(job.inputs)
 
     @cached_property
@@ -184,9 +184,6 @@ class Sweep:
         if self._since is None or (manifest := self._manifest(kind, fingerprint)) is None:
             return False
         return datetime.fromisoformat(manifest.created) >= self._since.replace(microsecond=0)
-
-    def _is_running(self, job: Job) -> bool:
-        return is_held(self._store.lock_file(job.artifact, job.derivation.key))
 
     def _is_over(self, folder: Path) -> bool:
         return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)

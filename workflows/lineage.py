@@ -134,8 +134,9 @@ class _Judge:
 
     def _own_changes(self, asset: str, before: Derivation) -> list[str]:
         """Fields that come out of a spec are the spec's to explain."""
-        known = before.model_copy(update={"settings": {}}) if GRAPH[asset].spec else before
-        return own_changes(known, GRAPH[asset].version, self._outcomes[asset].settings)
+        node = GRAPH[asset]
+        known = before.model_copy(update={"settings": {}}) if node.spec else before
+        return own_changes(known, node.version, node.reads(self._pipeline.recipe))
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
         inputs = GRAPH[asset].inputs(self._pipeline.recipe)

@@ -4,8 +4,7 @@ Sources and specs are looked at; from them every asset's derivation follows, in 
 compute it. While an input has yet to be made its fingerprint is unknown, and so is everything that depends on it.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services
@@ -23,13 +22,11 @@ CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 class Outcome:
     """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
 
-    `settings`: the fields of the recipe that the asset reads itself; `found`: for a source or a spec; `fault`: what is
-    wrong with the artifact in the store.
+    `found`: for a source or a spec; `fault`: what is wrong with the artifact in the store.
     """
 
     derivation: Derivation | None
     fingerprint: str | None
-    settings: dict[str, Any]
     found: Found | None = None
     fault: str | None = None
 
@@ -42,45 +39,42 @@ def outlook(pipeline: Pipeline, services: Services) -> Outlook:
     outcomes: Outlook = {}
     cache = hash_cache(services)
     for asset in GRAPH:
-        outcomes[asset] = (
-            _root(asset, pipeline, services, cache)
-            if asset in ROOTS
-            else _made(asset, pipeline, services, outcomes, cache)
-        )
+        if asset in ROOTS:
+            outcomes[asset] = _root(asset, pipeline, services, cache)
+        else:
+            how = _derivation(asset, pipeline, outcomes)
+            outcomes[asset] = Outcome(None, None) if how is None else _look_up(services, how, cache)
     return outcomes
 
 
 def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Outcome:
     found = look(pipeline, services, asset, cache)
-    settings = GRAPH[asset].reads(pipeline.recipe)
     if found.fingerprint is not None:
-        return Outcome(found.derivation, found.fingerprint, settings, found)
-    return _look_up(services, found.derivation, settings, cache, found)
+        return Outcome(found.derivation, found.fingerprint, found)
+    return replace(_look_up(services, found.derivation, cache), found=found)
 
 
-def _made(asset: str, pipeline: Pipeline, services: Services, above: Outlook, cache: HashCache) -> Outcome:
-    settings = GRAPH[asset].reads(pipeline.recipe)
-    inputs = {name: above[name].fingerprint for name in GRAPH[asset].inputs(pipeline.recipe)}
+def _derivation(asset: str, pipeline: Pipeline, above: Outlook) -> Derivation | None:
+    """How a run would make an asset from others; None if one of them has yet to be made."""
+    node = GRAPH[asset]
+    inputs = {name: above[name].fingerprint for name in node.inputs(pipeline.recipe)}
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
-        return Outcome(None, None, settings)
-    spec = None if (name := GRAPH[asset].spec) is None else above[name].found
-    how = derivation(asset, known, settings if spec is None else spec.files["spec.json"])
-    return _look_up(services, how, settings, cache)
+        return None
+    spec = None if node.spec is None else above[node.spec].found
+    return derivation(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
 
 
-def _look_up(
-    services: Services, how: Derivation, settings: dict[str, Any], cache: HashCache, found: Found | None = None
-) -> Outcome:
+def _look_up(services: Services, how: Derivation, cache: HashCache) -> Outcome:
     if how.kind == "released_model":
-        return Outcome(how, how.key, settings)
+        return Outcome(how, how.key)
     try:
         artifact = services.store.find(how.kind, how.key, cache=cache)
     except CorruptRecord:
-        return Outcome(how, None, settings, found, CORRUPT_RECORD)
+        return Outcome(how, None, fault=CORRUPT_RECORD)
     except CorruptArtifact as error:
-        return Outcome(how, None, settings, found, _fault(services.store, how, error))
-    return Outcome(how, None if artifact is None else artifact.fingerprint, settings, found)
+        return Outcome(how, None, fault=_fault(services.store, how, error))
+    return Outcome(how, None if artifact is None else artifact.fingerprint)
 
 
 def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:

@@ -1,5 +1,6 @@
 """What people see in the terminal while jobs run: bars, or lines where it is none."""
 
+from functools import partial
 from typing import Self
 
 from rich import progress
@@ -57,11 +58,9 @@ class Progress:
 
     def _lines_of(self, asset: str) -> EventLines:
         if asset not in self._lines:
-            self._lines[asset] = EventLines(self._print, asset, _SECONDS_BETWEEN_LINES)
+            write = partial(self._console.print, markup=False, soft_wrap=True)
+            self._lines[asset] = EventLines(write, asset, _SECONDS_BETWEEN_LINES)
         return self._lines[asset]
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
 
     def _task(self, asset: str) -> progress.TaskID:
         if asset not in self._tasks:

@@ -81,12 +81,12 @@ def _type(document: yaml.Node) -> str:
 
 def _repeated(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
     """Every key that is repeated in its mapping, and its repetition."""
-    children = [node.value] if isinstance(node, yaml.SequenceNode) else []
+    children = node.value if isinstance(node, yaml.SequenceNode) else []
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, yaml.ScalarNode] = {}
         for key, _ in node.value:
             if seen.setdefault(key.value, key) is not key:
                 yield seen[key.value], key
-        children = [[value for _, value in node.value]]
-    for child in (child for group in children for child in group):
+        children = [value for _, value in node.value]
+    for child in children:
         yield from _repeated(child)

@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +81,7 @@ def web_servers(
 def _usable(port: int, tell: Callable[[str], None]) -> int:
     found = free_port(port)
     if found != port:
-        tell(f"Port {port} is taken; using {found} instead.")
+        tell(f"Port {port} is not free; using {found} instead.")
     return found
 
 
@@ -133,7 +132,7 @@ def _wait_until_ready(server: _Server, process: "subprocess.Popen[bytes]") -> No
         try:
             with urllib.request.urlopen(server.probe, timeout=5):
                 return
-        except (urllib.error.URLError, OSError):
+        except OSError:
             time.sleep(0.3)
     raise PedigreeError(f"{server.name}'s server did not answer in {_READY_SECONDS:.0f} s; its log is {server.log}")
 

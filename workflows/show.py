@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from assets.graph import GRAPH
+from assets.page import shown_logprob
 from assets.pipeline import Pipeline
 from training.contract.fingerprint import short, shortened
 from workflows.comparison import MEASURES, Compared, Comparison
@@ -37,13 +38,8 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
     """The assets with their outcome, answers before and after, held-out metrics; last what failed, or became champion."""
     table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
     for asset in report.assets:
-        table.add_row(
-            asset.asset,
-            GRAPH[asset.asset].group,
-            _coloured(asset.outcome),
-            short(asset.fingerprint),
-            f"{asset.seconds:.1f}",
-        )
+        outcome, seconds = _coloured(asset.outcome), f"{asset.seconds:.1f}"
+        table.add_row(asset.asset, GRAPH[asset.asset].group, outcome, short(asset.fingerprint), seconds)
     console.print(table)
     if with_samples and report.samples:
         _samples(console, report.samples)
@@ -118,7 +114,7 @@ def comparison(console: Console, found: Comparison) -> None:
     if any(each.differences for each in found.recipes):
         console.print(
             f"Below a value: its difference to {found.against} on the same pairs ± one standard error, dim where it is less "
-            "than two of them: chance explains it. Margins are in nats, before beta. A loss is told where it is the same one."
+            "than two of them: chance explains it. Margins are in nats, before beta. A loss is shown where it is the same."
         )
 
 
@@ -136,9 +132,8 @@ def verification(console: Console, found: Verification) -> None:
     """What was hashed again, and what was scored again, with what differs."""
     table = Table("asset", "fingerprint", "", "fault", title=f"Recipe {found.recipe}: hashed again")
     for asset in found.artifacts:
-        table.add_row(
-            asset.asset, short(asset.fingerprint), _coloured("ok" if asset.ok else "differs"), escape(asset.fault or "")
-        )
+        verdict = _coloured("ok" if asset.ok else "differs")
+        table.add_row(asset.asset, short(asset.fingerprint), verdict, escape(asset.fault or ""))
     console.print(table)
     if not found.rescored:
         console.print("No pair was scored again.")
@@ -179,16 +174,10 @@ def inspected(console: Console, found: InspectedRow) -> None:
         console.print(_tokens(side), soft_wrap=True)
         if any(value is not None for value in side.reference_token_logprobs):
             console.print(f"[dim]reference, nats a token:[/] {_token_logprobs(side)}", soft_wrap=True)
-        console.print(
-            f"reference log-prob {_number(side.reference_logprob)}, policy log-prob {_number(side.policy_logprob)}"
-        )
+        reference, policy = shown_logprob(side.reference_logprob), shown_logprob(side.policy_logprob)
+        console.print(f"reference log-prob {reference}, policy log-prob {policy}")
     if found.chosen.policy_logprob is None:
         console.print("[dim]The policy was evaluated on held-out pairs only; --score computes its log-probs here.[/]")
-
-
-def addresses(console: Console, dagster: str, mlflow: str) -> None:
-    """Where to look."""
-    console.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
 
 
 def _tokens(side: InspectedSide) -> str:
@@ -201,10 +190,6 @@ def _tokens(side: InspectedSide) -> str:
 def _token_logprobs(side: InspectedSide) -> str:
     pairs = zip(side.texts, side.reference_token_logprobs, strict=True)
     return " ".join(f"{escape(repr(text))} {value:.2f}" for text, value in pairs if value is not None)
-
-
-def _number(value: float | None) -> str:
-    return "not computed" if value is None else f"{value:.4f}"
 
 
 def _coloured(word: str) -> str:

@@ -6,6 +6,7 @@ model scores some rows of the table of log-probs again. They agree if they diffe
 square root of the response's number of tokens, as the sum of that many rounding errors does.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,18 +82,10 @@ class _Verifier:
     def asset(self, asset: str) -> VerifiedAsset | None:
         """The asset as last materialized; None if it never was."""
         recorded = self._history.latest(asset)
-        fingerprint = recorded.fingerprint
-        if fingerprint is None:
+        if recorded.fingerprint is None:
             return None
-        released = asset == "released_model"
-        fault = self._version_fault(fingerprint) if released else self._artifact_fault(asset, fingerprint)
-        if fault is None and not released:
-            fault = self._record_fault(asset, recorded.key)
-        if fault is None and asset in _OUTSIDE:
-            fault = self._outside_fault(asset, fingerprint, recorded.key)
-        if fault is None and asset == "reference_logprobs":
-            fault = self._memo_fault(fingerprint)
-        return VerifiedAsset(asset, fingerprint, fault is None, fault)
+        fault = next(filter(None, self._faults(asset, recorded.fingerprint, recorded.key)), None)
+        return VerifiedAsset(asset, recorded.fingerprint, fault is None, fault)
 
     def scoring_inputs(self) -> dict[str, Artifact] | None:
         """The latest table with the pairs and the model that it was made from; None if there is no table."""
@@ -103,6 +96,18 @@ class _Verifier:
         made_from = table.derivation.inputs
         above = {name: self._services.store.open(name, made_from[name].fingerprint) for name in _SCORED_WITH}
         return {**above, "reference_logprobs": table}
+
+    def _faults(self, asset: str, fingerprint: str, key: str | None) -> Iterator[str | None]:
+        """One after the other: what a later one looks at is sound if those before it found nothing."""
+        if asset == "released_model":
+            yield self._version_fault(fingerprint)
+            return
+        yield self._artifact_fault(asset, fingerprint)
+        yield self._record_fault(asset, key)
+        if asset in _OUTSIDE:
+            yield self._outside_fault(asset, fingerprint, key)
+        if asset == "reference_logprobs":
+            yield self._memo_fault(fingerprint)
 
     def _artifact_fault(self, asset: str, fingerprint: str) -> str | None:
         store = self._services.store
