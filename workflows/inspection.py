@@ -44,19 +44,20 @@ class InspectedRow:
 def inspect_row(
     pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, row: int, score: bool = False
 ) -> InspectedRow:
-    """Row `row` of `raw_preferences`; with `score`, the policy's log-probs are computed where they are not known.
+    """Row `row` of the `raw_preferences` that were tokenized; with `score`, unknown log-probs of the policy are computed.
 
     Raises UsageError where the row is not there, was dropped, or nothing was materialized.
     """
     history = History(instance, pipeline, services.store)
-    raw = history.artifact("raw_preferences")
+    pairs = history.artifact("tokenized_pairs")
+    made_from = history.derivation("tokenized_pairs", pairs.fingerprint).inputs
+    raw = services.store.open("raw_preferences", made_from["raw_preferences"].fingerprint)  # not always the latest
     table = pq.read_table(raw.file("preferences.parquet"))
     messages = _row(table, row)
     if messages is None:
         raise UsageError(
             f"there is no row {row} in raw_preferences {short(raw.fingerprint)}; its {len(table):,} rows are numbered from 0"
         )
-    pairs = history.artifact("tokenized_pairs")
     reader = PairReader(services.store, pairs, _table_of(pairs, history))
     tokens = reader.read(row)
     if tokens is None:

@@ -102,6 +102,14 @@ def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world
         inspect_row(pipeline, ground.services, ground.instance, HELD_OUT, score=True)
 
 
+def test_the_messages_of_a_row_are_those_of_its_tokens(ground: Ground, world: World):
+    """Rows in another order were read, and nothing was made of them yet."""
+    data_lines(lambda rows: rows[::-1])(world)
+    pipeline = run(ground, world, "raw_preferences").pipeline
+    found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
+    assert found.messages["chosen"][0]["content"] in "".join(found.chosen.texts)
+
+
 def test_after_a_run_that_ended_early_the_cause_is_still_what_a_person_did(ground: Ground, world: World):
     """Where what an artifact was made from is gone, there are only fingerprints left to tell of."""
     data_lines(edits.reword(HELD_OUT))(world)
