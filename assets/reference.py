@@ -36,7 +36,8 @@ def point_to(services: Services, base_model: str) -> Realized:
 
 def reference_logprobs(step: Step) -> dg.MaterializeResult:
     made = realize(step, Work("reference", step.settings))
-    pairs = step.history.artifact("tokenized_pairs")
+    made_from = made.artifact.derivation.inputs["tokenized_pairs"].fingerprint
+    pairs = step.services.store.open("tokenized_pairs", made_from)  # another run may have made others meanwhile
     metadata = {
         "dagster/row_count": made.artifact.details["pairs"],
         "page": dg.MetadataValue.path(str(_page(step, pairs, made.artifact))),

@@ -76,19 +76,29 @@ def causes(pipeline: Pipeline, ground: Ground) -> dict[str, tuple[str, ...]]:
     return {asset.asset: asset.causes for asset in status(pipeline, ground.services, ground.instance)}
 
 
-def test_a_report_is_of_its_own_run(ground: Ground, world: World):
-    """While the evaluation is computed, another run records every asset as computed."""
-    field("evaluation.max_new_tokens", 3)(world)
+def run_with_another(ground: Ground, world: World, meanwhile: str) -> dict[str, str]:
+    """The outcomes of a run; while the job of `meanwhile` works, another run records every asset as it was before."""
     heard: list[str] = []
 
-    def meanwhile(event: Event) -> None:
-        if event.get("asset") == "evaluation" and not heard:
+    def hear(event: Event) -> None:
+        if event.get("asset") == meanwhile and not heard:
             ground.restore("plain")
             heard.append(event["event"])
 
-    report = materialize(load_recipe(world.folder), replace(ground.services, listener=meanwhile), ground.instance)
-    outcomes = {asset.asset: asset.outcome for asset in report.assets}
-    assert heard and outcomes["policy"] == "reused" and outcomes["evaluation"] == "computed"
+    report = materialize(load_recipe(world.folder), replace(ground.services, listener=hear), ground.instance)
+    assert heard, report
+    return {asset.asset: asset.outcome for asset in report.assets}
+
+
+def test_a_report_is_of_its_own_run(ground: Ground, world: World):
+    field("evaluation.max_new_tokens", 3)(world)
+    outcomes = run_with_another(ground, world, "evaluation")
+    assert outcomes["policy"] == "reused" and outcomes["evaluation"] == "computed"
+
+
+def test_a_table_is_checked_against_the_pairs_it_is_of(ground: Ground, world: World):
+    data_lines(lambda rows: rows[:-1])(world)
+    assert run_with_another(ground, world, "reference_logprobs")["reference_logprobs"] == "computed"
 
 
 def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world: World):
