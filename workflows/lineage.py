@@ -3,13 +3,8 @@
 An asset is fresh if a run (`workflows.outlook`) would give the artifact that was last materialized. While an input has yet to
 be made everything that depends on it counts as stale, although the run may find that the new artifact equals the old one.
 
-A cause is given where it arises and, behind the name of that asset, wherever it has an effect:
-
-    training_spec    stale    loss.beta 0.1 -> 0.2
-    policy           stale    training_spec: loss.beta 0.1 -> 0.2
-    evaluation       stale    training_spec: loss.beta 0.1 -> 0.2
-
-So every stale asset names what a person did, however far upstream, and never an asset that is itself only stale.
+A cause is given where it arises (`loss.beta 0.1 -> 0.2`) and, behind the name of that asset, wherever it has an effect. So
+every stale asset names what a person did, however far upstream, and never an asset that is itself only stale.
 """
 
 from collections.abc import Iterator

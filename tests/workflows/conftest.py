@@ -1,8 +1,7 @@
 """A whole recipe in small, outside the project, and a home in which it was run."""
 
-import importlib.util
+import importlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,18 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.workflows.homes import ATTRIBUTES, PAIRS, ROOT, Home, Looker, looker, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PAIRS, Home, Looker, looker, write_recipe
 
 
 @pytest.fixture(scope="session")
 def demo_maker() -> ModuleType:
     """The script of the demo recipe, whose pairs, tokenizer and model are the tests' as well."""
-    spec = importlib.util.spec_from_file_location("demo_make", ROOT / "workflows" / "defs" / "demo" / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["demo_make"] = module
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("workflows.defs.demo.make")
 
 
 @pytest.fixture(scope="session")

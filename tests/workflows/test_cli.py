@@ -57,8 +57,8 @@ def test_a_wrong_field_is_named_with_file_and_line(home, tmp_path):
     attributes = {**ATTRIBUTES, "training": {"optimizer": {"learning_rate": "fast"}, "batchsize": 3}}
     folder = write_recipe(tmp_path / "wrong", attributes)
     lines = (folder / "defs.yaml").read_text().splitlines()
-    done = home.pedigree("run", str(folder))
-    assert done.returncode == 2 and "Traceback" not in done.stderr
+    done = home.invoke("run", str(folder))
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
     message = done.stderr.replace("\n", "")
     for field, value in (("learning_rate", "fast"), ("batchsize", "3")):
         [number] = [n for n, line in enumerate(lines, 1) if line.strip().startswith(f"{field}: {value}")]
