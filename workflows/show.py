@@ -20,16 +20,10 @@ from workflows.plan import PlannedAsset, sentence
 from workflows.verify import Verification, agrees
 
 _COLOURS = {
-    "computed": "green",
-    "reused": "cyan",
-    "failed": "red",
-    "fresh": "green",
-    "stale": "yellow",
-    "missing": "red",
-    "compute": "yellow",
-    "reuse": "cyan",
-    "ok": "green",
-    "differs": "red",
+    **dict.fromkeys(("computed", "fresh", "ok"), "green"),
+    **dict.fromkeys(("reused", "reuse"), "cyan"),
+    **dict.fromkeys(("stale", "compute"), "yellow"),
+    **dict.fromkeys(("failed", "missing", "differs"), "red"),
 }
 _SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
 
