@@ -60,6 +60,13 @@ def latest_of(instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey]) -> dict
     return {key: Materialization() if (found := made.get(key)) is None else Materialization.of(found) for key in keys}
 
 
+def made_in(instance: dg.DagsterInstance, run_id: str) -> dict[dg.AssetKey, Materialization]:
+    """What a run has materialized so far."""
+    records = instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION).records
+    events = [recorded for record in records if (recorded := record.event_log_entry.asset_materialization) is not None]
+    return {event.asset_key: Materialization.of(event) for event in events}
+
+
 @dataclass(frozen=True)
 class Ancestor:
     """An artifact that another one was made from, directly or not, and how it was made when it was last materialized."""
@@ -70,15 +77,21 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class History:
-    """What was materialized of a pipeline when it was first asked, and the artifacts behind that in the store."""
+    """What was materialized of a pipeline when it was first asked, and the artifacts behind that in the store.
+
+    With `run_id`, for an asset that this run has materialized, that is what it materialized: another run, of newer data say,
+    may have recorded other inputs since, and what a run makes has to fit together.
+    """
 
     instance: dg.DagsterInstance
     pipeline: Pipeline
     store: Store
+    run_id: str | None = None
 
     @cached_property
     def _latest(self) -> dict[dg.AssetKey, Materialization]:
-        return latest_of(self.instance, [self.pipeline.key(asset) for asset in GRAPH])
+        found = latest_of(self.instance, [self.pipeline.key(asset) for asset in GRAPH])
+        return found if self.run_id is None else found | made_in(self.instance, self.run_id)
 
     def latest(self, asset: str) -> Materialization:
         return self._latest[self.pipeline.key(asset)]

@@ -1,6 +1,7 @@
 """One asset of one pipeline while it is materialized: what its body is given."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import dagster as dg
 
@@ -31,12 +32,11 @@ class Step:
         frozen: Settings = self.history.artifact(node.spec).json("spec.json")
         return frozen
 
-    @property
+    @cached_property
     def history(self) -> History:
-        """As it is now: another run may materialize something at any moment."""
-        return History(self.context.instance, self.pipeline, self.services.store)
+        """As it was when the step first asked: a spec and the inputs that go with it are then of one moment."""
+        return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id)
 
     def inputs(self) -> dict[str, Artifact]:
         """The artifacts that the asset is made from in this recipe, verified. Raises UsageError for one that never was made."""
-        history = self.history
-        return {name: history.artifact(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}
+        return {name: self.history.artifact(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}

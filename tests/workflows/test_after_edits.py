@@ -96,9 +96,14 @@ def test_a_report_is_of_its_own_run(ground: Ground, world: World):
     assert outcomes["policy"] == "reused" and outcomes["evaluation"] == "computed"
 
 
-def test_a_table_is_checked_against_the_pairs_it_is_of(ground: Ground, world: World):
+def test_what_a_run_makes_fits_together(ground: Ground, world: World):
+    """Another run puts the pairs of before in the place of this one's, while this one computes their log-probs."""
     data_lines(lambda rows: rows[:-1])(world)
-    assert run_with_another(ground, world, "reference_logprobs")["reference_logprobs"] == "computed"
+    outcomes = run_with_another(ground, world, "reference_logprobs")
+    computed = {"raw_preferences", "tokenized_pairs", "reference_logprobs", "policy", "evaluation", "released_model"}
+    assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"preference_source", *computed}
+    found = causes(load_recipe(world.folder).pipeline, ground)
+    assert found["policy"] == found["evaluation"] == ()
 
 
 def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world: World):
