@@ -231,8 +231,12 @@ class Registry:
         return source
 
     def _downloaded(self, version: Version) -> Path:
-        """A version's model folder, fetched once: a version never changes."""
-        target = self._downloads / version.name / str(version.number)
+        """A version's model folder, fetched once: its files never change.
+
+        The number alone names no version: it is that of another one on another server, and once the model was deleted.
+        """
+        place = f"{version.number}-{short(fingerprint('downloaded_version', version.source))}"
+        target = self._downloads / version.name / place
         if target.is_dir():
             return target
         with scratch(self._downloads) as staging:

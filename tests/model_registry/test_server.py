@@ -1,6 +1,7 @@
 """A real `mlflow server`: tracking and registering through HTTP, and what its death in the middle of a training costs."""
 
 import re
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -65,6 +66,23 @@ def test_a_run_and_a_version_through_http(
     assert warnings == []
     assert capfd.readouterr().out == "", "stdout is a command's own"
     assert not (tmp_path / "not used").exists()
+
+
+def test_a_model_that_begins_anew_is_not_taken_for_the_one_that_was_deleted(server, policy: Path, tmp_path: Path):
+    """Its versions have the same numbers, as those of another server have, and other weights."""
+    shutil.copytree(policy, retrained := tmp_path / "retrained")
+    shard = next(retrained.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x00\x3c")
+    tracker, registry = Tracker(server.uri, None), Registry(server.uri, tmp_path / "downloads")
+    for trained in (policy, retrained):
+        with tracker.run(key=trained.name, **ABOUT) as run:
+            version = registry.register(
+                "anew", trained, run.run_id, identity={"pedigree.policy": trained.name}, tags={}
+            )
+        assert version.number == 1
+        assert weights_identity(registry.resolve("models:/anew/1")) == weights_identity(trained)
+        MlflowClient(server.uri).delete_registered_model("anew")
+    assert weights_identity(policy) != weights_identity(retrained)
 
 
 def test_training_outlives_the_server_and_is_replayed(
