@@ -6,7 +6,8 @@ Kept is what is referred to by
 * a job in progress, that is, one whose key's lock is held; and whatever was made since the oldest unfinished run began,
   since it may be published and not yet recorded by Dagster;
 with all its ancestors. The memo of a kept model is kept whole: it is what makes scoring cheap. An interrupted job keeps its
-folder as long as that has checkpoints to resume from, and a job whose description cannot be read keeps it for a day.
+folder as long as that has checkpoints to resume from, and a job whose description cannot be read keeps it for a day. Of
+versions that were downloaded from a server those stay that an alias points at, and all while a run is unfinished.
 
 The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each is removed
 under the lock of whoever would use it, so what came into use since it was found stays.
@@ -47,7 +48,7 @@ _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 
 @dataclass(frozen=True)
 class Garbage:
-    """`kind`: that of an artifact, `memo/<rule>`, or `job`, `staging`, `corrupt`; then `fingerprint` is a folder's name."""
+    """`kind`: that of an artifact, `memo/<rule>`, or `job`, `staging`, `corrupt`, `download`; then `fingerprint` is a name."""
 
     kind: str
     fingerprint: str
@@ -99,6 +100,9 @@ class Sweep:
         yield from (_garbage("job", folder) for folder in self._jobs if self._is_over(folder))
         yield from (_garbage("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder))
         yield from (_garbage("corrupt", folder) for folder in self._folders["corrupt"])
+        if self._since is None:
+            for name in self._services.registry.outdated_downloads():
+                yield Garbage("download", name, freed_bytes(self._services.registry.downloads / name))
 
     def remove(self, item: Garbage) -> bool:
         """Remove it; False if it came into use meanwhile."""
@@ -113,6 +117,9 @@ class Sweep:
                 return self._is_abandoned(folder) and _remove(folder, locks)
             case "corrupt":
                 return _remove(self._store.root / "corrupt" / item.fingerprint)
+            case "download":
+                self._services.registry.remove_download(item.fingerprint)
+                return True
         if item.kind not in self._keys:
             self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
         keys = self._keys[item.kind].get(item.fingerprint, [])

@@ -48,7 +48,7 @@ class Registry:
     """
 
     def __init__(self, tracking_uri: str, downloads: Path) -> None:
-        self.tracking_uri, self._downloads = tracking_uri, downloads
+        self.tracking_uri, self.downloads = tracking_uri, downloads
         self._connection = Connection(tracking_uri)
 
     def register(
@@ -184,6 +184,21 @@ class Registry:
             raise RegistryError(f"{address} leads to {folder}, which has no config.json; expected a Hugging Face model")
         return folder
 
+    def outdated_downloads(self) -> list[str]:
+        """What of `downloads` are versions that no alias points at, as `name/folder`; they can be fetched again."""
+        found: list[str] = []
+        for model in sorted(self.downloads.glob("[!.]*")):
+            with self._connection.asking(f"look for the aliases of {model.name}") as client:
+                numbers = {str(number) for number in (_registered(client, model.name) or {}).values()}
+            folders = sorted(folder.name for folder in model.iterdir())
+            found += [f"{model.name}/{folder}" for folder in folders if folder.partition("-")[0] not in numbers]
+        return found
+
+    def remove_download(self, name: str) -> None:
+        """Remove one of them; first from its place, so that nobody ever takes what is left of a model for the whole."""
+        with scratch(self.downloads) as staging:
+            (self.downloads / name).rename(staging / "outdated")
+
     def _demand_registered(self, name: str, alias: str | None = None) -> None:
         """Raises UnknownModel where there is no model `name`, RegistryError where it has no such alias, with what there is."""
         with self._connection.asking(f"look for {name}") as client:
@@ -221,7 +236,7 @@ class Registry:
             return source
         local = local_path(root)
         # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
-        parent = local.parent if local else self._downloads
+        parent = local.parent if local else self.downloads
         with packaged(f"models:/{name}", policy, tokenizer, parent, evaluation) as folder:
             if local:
                 local.mkdir(parents=True, exist_ok=True)
@@ -236,10 +251,10 @@ class Registry:
         The number alone names no version: it is that of another one on another server, and once the model was deleted.
         """
         place = f"{version.number}-{short(fingerprint('downloaded_version', version.source))}"
-        target = self._downloads / version.name / place
+        target = self.downloads / version.name / place
         if target.is_dir():
             return target
-        with scratch(self._downloads) as staging:
+        with scratch(self.downloads) as staging:
             fetched = self.fetch(version, MODEL_FOLDER, staging)
             target.parent.mkdir(parents=True, exist_ok=True)
             move_into_place(fetched, target, staging)

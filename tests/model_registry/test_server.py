@@ -61,6 +61,7 @@ def test_a_run_and_a_version_through_http(
     folder = registry.resolve("models:/remote@champion")
     assert weights_identity(folder) == weights_identity(policy)
     assert registry.resolve("models:/remote/1") == folder
+    assert registry.outdated_downloads() == [], "it is champion"
     assert {path.name for path in (tmp_path / "downloads").iterdir()} == {"remote", ".staging"}
     assert list((tmp_path / "downloads" / ".staging").iterdir()) == []
     assert warnings == []
@@ -83,6 +84,10 @@ def test_a_model_that_begins_anew_is_not_taken_for_the_one_that_was_deleted(serv
         assert weights_identity(registry.resolve("models:/anew/1")) == weights_identity(trained)
         MlflowClient(server.uri).delete_registered_model("anew")
     assert weights_identity(policy) != weights_identity(retrained)
+    outdated = registry.outdated_downloads()
+    assert len(outdated) == 2, "there is no alias any more"
+    registry.remove_download(outdated[0])
+    assert registry.outdated_downloads() == outdated[1:]
 
 
 def test_training_outlives_the_server_and_is_replayed(

@@ -166,6 +166,21 @@ def test_what_a_run_in_progress_has_made_stays(looking):
     assert named(looking, "training_spec") == sorted([orphan.fingerprint, recent.fingerprint])
 
 
+def test_of_downloaded_versions_those_go_that_no_alias_points_at(looking):
+    """As they lie in a home whose server keeps the files; here champion and candidate are version 1."""
+    downloads = looking.home / "mlflow" / "downloads" / "small"
+    for name in ("1-0123456789ab", "2-0123456789ab"):
+        (downloads / name).mkdir(parents=True)
+        (downloads / name / "model.safetensors").write_bytes(b"weights")
+    run = dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED)
+    looking.instance.add_run(run)
+    assert named(looking, "download") == [], "the run may be reading one"
+    looking.instance.report_run_failed(run)
+    assert named(looking, "download", delete=True) == ["small/2-0123456789ab"]
+    assert [path.name for path in downloads.iterdir()] == ["1-0123456789ab"]
+    assert named(looking, "download") == []
+
+
 def test_a_version_that_was_rolled_back_is_not_promoted_again(looking, monkeypatch):
     """The worst moment: it was promoted, rolled back by a person, and its decision was never written down."""
     registry = looking.services.registry
