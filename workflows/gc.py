@@ -11,6 +11,9 @@ versions that were downloaded from a server those stay that an alias points at, 
 
 The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each is removed
 under the lock of whoever would use it, so what came into use since it was found stays.
+
+With it goes what Dagster noted of automation conditions, megabytes for each run they start, after 30 days. Dagster does that
+itself only where its daemon evaluates them, and ours are evaluated with the code of the recipes.
 """
 
 import shutil
@@ -44,6 +47,7 @@ Reference = tuple[str, str]  # kind and fingerprint
 _KINDS = (*GRAPH, MERGED, "proof")
 _UNFINISHED = [dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.NOT_STARTED, *BEGUN]
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
+_EVALUATIONS_SECONDS = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,8 @@ def collect(services: Services, instance: dg.DagsterInstance, delete: bool = Fal
     garbage = list(sweep.garbage())
     if delete:
         garbage = [item for item in garbage if sweep.remove(item)]
+        if (storage := instance.schedule_storage) is not None:
+            storage.purge_asset_evaluations(time.time() - _EVALUATIONS_SECONDS)
     return Collection(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
 
 

@@ -1,7 +1,9 @@
 """What goes and what stays when nobody refers to something any more, and what a rollback leaves behind."""
 
+import contextlib
 import fcntl
 import os
+import sqlite3
 import time
 
 import dagster as dg
@@ -179,6 +181,23 @@ def test_of_downloaded_versions_those_go_that_no_alias_points_at(looking):
     assert named(looking, "download", delete=True) == ["small/2-0123456789ab"]
     assert [path.name for path in downloads.iterdir()] == ["1-0123456789ab"]
     assert named(looking, "download") == []
+
+
+def test_what_conditions_evaluated_to_is_kept_for_a_month(looking):
+    """Oracle: the table of Dagster's database."""
+    evaluations = "asset_daemon_asset_evaluations"
+    with contextlib.closing(sqlite3.connect(looking.home / "dagster/schedules/schedules.db")) as database:
+        for number, days in enumerate((60, 31, 29, 0)):
+            database.execute(
+                f"INSERT INTO {evaluations} (evaluation_id, asset_key, asset_evaluation_body, create_timestamp) "
+                f"VALUES ({number}, 'small', '', datetime('now', '-{days} days'))"
+            )
+        database.commit()
+        found = f"SELECT evaluation_id FROM {evaluations} ORDER BY evaluation_id"
+        collect(looking.services, looking.instance)
+        assert database.execute(found).fetchall() == [(0,), (1,), (2,), (3,)]
+        collect(looking.services, looking.instance, delete=True)
+        assert database.execute(found).fetchall() == [(2,), (3,)]
 
 
 def test_a_version_that_was_rolled_back_is_not_promoted_again(looking, monkeypatch):
