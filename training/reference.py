@@ -23,7 +23,7 @@ from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Hits, Memo, scoring_rule
 from training.contract.store import Made, Store
-from training.data.tokenized import Pairs
+from training.data.tokenized import SIDES, Pairs
 from training.distributed import Group
 from training.memoized import DistinctSequences, score_missing
 from training.model.prepare import demand_trainable
@@ -93,7 +93,7 @@ def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
             f"{len(missing)} of {len(sequences)} sequences have no reference log-prob after scoring, first "
             f"{sequences.name(missing[0])}; the store lost shards meanwhile: run again"
         )
-    expected_S = np.array([int(sequences.read(i).mask_T.sum()) for i in range(len(sequences))], dtype=np.int64)
+    expected_S = np.concatenate([sequences.pairs.trained_lengths(side) for side in SIDES])[sequences.first_S]
     if len(wrong := np.flatnonzero(hits.counts_Q != expected_S)):
         first = wrong[0]
         raise TrainingError(

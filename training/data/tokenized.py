@@ -111,6 +111,11 @@ class Pairs:
         chunks = self._table.column(f"{side}_ids").chunks
         return np.concatenate([np.zeros(0, np.int64), *(chunk.value_lengths().to_numpy() for chunk in chunks)])
 
+    def trained_lengths(self, side: Side) -> NDArray[np.int64]:
+        """Trained tokens of each sequence."""
+        chunks = self._table.column(f"{side}_mask").chunks
+        return np.concatenate([np.zeros(0, np.int64), *(_sums(chunk) for chunk in chunks)])
+
     def keys(self, side: Side) -> NDArray[np.uint8]:
         """The identity of each sequence: P x 32 bytes."""
         keys = b"".join(key for chunk in self._table.column(f"{side}_key").chunks for key in chunk.to_pylist())
@@ -123,3 +128,11 @@ class Pairs:
         values = self._table.column(column).chunk(chunk)[int(index - self._starts[chunk])].values
         found: NDArray[np.generic] = values.to_numpy(zero_copy_only=False)
         return found
+
+
+def _sums(lists: pa.ListArray) -> NDArray[np.int64]:
+    """How many values of each list of booleans are true."""
+    values = lists.values.to_numpy(zero_copy_only=False)
+    true_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
+    sums: NDArray[np.int64] = np.diff(true_before[lists.offsets.to_numpy()])
+    return sums

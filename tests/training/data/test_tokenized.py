@@ -48,6 +48,7 @@ def test_round_trip(batches):
         assert pairs.indices("a").tolist() == [n for n, line in enumerate(flat) if line["split"] == "a"]
         for side in ("chosen", "rejected"):
             assert pairs.lengths(side).tolist() == [len(line[f"{side}_ids"]) for line in flat]
+            assert pairs.trained_lengths(side).tolist() == [sum(line[f"{side}_mask"]) for line in flat]
             assert [key.tobytes() for key in pairs.keys(side)] == [line[f"{side}_key"] for line in flat]
             for index, line in enumerate(flat):
                 sequence = pairs.sequence(index, side)
