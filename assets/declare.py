@@ -9,6 +9,7 @@ from assets.checks import check_specs
 from assets.conditions import ON_CONTENT
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
+from assets.process import sign
 from assets.step import Step
 
 _OWNER = "team:preference-tuning"
@@ -49,6 +50,7 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         pool=node.pool,
     )
     def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        sign(context, services.home)
         return _BODIES[asset](Step(pipeline, services, context))
 
     return materialize

@@ -20,7 +20,6 @@ from assets.graph import GRAPH
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
 from assets.pipeline import Listener, Pipeline, Services, ignore
-from assets.process import sign
 from assets.step import Step
 from assets.world import Found
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
@@ -71,7 +70,6 @@ def realize(step: Step, work: Work, found: Found | None = None) -> Realized:
 
     `found` is given for a spec, whose changes are told by what was found; else those of the inputs are told.
     """
-    sign(step.context, step.services.home)
     made = make(step.pipeline, step.services, step.asset, work, step.inputs(), step.context.log)
     return replace(made, changes=input_changes(step) if found is None else found_changes(step, found))
 

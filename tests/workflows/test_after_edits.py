@@ -1,6 +1,7 @@
 """What is said of a recipe between an edit and the end of the next run, and of content that was made in two ways."""
 
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,18 +12,20 @@ import dagster as dg
 import pytest
 from mlflow import MlflowClient
 
+from assets.changes import NO_RECORD
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.pipeline import Pipeline
+from assets.process import PROCESS_TAG, is_alive
 from assets.realize import Work, describe_job
 from assets.world import look
 from model_registry.registry import Registry
 from tests.workflows import edits
-from tests.workflows.edits import World, data_lines, field, fields, retokenizer
+from tests.workflows.edits import World, data_lines, field, fields, retokenizer, template
 from tests.workflows.homes import flip
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
-from training.contract.errors import CorruptArtifact, StoreError, UsageError
+from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
 from workflows.execution import materialize
@@ -56,9 +59,13 @@ def run(ground: Ground, world: World, asset: str | None = None) -> LoadedRecipe:
 
 
 def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
-    """The file says the same in other words, so its rows are the artifact whose manifest names the file of before."""
+    """The file says the same in other words, so its rows are the artifact whose manifest names the file of before.
+
+    A template that gives the same tokens goes with the version of the same policy, which misses a floor that was set meanwhile.
+    """
     edits.rewrite_data(world)
-    field("release.gate.min_accuracy", 0.1)(world)
+    template(lambda text: "{#- of now -#}" + text)(world)
+    field("release.gate.min_accuracy", 1.0)(world)
     pipeline = run(ground, world).pipeline
     now = {
         name: latest(ground.instance, pipeline.key(name)).fingerprint
@@ -70,6 +77,14 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     )
     version = max(ground.services.registry.versions(), key=lambda version: version.number)
     assert {name: version.tags[f"pedigree.{name}"] for name in now} == now
+    assert version.tags["pedigree.policy"] == before["policy"]
+    released = ground.services.registry.resolve(f"models:/plain/{version.number}")
+    assert (released / "chat_template.jinja").read_text().startswith("{#- of now -#}")
+    assert re.match(r"held-out accuracy 0\.\d+ is below the recipe's floor of 1; ", version.tags["pedigree.reasons"])
+    shown = [latest(ground.instance, pipeline.key(name)).metadata["changes"] for name in (*now, "released_model")]
+    old, new = before["preference_source"], now["preference_source"]
+    assert "preferences.jsonl differs" in shown[0] and f"preference_source {short(old)} -> {short(new)}" in shown[1]
+    assert "code version 1-" in shown[2]
 
 
 def causes(pipeline: Pipeline, ground: Ground) -> dict[str, tuple[str, ...]]:
@@ -154,6 +169,7 @@ def test_a_table_that_was_first_made_from_other_pairs_fits_those_of_now(ground: 
         assert (latest(ground.instance, pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]) is same
     found = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT)
     assert found.chosen.reference_logprob is not None and found.chosen.policy_logprob is not None
+    assert "tokenizer eos_token " in latest(ground.instance, pipeline.key("tokenization_spec")).metadata["changes"]
 
 
 def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
@@ -179,11 +195,33 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     assert {a.state for a in status(pipeline, ground.services, ground.instance)} == {"fresh"}
 
 
-def materialize_alone(asset: str, loaded: LoadedRecipe, ground: Ground) -> None:
+def materialize_alone(asset: str, loaded: LoadedRecipe, ground: Ground) -> dg.DagsterRun:
     """What is above stays as it was last materialized, as by a click in Dagster's UI. Raises what the asset's body raises."""
     here = dg.Definitions(resources={"services": ground.services}, executor=dg.in_process_executor)
     job = dg.Definitions.merge(loaded.definitions, here).resolve_implicit_global_asset_job_def()
-    job.execute_in_process(instance=ground.instance, asset_selection=[loaded.pipeline.key(asset)])
+    done = job.execute_in_process(instance=ground.instance, asset_selection=[loaded.pipeline.key(asset)])
+    return done.dagster_run
+
+
+def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: World):
+    """Recipe, data and model are edited since, and nobody has looked at them."""
+    field("training.loss.beta", 0.9)(world)
+    data_lines(edits.reword(HELD_OUT))(world)
+    loaded = load_recipe(world.folder)
+    materialize_alone("policy", loaded, ground)
+    with pytest.raises(DataError, match="they changed since; materialize preference_source together with raw_pref"):
+        materialize_alone("raw_preferences", loaded, ground)
+    edits.flip_a_bit(world)
+    materialize_alone("reference_model", loaded, ground)
+    for asset in ("policy", "reference_model"):
+        assert latest(ground.instance, loaded.pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]
+
+
+@pytest.mark.parametrize("asset", ["preference_source", "released_model"])
+def test_a_run_that_no_command_started_is_signed_by_its_process(ground: Ground, world: World, asset: str):
+    """Whatever it materializes, a download of the base model too: a run that is killed has to be found dead by the next."""
+    run = materialize_alone(asset, load_recipe(world.folder), ground)
+    assert is_alive(run.tags[PROCESS_TAG], ground.home)
 
 
 def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):
@@ -254,6 +292,21 @@ def test_a_corrupt_model_is_refused(ground: Ground, world: World):
     assert f"{weights} has sha256" in told and f"restore {weights.parent} from a backup, or move it away" in told
 
 
+def test_after_an_edit_the_record_of_before_may_be_corrupt_or_gone(ground: Ground, world: World):
+    """Then nobody can say what differs, and says that; a record that is gone is also seen where nothing was edited."""
+    pipeline = load_recipe(world.folder).pipeline
+    key = latest(ground.instance, pipeline.key("policy")).key
+    record = ground.services.store.record_file("policy", key)
+    flip(record)
+    field("training.loss.beta", 0.9)(world)
+    corrupt = causes(load_recipe(world.folder).pipeline, ground)["policy"]
+    flip(record)
+    record.rename(aside := record.with_suffix(".aside"))
+    gone = causes(pipeline, ground)["policy"]
+    aside.rename(record)
+    assert (corrupt, gone) == ((CORRUPT_RECORD,), (NO_RECORD,))
+
+
 def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Ground, world: World):
     """A person may materialize one asset alone. So nothing is scored by other weights than those it is recorded with."""
     pipeline, store = load_recipe(world.folder).pipeline, ground.services.store
@@ -291,6 +344,9 @@ def test_a_version_that_is_gone_is_told_by_status_and_by_plan(ground: Ground, wo
     client, words = MlflowClient(registry.tracking_uri), ("its version is no longer in the registry",)
     client.delete_model_version_tag("plain", str(version.number), "pedigree.champion")
     assert causes(loaded.pipeline, ground)["released_model"] == words, "the gate has not decided on it"
+    run(ground, world, "released_model")
+    tags = registry.find_version("plain", {"pedigree.release": key}).tags
+    assert (tags["pedigree.champion"], tags["pedigree.reasons"]) == ("yes", "it is the champion already")
     client.delete_model_version("plain", str(version.number))
     found = status(loaded.pipeline, ground.services, ground.instance)
     assert found[-1] == AssetStatus("released_model", "stale", words, key)
