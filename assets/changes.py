@@ -57,8 +57,6 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     record = None if key is None else store.record(found.asset, key)
     if record is None:
         return [NO_RECORD]
-    if record.derivation == found.derivation:
-        return []
     words = list(_code_version(record.derivation, found.derivation.code_version))
     match found:
         case FoundData():
