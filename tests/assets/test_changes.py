@@ -45,6 +45,18 @@ def test_a_line_of_the_template_that_is_a_rule(tmp_path):
     assert list(tokenizer_changes(before, now, {"template"})) == ["chat template changed: line 2\n    ----\n    ++++"]
 
 
+def test_the_files_of_a_data_set_of_the_hub_and_another_in_its_place(tmp_path):
+    """Five files are named and the rest counted, by hand; of another data set no file is compared with any of the first."""
+    services, digit = services_in(tmp_path), "ab"
+    old, new = (_source({"configs": None, "files": {f"{n}.csv": d * 40 for n in range(7)}}) for d in digit)
+    made = record(services, old)
+    names = ", ".join(f"{n}.csv differs" for n in range(5))
+    key = made.artifact.derivation.key
+    assert changes_since(services.store, key, new) == [f"org/pairs at commit cccccccccccc: {names}, and 2 more"]
+    other = _source({"hub": "org/others", "configs": None, "files": {"8.csv": "d" * 40}})
+    assert changes_since(services.store, key, other) == ["hub data set.hub org/pairs -> org/others"]
+
+
 def test_files_of_one_name_and_their_order(tmp_path):
     """Of files with one name each further one has a number; the order decides which rows come first."""
     services = services_in(tmp_path)

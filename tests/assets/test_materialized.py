@@ -12,7 +12,8 @@ from sqlalchemy import Engine, event
 from assets.graph import GRAPH
 from assets.materialized import History, Materialization
 from tests.workflows.homes import ATTRIBUTES, write_recipe
-from training.contract.store import Store
+from training.contract.manifest import Derivation
+from training.contract.store import Made, Store
 from workflows.recipes import load_recipe
 
 
@@ -29,6 +30,17 @@ def history(tmp_path: Path) -> Iterator[History]:
                         dg.AssetMaterialization(key, metadata={"key": version}, tags=tags)
                     )
         yield History(instance, pipeline, Store(tmp_path / "store"))
+
+
+def test_another_artifact_than_the_latest_was_made_as_its_own_manifest_says(history: History):
+    """The latest is made in a way that came later than its manifest's: of the two it is the way of now."""
+    ways = [Derivation(kind="policy", code_version=version, inputs={}, settings={}) for version in "123"]
+    for way, fingerprint in zip(ways, ("a" * 64, "b" * 64, "b" * 64), strict=True):
+        with history.store.staging() as staging:
+            history.store.publish(staging, way, Made(fingerprint))
+    key, tags = history.pipeline.key("policy"), {"dagster/data_version": "b" * 64}
+    history.instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata={"key": ways[2].key}, tags=tags))
+    assert [history.derivation("policy", found * 64) for found in "ab"] == [ways[0], ways[2]]
 
 
 @contextmanager

@@ -21,7 +21,9 @@ from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
+from training.contract.errors import RegistryAway
 from training.contract.locks import is_held
+from training.contract.store import Store
 from workflows.execution import RunReport, materialize
 from workflows.recipes import load_recipe
 
@@ -40,10 +42,11 @@ def folder(tmp_path, demo_maker) -> Path:
 
 
 def run(
-    folder, services, asset: str | None, fraction: float = 0.1, model: str = "./base", sft=None, training=None
+    folder, services, asset: str | None, fraction=0.1, model="./base", sft=None, training=None, limit=0.05
 ) -> RunReport:
+    data = {"validation_fraction": fraction, "max_quarantined": limit}
     attributes = {
-        "data": {"sources": [{"path": "preferences.jsonl"}], "validation_fraction": fraction},
+        "data": {"sources": [{"path": "preferences.jsonl"}], **data},
         "reference": {"model": model, "sft": sft},
         "training": training or {},
         "release": {"model_name": "split"},
@@ -90,8 +93,22 @@ def test_a_template_that_fails_is_told_with_the_field_that_chose_it(folder, serv
     """The template comes with the model, whose line is counted by hand in what `run` writes."""
     (folder / "base" / "chat_template.jinja").write_text(template)
     [(failed, error)] = failures_of(run(folder, services, "tokenized_pairs")).items()
-    place = f"{folder / 'defs.yaml'}:8: reference.model: ./base"
+    place = f"{folder / 'defs.yaml'}:9: reference.model: ./base"
     assert failed == asset and error.startswith(told.format(place=place)) and place in error
+
+
+REVERSED_FOR_SOME = REVERSED.replace(
+    "messages | reverse", "(messages | reverse if 'capital' in messages[0]['content'] else messages)"
+)
+
+
+def test_the_recipe_limits_what_may_be_left_out(folder, services):
+    """One row of 25 is none, and the template fits 16 pairs of the other 24."""
+    (folder / "base" / "chat_template.jinja").write_text(REVERSED_FOR_SOME)
+    with open(folder / "preferences.jsonl", "a") as file:
+        file.write("{}\n")
+    for limit, failed in ((0.5, []), (0.05, ["tokenized_pairs"]), (0.03, ["raw_preferences"])):
+        assert list(failures_of(run(folder, services, "tokenized_pairs", limit=limit))) == failed
 
 
 TYPO = {"adapter": {"target_modules": ["q_prj"]}}
@@ -138,13 +155,15 @@ def test_the_report_has_our_words_not_those_of_the_library_below(folder, service
 class Watched(Registry):
     """Notes at each move of an alias whether somebody holds the right to decide."""
 
-    def watch(self, lock: Path) -> "Watched":
-        self.lock = lock
+    def watch(self, lock: Path, store: Store) -> "Watched":
+        self.lock, self.store = lock, store
         self.held: list[bool] = []
         return self
 
     def register(self, name: str, *args: Any, **kwargs: Any) -> Version:
         self.held.append(is_held(self.lock))
+        self.key = kwargs["identity"]["pedigree.release"]
+        self.is_alone = is_held(self.store.lock_file("released_model", self.key))
         return super().register(name, *args, **kwargs)
 
     def nominate(self, version: Version) -> None:
@@ -162,25 +181,30 @@ def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, ser
     While files are stored nobody holds it: a rollback would wait for them, and then take back who was promoted meanwhile.
     """
     with sole_decision(services.store, "split") as lock:
-        registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(Path(lock.name))
+        registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(
+            Path(lock.name), services.store
+        )
     report = run(folder, replace(services, registry=registry), None, 0.25)
     assert report.succeeded
     assert registry.held == [False, True, True], "the version, candidate, then champion"
+    assert registry.is_alone, "who releases the same once more waits, and finds it"
     assert not is_held(registry.lock)
 
 
 class Overtaken(Registry):
-    """Before the first promotion another home promotes a version of its own, with the same evaluation."""
+    """Once it was asked who is champion, another home promotes a version of its own, with the same evaluation."""
 
     is_overtaken = False
 
-    def promote(self, version: Version, over: Version | None) -> bool:
+    def champion(self, name: str) -> Version | None:
+        found = super().champion(name)
         if not self.is_overtaken:
             self.is_overtaken = True
-            client, name = connect(self.tracking_uri), version.name
-            other = client.create_model_version(name, version.source, version.run_id, tags=dict(version.tags))
+            client = connect(self.tracking_uri)
+            mine = client.get_model_version_by_alias(name, "candidate")
+            other = client.create_model_version(name, mine.source, mine.run_id, tags=mine.tags)
             client.set_registered_model_alias(name, "champion", other.version)
-        return super().promote(version, over)
+        return found
 
 
 def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(folder, services):
@@ -211,11 +235,27 @@ def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(fo
     assert registry.champion("split").number == int(report.model_version) + 2
 
 
+class Restarting(Registry):
+    """Its server is away when it is first asked for files."""
+
+    was_away = False
+
+    def fetch(self, version: Version, part: str, into: Path) -> Path:
+        if not self.was_away:
+            self.was_away = True
+            raise RegistryAway("it restarts")
+        return super().fetch(version, part, into)
+
+
 def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, services, tmp_path):
-    """As it would be at home: both homes' evaluations have the same pairs, and the champion's comes with its version."""
+    """As it would be at home: both homes' evaluations have the same pairs, and the champion's comes with its version.
+
+    For a server that restarts meanwhile the release waits, since what it runs for is scheduled.
+    """
     assert run(folder, services, None, 0.6).is_champion
     (tmp_path / "other").mkdir()
-    registry, champion = services.registry, services.registry.champion("split")
+    registry = Restarting(services.registry.tracking_uri, services.home / "downloads")
+    champion = registry.champion("split")
     other = replace(services_in(tmp_path / "other"), tracker=services.tracker, registry=registry)
     report = run(folder, other, None, 0.6, training={"optimizer": {"learning_rate": 1e-6}})
     assert report.succeeded

@@ -120,8 +120,13 @@ def test_what_a_job_in_progress_reads_stays_with_what_that_was_made_from(looking
 
 
 def test_checkpoints_of_a_job_that_has_published_go(looking):
+    """Not while what it published is away: a policy that was refused as corrupt and moved away is trained again."""
     job = job_of(looking, "policy")
     (job.checkpoints / "key" / "step-00000004").mkdir(parents=True)
+    [policy] = looking.home.glob("store/policy/*")
+    policy.rename(away := looking.home / "away")
+    assert job.folder.name not in named(looking, "job", delete=True)
+    away.rename(policy)
     assert job.folder.name in named(looking, "job", delete=True) and not job.folder.exists()
 
 

@@ -1,6 +1,7 @@
 """What `pedigree plan` promises, with counts, and that it runs no model and tells Dagster of nothing."""
 
 import json
+import shutil
 
 import pytest
 
@@ -22,6 +23,8 @@ def planned(looking):
 
 
 def test_untouched_nothing_is_computed(looking):
+    """A pointer to the base model that is gone is made for the plan, which knows the reference by it."""
+    shutil.rmtree(looking.services.store.root / "keys" / "reference_model")
     assets, words = planned(looking)
     assert {asset.action for asset in assets.values()} == {"reuse"}
     assert words.startswith("would compute nothing; reuses raw_preferences, ")

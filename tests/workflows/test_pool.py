@@ -10,6 +10,7 @@ import pytest
 from assets.pipeline import Services
 from assets.process import PROCESS_TAG, this_process
 from training.contract.errors import StoreError
+from training.contract.staging import claim_folder
 from workflows.execution import in_gpu_pool
 from workflows.resources import build_services, settle
 
@@ -70,3 +71,25 @@ def test_work_waits_for_whoever_has_the_pool_and_says_so(services, instance, cap
     thread.join()
     assert order == ["given back", "worked"]
     assert f"waiting for the pool gpu, taken by run {other.run_id}" in caplog.text
+
+
+def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, caplog):
+    """In whichever state its run is then. A run that no process of ours has signed may be at work for all that is known."""
+    job, claim = dg.GraphDefinition("other").to_job(), claim_folder(services.home / "processes")
+    tags = {PROCESS_TAG: f"elsewhere 1 {claim.lock.name}"}
+    unsigned = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+    dying = instance.create_run_for_job(job, tags=tags, status=dg.DagsterRunStatus.CANCELING)
+    instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+    instance.event_log_storage.claim_concurrency_slot("gpu", dying.run_id, "train")
+
+    def die() -> None:
+        while not caplog.records:
+            threading.Event().wait(0.05)
+        claim.give_up()
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    assert in_gpu_pool("inspect", services, instance, lambda: places_taken(instance)) == 1
+    thread.join()
+    found = [instance.get_run_by_id(run.run_id).status for run in (unsigned, dying)]
+    assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE]

@@ -176,6 +176,9 @@ def test_what_a_store_has_of_a_recipe_is_found_again():
     """As it was when the first stores were filled; a field that is added has to leave the key as it is at its default."""
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
     assert {asset: node.code_version(recipe) for asset, node in GRAPH.items()} == CODE_VERSIONS
+    faster = recipe.training.model_copy(update={"head_precision": "float8"})
+    other = GRAPH["training_spec"].code_version(recipe.model_copy(update={"training": faster}))
+    assert other != CODE_VERSIONS["training_spec"], "at any other value it counts"
 
 
 MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"

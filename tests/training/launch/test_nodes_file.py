@@ -10,7 +10,7 @@ from training.launch.nodes_file import Node, take_nodes
 
 HOSTS = """
 hosts:
-  listed_by: printf 'gpu-1\\ngpu-2\\ngpu-1\\ngpu-3\\n'
+  listed_by: printf 'gpu-3\\ngpu-10\\ngpu-3\\ngpu-2\\n'
   run: srun --nodelist={host} env NAME={host}
   address: "{host}-ib"
   python: /opt/python
@@ -56,11 +56,11 @@ def test_hosts_that_a_command_lists(tmp_path: Path):
     file.write_text(HOSTS)
     expected = [
         Node(run=("srun", f"--nodelist={n}", "env", f"NAME={n}"), address=f"{n}-ib", python="/opt/python")
-        for n in ("gpu-1", "gpu-2", "gpu-3")
+        for n in ("gpu-3", "gpu-10", "gpu-2")
     ]
     assert take_nodes(file, 3).nodes == tuple(expected)
     assert take_nodes(file, 2).nodes == tuple(expected[:2])
-    assert "lists 3 (`srun --nodelist=gpu-1 env NAME=gpu-1`, " in refusal(file, 4)
+    assert "lists 3 (`srun --nodelist=gpu-3 env NAME=gpu-3`, " in refusal(file, 4)
     file.write_text("hosts: {listed_by: echo gpu-1, run: 'ssh {host}'}")
     assert take_nodes(file, 1).nodes == (Node(run=("ssh", "gpu-1"), address="gpu-1"),)
 
