@@ -101,8 +101,10 @@ def test_what_an_earlier_attempt_said_is_gone(make_job: MakeJob) -> None:
     failure(make_job("data_error"))
     again = make_job("status")
     again.events.write_text('{"event": "step", "step": 9, "loss": 1.0}\n')
-    assert "exit status 3" in failure(again)
-    assert again.events.read_text() == ""
+    heard: list[Event] = []
+    with pytest.raises(JobFailed, match="exit status 3"):
+        run_job(LAUNCHER, again, heard.append)
+    assert heard == [] and again.events.read_text() == ""
 
 
 def test_events_of_a_job_with_checkpoints_stay(make_job: MakeJob) -> None:
