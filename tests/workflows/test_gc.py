@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from assets.graph import GRAPH
+from assets.process import PROCESS_TAG
 from assets.realize import record
 from assets.world import Found
 from model_registry.registry import ROLLED_BACK_TAG
@@ -135,18 +136,20 @@ def test_what_came_into_use_since_it_was_named_stays(looking):
     job.staging.mkdir(parents=True)
     aside = looking.home / "store" / "staging" / "claimed"
     aside.mkdir()
+    store, spec = looking.services.store, publish(looking, "spec")
     sweep = Sweep(looking.services, looking.instance)
-    names = (job.folder.name, job.staging.name, aside.name)
+    names = (job.folder.name, job.staging.name, aside.name, spec.fingerprint)
     items = [item for item in sweep.garbage() if item.fingerprint in names]
-    assert len(items) == 3
-    locks = [looking.services.store.lock_file(job.artifact, job.derivation.key), aside.with_name("claimed.lock")]
-    with holding(locks) as free:
+    assert len(items) == 4
+    keys = [(job.artifact, job.derivation.key), ("training_spec", spec.derivation.key)]
+    with holding([*(store.lock_file(*key) for key in keys), aside.with_name("claimed.lock")]) as free:
         assert free
-        assert [sweep.remove(item) for item in items] == [False] * 3
+        assert [sweep.remove(item) for item in items] == [False] * 4
     interrupted = job.model_copy(update={"settings": {**job.settings, "seed": 1}})
     interrupted.write()
     (interrupted.checkpoints / "key" / "step-00000004").mkdir(parents=True)
-    assert [item.kind for item in items if sweep.remove(item)] == ["staging", "staging"]
+    assert [item.kind for item in items if sweep.remove(item)] == ["training_spec", "staging", "staging"]
+    assert store.record("training_spec", spec.derivation.key) is None
     assert job.folder.is_dir() and not job.staging.exists() and not aside.exists()
 
 
@@ -162,6 +165,9 @@ def test_a_job_that_cannot_be_read_keeps_its_folder_for_a_day_and_while_it_runs(
 
 
 def test_what_a_run_in_progress_has_made_stays(looking):
+    """Nothing stays for a run whose process is gone, though it counts as started until somebody looks."""
+    tags = {PROCESS_TAG: f"elsewhere 1 {looking.home / 'processes' / 'gone.lock'}"}
+    looking.instance.add_run(dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED, tags=tags))
     orphan = publish(looking, "before")
     old = orphan.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
     (orphan.folder / "manifest.json").write_bytes(old.sealed())
