@@ -8,6 +8,7 @@ has the errors of all.
 import contextlib
 import importlib
 import os
+import re
 import shutil
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from training.contract.durable import free_bytes, lacks_room, write_error
-from training.contract.errors import PedigreeError
+from training.contract.errors import PedigreeError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store import Made, Store
@@ -38,6 +39,8 @@ WORK: dict[JobKind, str] = {
     "merge": "training.merge",
     "proof": "training.rescore",
 }
+_NO_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED")
+_MICRO_TOKENS: dict[JobKind, str] = {"policy": "training.micro_tokens", "sft": "reference.sft.micro_tokens"}
 # Longer than torchrun takes to notice a rank that was killed and to end the others.
 _TORCHRUN_SECONDS = 3.0
 
@@ -82,15 +85,26 @@ def _bind_to_launcher() -> None:
 
 
 def _explained(job: Job, error: Exception) -> Exception:
-    """The error; or, if a library ran into a full disk, whatever it raised, a StoreError that a person can act on."""
+    """The error; or, if a library ran out of disk or memory, whatever it raised, one that a person can act on."""
     text = "".join(traceback.format_exception(error))
     telling = [line for line in text.splitlines() if lacks_room(line)]
-    if isinstance(error, PedigreeError) or not telling:
+    lacks_memory = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    if isinstance(error, PedigreeError) or not (telling or lacks_memory):
         return error
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
+    if lacks_memory:
+        return TrainingError(f"{job.artifact}: {str(error).splitlines()[0]}; {_memory_advice(job)}")
     # With the library's own line: it may be a quota, or another place, such as that for temporary files.
     return write_error(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
+
+
+def _memory_advice(job: Job) -> str:
+    shards = "share the weights among more processes with `compute.parallel: fsdp`"
+    if (field := _MICRO_TOKENS.get(job.kind)) is None:
+        return shards
+    tokens = job.settings["micro_tokens"]
+    return f"lower `{field}` ({tokens:,}), set `compute.activation_checkpointing: true`, or {shards}"
 
 
 def _report(job: Job, error: Exception) -> None:

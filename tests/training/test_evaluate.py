@@ -25,7 +25,7 @@ from tests.training.workshop import Workshop
 from training import evaluate
 from training.contract.errors import CorruptArtifact, DataError, ModelError, TrainingError
 from training.contract.events import EventWriter
-from training.contract.job import Job
+from training.contract.job import Failure, Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
 from training.contract.recipe import Compute
@@ -34,6 +34,7 @@ from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
 from training.distributed import Group
 from training.generate import answers, greedy, spread_prompts, stop_tokens
+from training.main import main
 from training.model.load import load_model
 from training.report import Report, Sample, WorstPair, render
 from training.scored_pairs import Accuracy, score_pairs, wilson_interval
@@ -471,3 +472,14 @@ def test_the_histogram_shows_every_pair_on_its_side_of_zero(margins):
     bars = re.findall(r'class="(good|bad)"><title>.*?: (\d+) pairs', page_of(margins=margins))
     assert sum(int(count) for _, count in bars) == len(margins)
     assert sum(int(count) for side, count in bars if side == "bad") == sum(margin < 0 for margin in margins)
+
+
+def test_too_little_memory_to_run_a_model_is_told_with_what_to_do(world):
+    """No address space has room for answers of that length, so torch's own allocator refuses them."""
+    job = world.job(max_new_tokens=10**15)
+    assert main(job.path) == 1
+    failure = Failure.model_validate_json(job.error.read_bytes())
+    assert (
+        failure.message.startswith("evaluation: ") and "can't allocate memory: you tried to allocate" in failure.message
+    )
+    assert failure.message.endswith("; share the weights among more processes with `compute.parallel: fsdp`")

@@ -28,6 +28,7 @@ from tests.training.worlds import build_world, write_reference
 from training.agreement import Flags
 from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter
+from training.contract.job import Failure
 from training.contract.logprob_table import LogProbTable
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import epoch_order
@@ -339,3 +340,15 @@ def test_each_rank_draws_its_own_dropout(tmp_path, forker):
     tune(alone)
     published(both, forker.run(both, 2))
     assert told(both)[0]["logps/chosen"] != pytest.approx(told(alone)[0]["logps/chosen"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_rank_that_lacks_memory_says_what_to_lower(tiny_world, forker):
+    """What torch's own allocator says; the other rank, whose connection is closed then, is not heard."""
+    job = tiny_world.job("policy", settings())
+    assert forker.run(job, 2, memory=3, rank=1) == [1, 1]
+    failure = Failure.model_validate_json(job.error.read_bytes())
+    assert (failure.type, failure.rank, failure.traceback) == ("TrainingError", 1, "")
+    assert failure.message.startswith("policy: ") and "can't allocate memory: you tried to allocate" in failure.message
+    assert "; lower `training.micro_tokens` (128), set `compute.activation_checkpointing: true`" in failure.message
+    assert "torch.empty" in job.log.read_text()

@@ -10,6 +10,7 @@ the rank number `rank`, by default 0, ends before its time. Each is answered by 
     {"seconds": s}      the kernel kills it after so long
     {"stop": n}         SIGTERM as soon as step n is told
     {"full": n}         no file can grow beyond 16 KiB, as if the disk were full, as soon as step n is told
+    {"memory": n}       asks for more memory than there are addresses, as soon as step n is told
 """
 
 import json
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from training import loop, main
 from training.contract.events import EventWriter
@@ -46,6 +49,10 @@ def fill_the_disk() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 
 
+def ask_for_memory() -> None:
+    torch.empty(1 << 60)
+
+
 def sending(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
@@ -65,7 +72,12 @@ def ended_early(end: dict[str, Any]) -> Any:
     train = loop.run
 
     def run(job: Job, group: Group, events: EventWriter) -> Made:
-        ends = {"step": sending(signal.SIGKILL), "stop": sending(signal.SIGTERM), "full": fill_the_disk}
+        ends = {
+            "step": sending(signal.SIGKILL),
+            "stop": sending(signal.SIGTERM),
+            "full": fill_the_disk,
+            "memory": ask_for_memory,
+        }
         for key in ends.keys() & end.keys():
             events = EndingEvents(job.events if group.is_main else None, end[key], ends[key])
         return train(job, group, events)
