@@ -46,7 +46,7 @@ def nothing_goes_wrong_afterwards(hub: Hub) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("model", "source", "words"),
     [
-        ("org/none", SOURCE, ": reference.model: org/none: it is neither a folder beside the recipe nor a model of the"),
+        ("org/none", SOURCE, ": reference.model: org/none: it is neither a folder beside the recipe nor a model that the"),
         ("org/none", SOURCE, "has no model org/none, or it is private; look at the name, and for a private one set HF_TOKEN"),
         ("a/b/c", SOURCE, "'a/b/c' is not an id of the hub: expected organization/name"),
         ("org/gated", SOURCE, "the model org/gated is gated; ask for access on its page"),
