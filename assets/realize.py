@@ -118,7 +118,7 @@ def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artif
     try:
         return store.find(kind, key)
     except CorruptRecord as error:
-        log.warning(f"{error}. Set aside in {store.mend_record(kind, key)}; the manifest of its artifact is believed.")
+        log.warning(f"{error}. Set aside in {store.mend_record(kind, key)}; the manifest of its artifact is used.")
         return find_sound(services, derivation, log)
     except CorruptArtifact as error:
         made = store.record(kind, key)

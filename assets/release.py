@@ -154,7 +154,9 @@ def _description(candidate: _Candidate, lineage: Mapping[str, str]) -> str:
     kinds = [kind for kind in (*GRAPH, MERGED) if kind in lineage]
     rows = [f"| {kind} | `{short(lineage[kind])}` |" for kind in kinds]
     recipe = candidate.step.pipeline.name
-    title = f"The policy of the recipe {recipe}, and all it stands on. The gate's decision is among the tags."
+    title = (
+        f"The policy of the recipe {recipe}, and everything it was made from. The gate's decision is among the tags."
+    )
     return "\n".join([title, "", "| artifact | fingerprint |", "|---|---|", *rows])
 
 

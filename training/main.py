@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
@@ -85,7 +86,7 @@ def _bind_to_launcher() -> None:
 
 
 def _explained(job: Job, error: Exception) -> Exception:
-    """The error; or, if a library ran out of disk or memory, whatever it raised, one that a person can act on."""
+    """The error; or, if a library ran out of disk, whatever it raised, or torch out of memory, one a person can act on."""
     text = "".join(traceback.format_exception(error))
     telling = [line for line in text.splitlines() if lacks_room(line)]
     lacks_memory = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
@@ -94,17 +95,20 @@ def _explained(job: Job, error: Exception) -> Exception:
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
     if lacks_memory:
-        return TrainingError(f"{job.artifact}: {str(error).splitlines()[0]}; {_memory_advice(job)}")
+        advice = ", or ".join(_memory_savers(job)) or "run it on a machine with more memory"
+        return TrainingError(f"{job.artifact}: {str(error).splitlines()[0]}; {advice}")
     # With the library's own line: it may be a quota, or another place, such as that for temporary files.
     return write_error(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
 
 
-def _memory_advice(job: Job) -> str:
-    shards = "share the weights among more processes with `compute.parallel: fsdp`"
-    if (field := _MICRO_TOKENS.get(job.kind)) is None:
-        return shards
-    tokens = job.settings["micro_tokens"]
-    return f"lower `{field}` ({tokens:,}), set `compute.activation_checkpointing: true`, or {shards}"
+def _memory_savers(job: Job) -> Iterator[str]:
+    """What in the recipe lets this job take less memory; first what leaves its checkpoints good."""
+    if field := _MICRO_TOKENS.get(job.kind):
+        if not job.compute.activation_checkpointing:
+            yield "set `compute.activation_checkpointing: true`"
+        yield f"lower `{field}` ({job.settings['micro_tokens']:,})"
+    if job.kind in ("sft", "reference", "policy", "evaluation"):
+        yield "share the weights among more processes (`compute.processes_per_node`, with `compute.parallel: fsdp`)"
 
 
 def _report(job: Job, error: Exception) -> None:

@@ -204,7 +204,7 @@ def rollback(name: str, as_json: bool) -> None:
 def gc(delete: bool, as_json: bool) -> None:
     """Find what nothing refers to any more, and delete it if asked to.
 
-    What counts are registered versions, latest materializations and running jobs.
+    Registered versions, latest materializations, and unfinished runs and jobs keep what they refer to.
     """
     with dagster_instance() as instance:
         found = collect(build_services(pedigree_home()), instance, delete)

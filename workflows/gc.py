@@ -10,7 +10,8 @@ folder as long as that has checkpoints to resume from, and a job whose descripti
 versions that were downloaded from a server those stay that an alias points at, and all while a run is unfinished.
 
 The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each is removed
-under the lock of whoever would use it, so what came into use since it was found stays.
+under the lock of whoever would use it, so what came into use since it was found stays; downloads, which have none, stay if
+a run has begun since.
 
 With it goes what Dagster noted of automation conditions, megabytes for each run they start, after 30 days. Dagster does that
 itself only where its daemon evaluates them, and ours are evaluated with the code of the recipes.
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
@@ -30,7 +32,7 @@ from pydantic import ValidationError
 
 from assets.adapters import MERGED
 from assets.graph import GRAPH
-from assets.materialized import latest_of
+from assets.materialized import latest_of, made_in
 from assets.pipeline import Services
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.job import Job
@@ -45,7 +47,7 @@ from workflows.execution import BEGUN, close_dead_runs
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
-_UNFINISHED = [dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.NOT_STARTED, *BEGUN]
+_UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.NOT_STARTED, *BEGUN])
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
 
@@ -70,7 +72,7 @@ class Collection:
 
 
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
-    """Name what nobody refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked.
+    """Name what nothing refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked.
 
     Raises CorruptRecord where it is unknown what a current artifact was made from: a run mends that first.
     """
@@ -124,8 +126,8 @@ class Sweep:
             case "corrupt":
                 return _remove(self._store.root / "corrupt" / item.fingerprint)
             case "download":
-                self._services.registry.remove_download(item.fingerprint)
-                return True
+                unused = self._oldest_unfinished_run() is None
+                return unused and self._services.registry.remove_download(item.fingerprint)
         if item.kind not in self._keys:
             self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
         keys = self._keys[item.kind].get(item.fingerprint, [])
@@ -150,7 +152,10 @@ class Sweep:
             yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
 
     def _materialized(self) -> Iterator[Reference]:
-        for key, recorded in latest_of(self._instance, self._instance.get_asset_keys()).items():
+        """The latest, and what unfinished runs have: those go on from that, whatever others have recorded since."""
+        found = [latest_of(self._instance, self._instance.get_asset_keys())]
+        found += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
+        for key, recorded in chain.from_iterable(each.items() for each in found):
             asset = key.path[-1]
             if asset not in GRAPH or recorded.fingerprint is None:
                 continue
@@ -190,7 +195,7 @@ class Sweep:
             return None
 
     def _oldest_unfinished_run(self) -> datetime | None:
-        records = self._instance.get_run_records(dg.RunsFilter(statuses=_UNFINISHED))
+        records = self._instance.get_run_records(_UNFINISHED_RUNS)
         return min((record.create_timestamp.astimezone(UTC) for record in records), default=None)
 
     def _is_recent(self, kind: str, fingerprint: str) -> bool:

@@ -1,4 +1,4 @@
-"""What people see in the terminal while jobs run: bars, or lines where it is none."""
+"""What people see in the terminal while jobs run: bars, or plain lines where stderr is no terminal."""
 
 from functools import partial
 from typing import Self

@@ -108,7 +108,8 @@ def comparison(console: Console, found: Comparison) -> None:
     if any(each.differences for each in found.recipes):
         console.print(
             f"Below a value: its difference to {found.against} on the same pairs ± one standard error, dim where it is less "
-            "than two of them: chance explains it. Margins are in nats, before beta. A loss is shown where it is the same."
+            "than two of them: chance explains it. Margins are in nats, before beta. A loss is shown only where it is the same "
+            "function of the same reference."
         )
 
 

@@ -124,5 +124,5 @@ def _compare(
     found = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
     return gain > error, [
         f"{measure.why}on {len(shared)} shared pairs the {measure} is {found} the champion's; "
-        f"to be released it must be lower by more than one standard error, {error:.4g}"
+        f"to become champion it must be lower by more than one standard error, {error:.4g}"
     ]

@@ -7,6 +7,7 @@ the version it replaces, so a rollback needs no record outside the registry.
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -189,15 +190,17 @@ class Registry:
         found: list[str] = []
         for model in sorted(self.downloads.glob("[!.]*")):
             with self._connection.asking(f"look for the aliases of {model.name}") as client:
-                numbers = {str(number) for number in (_registered(client, model.name) or {}).values()}
-            folders = sorted(folder.name for folder in model.iterdir())
-            found += [f"{model.name}/{folder}" for folder in folders if folder.partition("-")[0] not in numbers]
+                numbers = set((_registered(client, model.name) or {}).values())
+                named = {_place(_version(client.get_model_version(model.name, number))) for number in numbers}
+            found += sorted(f"{model.name}/{folder.name}" for folder in model.iterdir() if folder.name not in named)
         return found
 
-    def remove_download(self, name: str) -> None:
-        """Remove one of them; first from its place, so that nobody ever takes what is left of a model for the whole."""
-        with scratch(self.downloads) as staging:
+    def remove_download(self, name: str) -> bool:
+        """Remove one of them, unless it is gone; first from its place, so that nobody takes what is left for the whole."""
+        with scratch(self.downloads) as staging, suppress(FileNotFoundError):
             (self.downloads / name).rename(staging / "outdated")
+            return True
+        return False
 
     def _demand_registered(self, name: str, alias: str | None = None) -> None:
         """Raises UnknownModel where there is no model `name`, RegistryError where it has no such alias, with what there is."""
@@ -246,12 +249,8 @@ class Registry:
         return source
 
     def _downloaded(self, version: Version) -> Path:
-        """A version's model folder, fetched once: its files never change.
-
-        The number alone names no version: it is that of another one on another server, and once the model was deleted.
-        """
-        place = f"{version.number}-{short(fingerprint('downloaded_version', version.source))}"
-        target = self.downloads / version.name / place
+        """A version's model folder, fetched once: its files never change."""
+        target = self.downloads / version.name / _place(version)
         if target.is_dir():
             return target
         with scratch(self.downloads) as staging:
@@ -259,6 +258,14 @@ class Registry:
             target.parent.mkdir(parents=True, exist_ok=True)
             move_into_place(fetched, target, staging)
         return target
+
+
+def _place(version: Version) -> str:
+    """The name of a downloaded version's folder.
+
+    The number alone names no version: it is that of another one on another server, and once the model was deleted.
+    """
+    return f"{version.number}-{short(fingerprint('downloaded_version', version.source))}"
 
 
 def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:

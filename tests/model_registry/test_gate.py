@@ -34,7 +34,7 @@ def test_better_by_more_than_a_standard_error_is_promoted_with_its_figures():
     assert (decision.figures["candidate_loss"], decision.figures["champion_loss"]) == (0.5, 0.6875)
     assert decision.reasons == [
         "on 16 shared pairs the loss is 0.2 lower than the champion's; "
-        "to be released it must be lower by more than one standard error, 0.02582"
+        "to become champion it must be lower by more than one standard error, 0.02582"
     ]
 
 
@@ -71,7 +71,7 @@ def test_another_measure_is_told_with_why():
     assert decision.reasons == [
         "the champion's losses are of another loss, reference or template and cannot be compared; on 16 shared pairs the share "
         "of wrongly ranked pairs is 0.25 lower than the champion's; "
-        "to be released it must be lower by more than one standard error, 0.1118"
+        "to become champion it must be lower by more than one standard error, 0.1118"
     ]
 
 

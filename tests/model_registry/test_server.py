@@ -75,19 +75,23 @@ def test_a_model_that_begins_anew_is_not_taken_for_the_one_that_was_deleted(serv
     shard = next(retrained.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-2] + b"\x00\x3c")
     tracker, registry = Tracker(server.uri, None), Registry(server.uri, tmp_path / "downloads")
+    client = MlflowClient(server.uri)
     for trained in (policy, retrained):
+        if trained is retrained:
+            client.delete_registered_model("anew")
         with tracker.run(key=trained.name, **ABOUT) as run:
             version = registry.register(
                 "anew", trained, run.run_id, identity={"pedigree.policy": trained.name}, tags={}
             )
         assert version.number == 1
         assert weights_identity(registry.resolve("models:/anew/1")) == weights_identity(trained)
-        MlflowClient(server.uri).delete_registered_model("anew")
     assert weights_identity(policy) != weights_identity(retrained)
-    outdated = registry.outdated_downloads()
-    assert len(outdated) == 2, "there is no alias any more"
-    registry.remove_download(outdated[0])
-    assert registry.outdated_downloads() == outdated[1:]
+    assert len(registry.outdated_downloads()) == 2, "there is no alias"
+    assert registry.promote(version, over=None)
+    [of_the_deleted] = registry.outdated_downloads()
+    assert registry.remove_download(of_the_deleted) and not registry.remove_download(of_the_deleted)
+    assert weights_identity(registry.resolve("models:/anew@champion")) == weights_identity(retrained)
+    assert registry.outdated_downloads() == []
 
 
 def test_training_outlives_the_server_and_is_replayed(

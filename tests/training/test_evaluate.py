@@ -482,4 +482,5 @@ def test_too_little_memory_to_run_a_model_is_told_with_what_to_do(world):
     assert (
         failure.message.startswith("evaluation: ") and "can't allocate memory: you tried to allocate" in failure.message
     )
-    assert failure.message.endswith("; share the weights among more processes with `compute.parallel: fsdp`")
+    shared = "; share the weights among more processes (`compute.processes_per_node`, with `compute.parallel: fsdp`)"
+    assert failure.message.endswith(shared)

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 
 from assets.graph import GRAPH
+from assets.materialized import latest
 from assets.process import PROCESS_TAG
 from assets.realize import record
 from assets.world import Found
 from model_registry.registry import ROLLED_BACK_TAG
 from tests.workflows.homes import Home, flip
 from training.contract.errors import CorruptRecord
+from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Input, Job
 from training.contract.locks import holding
 from training.contract.manifest import Derivation, Source
@@ -179,18 +181,39 @@ def test_what_a_run_in_progress_has_made_stays(looking):
     assert named(looking, "training_spec") == sorted([orphan.fingerprint, recent.fingerprint])
 
 
+def test_what_a_run_in_progress_goes_on_from_stays(looking):
+    """It took an artifact of before, and another run has recorded another one since."""
+    orphan, key, seen = publish(looking, "before"), looking.pipeline.key("training_spec"), []
+    old = orphan.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
+    (orphan.folder / "manifest.json").write_bytes(old.sealed())
+    current = latest(looking.instance, key).tags
+
+    @dg.asset(key=key)
+    def reused():
+        return dg.MaterializeResult(data_version=dg.DataVersion(orphan.fingerprint))
+
+    @dg.asset(deps=[reused])
+    def next_one():
+        looking.instance.report_runless_asset_event(dg.AssetMaterialization(key, tags=current))
+        seen.append(named(looking, "training_spec"))
+
+    dg.materialize([reused, next_one], instance=looking.instance)
+    assert seen == [[]] and named(looking, "training_spec") == [orphan.fingerprint]
+
+
 def test_of_downloaded_versions_those_go_that_no_alias_points_at(looking):
-    """As they lie in a home whose server keeps the files; here champion and candidate are version 1."""
+    """As they lie in a home whose server keeps the files; here champion and candidate are version 1, of one origin."""
     downloads = looking.home / "mlflow" / "downloads" / "small"
-    for name in ("1-0123456789ab", "2-0123456789ab"):
+    current = f"1-{short(fingerprint('downloaded_version', looking.services.registry.champion('small').source))}"
+    for name in (current, "1-0123456789ab", "2-0123456789ab"):
         (downloads / name).mkdir(parents=True)
         (downloads / name / "model.safetensors").write_bytes(b"weights")
     run = dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED)
     looking.instance.add_run(run)
     assert named(looking, "download") == [], "the run may be reading one"
     looking.instance.report_run_failed(run)
-    assert named(looking, "download", delete=True) == ["small/2-0123456789ab"]
-    assert [path.name for path in downloads.iterdir()] == ["1-0123456789ab"]
+    assert named(looking, "download", delete=True) == ["small/1-0123456789ab", "small/2-0123456789ab"]
+    assert [path.name for path in downloads.iterdir()] == [current]
     assert named(looking, "download") == []
 
 

@@ -175,8 +175,8 @@ def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) 
     if len(chosen) > shared + 1 or len(rejected) > shared + 1 or shared == min(len(chosen), len(rejected)):
         raise Quarantined(
             Reason.PROMPTS_DIFFER,
-            f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they differ after {shared}, "
-            "and may in the last one only",
+            f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they differ after the first "
+            f"{shared}; only the last message may differ",
         )
     return make_pair(chosen[:shared], chosen[shared:], rejected[shared:])
 

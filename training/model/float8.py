@@ -4,8 +4,8 @@ Every row of the left operand and every column of the right one is scaled so tha
 the format, which is then exact; the other numbers are rounded by 2.6% of themselves (root mean square). Sums are taken in
 float32; the product is bfloat16, the one output that the kernels of all GPUs have for scales by row.
 
-Long sums are cut: where few rows are multiplied over 9,216 terms, cuBLAS has no kernel with such scales on an H100, and over
-3,072 it has (https://github.com/pytorch/ao/issues/4582). The gradient of hidden states is a sum over the width of a tile.
+Long sums are made in parts: for few rows and 9,216 terms cuBLAS has no kernel with such scales on an H100, for 3,072 it has
+(https://github.com/pytorch/ao/issues/4582). The gradient of hidden states is a sum over the width of a tile.
 
 It needs tensor cores with this format: Ada, Hopper and later (compute capability 8.9).
 """
@@ -37,14 +37,16 @@ def demand_float8(device: torch.device) -> None:
     )
 
 
-def add_float8_product(total_NM: Tensor, left_NK: Tensor, right_KM: Tensor) -> None:
-    """Add `left @ right` of operands rounded to 8 bits, a part of the sum at a time."""
-    for left, right in zip(left_NK.split(_LONGEST, dim=1), right_KM.split(_LONGEST), strict=True):
-        total_NM.add_(float8_product(left, right))
-
-
 def float8_product(left_NK: Tensor, right_KM: Tensor) -> Tensor:
     """`left @ right` of operands rounded to 8 bits, as float32."""
+    parts = zip(left_NK.split(_LONGEST, dim=1), right_KM.split(_LONGEST), strict=True)
+    total_NM = _product(*next(parts))
+    for left, right in parts:
+        total_NM.add_(_product(left, right))
+    return total_NM
+
+
+def _product(left_NK: Tensor, right_KM: Tensor) -> Tensor:
     columns = right_KM.shape[1]
     left, scale_N1 = _rounded(_padded(left_NK, 0))
     right, scale_M1 = _rounded(_padded(right_KM.T, -columns % _MULTIPLE))

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from training.model.float8 import add_float8_product, float8_product
+from training.model.float8 import float8_product
 from training.model.head import Head
 
 # On a CPU a tile should fit into the caches and stay below the sizes that the allocator returns to the system each time; on a
@@ -259,7 +259,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, float8: bool = False) -> None:
     if float8:
-        add_float8_product(total, left, right)
+        total.add_(float8_product(left, right))
     elif left.dtype == total.dtype:
         total.addmm_(left, right)
     else:

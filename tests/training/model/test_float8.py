@@ -73,7 +73,9 @@ def test_no_sum_is_longer_than_kernels_for_few_rows_take():
     with Watch() as watch:
         found = token_logprobs(hidden, targets, Head(weight, options=FLOAT8), TILE)
         [ours] = torch.autograd.grad(found.sum(), hidden)
-    assert {columns for _, _, columns in watch.products} == {9_312, 32}
+        wide = float8_product(torch.ones(2, 9_216), torch.ones(9_216, 16))
+    assert wide.equal(torch.full((2, 16), 9_216.0))
+    assert {columns for _, _, columns in watch.products} == {9_312, 32, 16}
     assert max(terms for _, terms, _ in watch.products) <= 3_072
     exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(1, targets[:, None])
     [right] = torch.autograd.grad(exact.sum(), hidden)

@@ -152,7 +152,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def write_data(folder: Path, rows: list[dict[str, list[dict[str, str]]]]) -> PreTrainedTokenizerFast:
-    """Writes the pairs, and a tokenizer that was trained on their words, which it gives."""
+    """Write the pairs, and a tokenizer trained on their texts; returns the tokenizer."""
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     (folder / "preferences.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     tokenizer = make_tokenizer([message["content"] for row in rows for side in row.values() for message in side])
