@@ -95,7 +95,7 @@ def _walk(
 
 
 class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """`ctx.tiles`: bounds of all tiles; `ctx.kept`: of the first ones `exp(logit - peak)`, with the peak of each row."""
+    """`ctx.tiles`: bounds of all tiles; `ctx.kept`: of the first ones, by number, `exp(logit - peak)` and each row's peak."""
 
     @staticmethod
     def forward(
@@ -113,12 +113,12 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
         operands = (hidden_NH, weight_VH, bias_V, low_NR, up_VR)
         wide = _wide(hidden_NH)
         ctx.tiles = _cut(len(weight_VH), len(hidden_NH) * wide.itemsize, budget.tile)
-        ctx.kept = []
+        ctx.kept = {}
         lse_N = torch.full_like(targets_N, -torch.inf, dtype=wide)
         squares_N = lse_N.clone() if with_collisions else None
         target_logits_N = torch.zeros_like(lse_N)
         room = budget.kept if head.softcap is None else 0
-        for start, end in ctx.tiles:
+        for number, (start, end) in enumerate(ctx.tiles):
             tile_NW = _logits(operands, start, end, head)
             inside_N, columns_N = _places(targets_N, start, end)
             found_N = tile_NW.gather(1, columns_N[:, None])[:, 0]
@@ -129,7 +129,7 @@ class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is
                 squares_N = torch.logaddexp(squares_N, 2 * (peak_N + exps_NW.norm(dim=1).log()))
             room -= exps_NW.nbytes
             if room >= 0:  # else no later one is kept either, though one a column narrower might fit
-                ctx.kept.append((exps_NW, peak_N))
+                ctx.kept[number] = exps_NW, peak_N
             del tile_NW, exps_NW  # so that it is freed before the next one is made
         ctx.head = head
         ctx.save_for_backward(*operands, targets_N, lse_N)
@@ -177,9 +177,9 @@ def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
     *operands, targets_N, lse_N = ctx.saved_tensors
     (start, end), head = ctx.tiles[number], ctx.head
     slope_NW = None
-    if number < len(ctx.kept):
-        exps_NW, peak_N = ctx.kept[number]
-        grad_NW = exps_NW * (-upstream_N * (peak_N - lse_N).exp())[:, None]
+    if number in ctx.kept:
+        exps_NW, peak_N = ctx.kept.pop(number)  # to become the gradient; a second backward pass computes it again
+        grad_NW = exps_NW.mul_((-upstream_N * (peak_N - lse_N).exp())[:, None])
     else:
         grad_NW = _logits(operands, start, end, head)
         if head.softcap is not None:

@@ -69,6 +69,18 @@ def test_values_and_gradients_are_those_of_float64(budget: Budget, kind: str, bi
 
 @pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
 @pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_differences_and_a_second_backward_pass_gives_them_again(budget: Budget, kind: str):
+    """A first pass uses up what was kept, so the second computes it again: equal but for rounding."""
+    *given, targets = operands(torch.float64)
+
+    def value(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return token_logprobs(hidden, targets, Head(weight, bias, **KINDS[kind]), budget)
+
+    assert torch.autograd.gradcheck(value, given, fast_mode=True, nondet_tol=1e-12)
+
+
+@pytest.mark.parametrize("budget", [TINY_TILE, SOME_KEPT, ALL_KEPT], ids=["recomputed", "some kept", "all kept"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_collisions_are_those_of_float64_and_change_nothing_else(budget: Budget, kind: str):
     """log sum p^2 over the vocabulary; log-probs and their gradients are the same bits as without."""
     hidden, weight, bias, targets = operands()
@@ -238,9 +250,12 @@ def test_it_holds_one_tile_the_gradients_and_a_few_numbers_a_row(kept_tiles: int
         found = token_logprobs(hidden, targets, Head(weight), Budget(tile, kept_tiles * tile))
     with Memory() as backward:
         found.sum().backward()
+    with Memory() as both:
+        token_logprobs(hidden, targets, Head(weight), Budget(tile, kept_tiles * tile)).sum().backward()
     a_row = rows * (2 * hidden_size + 20) * 4
     assert tile // 2 < forward.peak <= (1 + kept_tiles) * tile + a_row
     assert weight.nbytes < backward.peak <= tile + weight.nbytes + a_row
+    assert both.peak <= max(kept_tiles, 1) * tile + weight.nbytes + a_row, "a kept tile becomes its gradient, and goes"
     assert rows * vocabulary * 4 > 20 * tile, "all the logits would be far more"
 
 
