@@ -51,6 +51,13 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
     )
     def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
         sign(context, services.home)
-        return _BODIES[asset](Step(pipeline, services, context))
+        step = Step(pipeline, services, context)
+        made = _BODIES[asset](step)
+        return dg.MaterializeResult(
+            metadata=made.metadata,
+            check_results=made.check_results,
+            data_version=made.data_version,
+            tags=step.provenance(),
+        )
 
     return materialize

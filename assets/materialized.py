@@ -44,7 +44,12 @@ class Materialization:
 
     def input_version(self, asset: dg.AssetKey) -> str | None:
         """The data version of `asset` that it was made from."""
-        return self.tags.get(f"dagster/input_data_version/{asset.to_user_string()}")
+        return self.tags.get(input_version_tag(asset))
+
+
+def input_version_tag(asset: dg.AssetKey) -> str:
+    """The tag of a materialization that tells the data version of `asset` that it was made from."""
+    return f"dagster/input_data_version/{asset.to_user_string()}"
 
 
 def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:

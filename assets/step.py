@@ -6,7 +6,7 @@ from functools import cached_property
 import dagster as dg
 
 from assets.graph import GRAPH, Settings
-from assets.materialized import History
+from assets.materialized import History, input_version_tag
 from assets.pipeline import Pipeline, Services
 from training.contract.store import Artifact
 
@@ -39,4 +39,15 @@ class Step:
 
     def inputs(self) -> dict[str, Artifact]:
         """The artifacts that the asset is made from in this recipe, verified. Raises UsageError for one that never was made."""
-        return {name: self.history.artifact(name) for name in GRAPH[self.asset].inputs(self.pipeline.recipe)}
+        return {name: self.history.artifact(name) for name in self._names()}
+
+    def provenance(self) -> dict[str, str]:
+        """Tags with the data versions that it was made from, in the place of Dagster's: those of the latest materializations.
+
+        What another run has recorded would else count as used, and an asset that was made from older inputs as up to date.
+        """
+        found = {self.pipeline.key(name): self.history.latest(name).fingerprint for name in self._names()}
+        return {input_version_tag(key): version for key, version in found.items() if version is not None}
+
+    def _names(self) -> tuple[str, ...]:
+        return GRAPH[self.asset].inputs(self.pipeline.recipe)

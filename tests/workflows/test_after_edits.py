@@ -117,8 +117,27 @@ def test_what_a_run_makes_fits_together(ground: Ground, world: World):
     outcomes = run_with_another(ground, world, "reference_logprobs")
     computed = {"raw_preferences", "tokenized_pairs", "reference_logprobs", "policy", "evaluation", "released_model"}
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"preference_source", *computed}
-    found = causes(load_recipe(world.folder).pipeline, ground)
+    pipeline = load_recipe(world.folder).pipeline
+    found = causes(pipeline, ground)
     assert found["policy"] == found["evaluation"] == ()
+    for asset in ("reference_logprobs", "policy", "evaluation"):
+        made = latest(ground.instance, pipeline.key(asset))
+        how = ground.services.store.derivation(asset, made.key or "")
+        assert how is not None, asset
+        recorded = {name: made.input_version(pipeline.key(name)) for name in how.inputs}
+        assert recorded == {name: source.fingerprint for name, source in how.inputs.items()}, asset
+
+
+def test_a_setting_that_changed_during_a_run_is_seen_by_the_conditions(ground: Ground, world: World):
+    """The evaluation took the spec of its own run, although another one was recorded when it began."""
+    data_lines(lambda rows: rows[:-2])(world)
+    field("evaluation.max_new_tokens", 3)(world)
+    run_with_another(ground, world, "policy")
+    pipeline = load_recipe(world.folder).pipeline
+    spec, made = (latest(ground.instance, pipeline.key(asset)) for asset in ("evaluation_spec", "evaluation"))
+    assert spec.fingerprint == ground.fingerprints["plain"]["evaluation_spec"]
+    assert made.input_version(pipeline.key("evaluation_spec")) not in (None, spec.fingerprint)
+    assert any("max_new_tokens" in cause for cause in causes(pipeline, ground)["evaluation_spec"])
 
 
 def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world: World):

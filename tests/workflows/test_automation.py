@@ -22,6 +22,7 @@ ROW = {
 }
 OTHER_BETA = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
 ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs")  # in the order of the graph
+INPUT = "dagster/input_data_version"
 BELOW_ROWS = {"raw_preferences", "tokenized_pairs", "reference_logprobs", "policy", "evaluation", "released_model"}
 
 
@@ -190,10 +191,10 @@ class Conditions:
                 self.report_check(asset, check, passed=True)
 
     def made_of(self, asset):
-        """The tags that Dagster gives a materialization that begins now."""
+        """The tags of a materialization that begins now, with what is recorded now."""
         node = definitions_of(self.folder).resolve_asset_graph().get(self.pipeline.key(asset))
         above = {key: latest(self.instance, key).fingerprint for key in node.parent_keys}
-        inputs = {f"dagster/input_data_version/{key.to_user_string()}": found for key, found in above.items()}
+        inputs = {f"{INPUT}/{key.to_user_string()}": found for key, found in above.items()}
         return {"dagster/code_version": node.code_version, **inputs}
 
     def begin(self, *assets):
@@ -342,6 +343,22 @@ def test_what_changes_while_a_run_goes_on_is_asked_for_once_afterwards(condition
     conditions.materialize(2, "evaluation", "released_model")
     conditions.instance.report_run_canceled(run)
     assert conditions.tick() == {"policy", "evaluation", "released_model"}
+    assert conditions.tick() == set()
+
+
+def test_a_spec_that_changes_before_its_asset_begins_is_seen(conditions):
+    """A policy is trained; its evaluation, which begins after another spec was recorded, takes that of its own run."""
+    conditions.materialize(2, "training_spec")
+    assert conditions.tick() == {"policy", "evaluation", "released_model"}
+    run, inputs = conditions.begin("policy", "evaluation", "released_model"), conditions.made_of("evaluation")
+    conditions.materialize(2, "evaluation_spec")
+    assert conditions.tick() == set()
+    conditions.materialize(2, "policy")
+    policy = conditions.made_of("evaluation")[f"{INPUT}/small/policy"]
+    conditions.materialize(2, "evaluation", made_of={**inputs, f"{INPUT}/small/policy": policy})
+    conditions.materialize(2, "released_model")
+    conditions.instance.report_run_canceled(run)
+    assert conditions.tick() == {"evaluation", "released_model"}
     assert conditions.tick() == set()
 
 
