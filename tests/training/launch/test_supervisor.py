@@ -1,11 +1,15 @@
 """The supervisor, in a process of its own: a signal is never lost, whenever it comes."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from training.contract.locks import is_held, locked
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 SIGNALLED_IN_A_FORK = f"""
@@ -45,3 +49,26 @@ def test_a_second_signal_does_not_interrupt_what_the_first_began():
         supervisor.send_signal(signal.SIGINT)
         assert supervisor.stdout.read() == b"", "the command holds the pipe as long as it lives"
     assert supervisor.returncode == 128 + signal.SIGTERM
+
+
+# Who was told to end with its parent, and is slow to: here it is never told.
+OUTLIVES = "import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0); print(os.getpid(), flush=True); time.sleep(600)"
+
+
+def test_what_outlives_its_supervisor_holds_the_lock(tmp_path: Path):
+    """A second writer waits until the last process of the first is gone."""
+    program = [sys.executable, "-P", "-m", "training.launch.supervisor", "1", sys.executable, "-c", OUTLIVES]
+    held = tmp_path / "key.lock"
+    with locked(held) as file:
+        supervisor = subprocess.Popen(
+            program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fileno()], text=True
+        )
+    with supervisor:
+        assert supervisor.stdout is not None
+        command = int(supervisor.stdout.readline())
+        supervisor.kill()
+        supervisor.wait()
+        assert is_held(held)
+        os.kill(command, signal.SIGKILL)
+        assert supervisor.stdout.read() == ""
+    assert not is_held(held)
