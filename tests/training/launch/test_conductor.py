@@ -17,12 +17,23 @@ import training
 from tests.training.launch.living import alive, all_gone, first_event
 from training.contract.errors import JobFailed, NodesError
 from training.contract.events import Event, read_events
-from training.contract.job import Job
+from training.contract.job import Failure, Job
 from training.contract.recipe import Training
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
 from training.launch.launcher import run_job, write_job
+from training.launch.nodes_file import take_nodes
 
+IMPATIENT = """
+import sys
+from pathlib import Path
+from training.contract.job import Job
+from training.launch import conductor
+from training.launch.nodes_file import Nodes
+
+conductor._ANSWER_SECONDS = conductor._CLOSING_SECONDS = 1.0
+sys.exit(conductor.conduct(Nodes.model_validate_json(sys.argv[1]), "plain_program", Job.read(Path(sys.argv[2]))))
+"""
 LAUNCH = Path(__file__).parent / "programs" / "launch_program.py"
 MakeJob = Callable[..., Job]
 NodesFile = Callable[..., Path]
@@ -158,6 +169,21 @@ def test_a_node_that_cannot_be_used_is_named_before_torchrun_starts(
     assert message.startswith("node 1")
     assert said in message
     assert "started" not in job.log.read_text()
+
+
+def test_a_node_that_never_answers_is_not_waited_for(make_job: MakeJob, nodes_file: NodesFile):
+    """A prefix that waits for something, a host key to be confirmed say; in a process of its own, with less patience."""
+    job, silent = make_job("status", nodes=2), ["sh", "-c", "exec sleep 600"]
+    write_job(job)
+    nodes = take_nodes(nodes_file([], silent), 2).model_dump_json()
+    program = [sys.executable, "-P", "-c", IMPATIENT, nodes, str(job.path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as conductor:  # closing its input would cancel the job
+        try:
+            assert conductor.wait(60) == 1
+        finally:
+            conductor.kill()
+    told = Failure.model_validate_json(job.error.read_bytes()).message
+    assert told.startswith("node 1: `sh -c 'exec sleep 600' ") and "has not answered; it said: nothing." in told
 
 
 def test_another_version_of_the_package_is_refused(
