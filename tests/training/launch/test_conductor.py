@@ -186,6 +186,19 @@ def test_a_node_that_never_answers_is_not_waited_for(make_job: MakeJob, nodes_fi
     assert told.startswith("node 1: `sh -c 'exec sleep 600' ") and "has not answered; it said: nothing." in told
 
 
+def test_what_is_secret_here_stays_here(
+    make_job: MakeJob, nodes_file: NodesFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second node writes down its order and does no more; only variables for computing may be part of it."""
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    order = tmp_path / "order.json"
+    failure(nodes_file([], ["sh", "-c", f"head -n 1 > {order}; exit 9"]), make_job("status", nodes=2))
+    environment = json.loads(order.read_text())["environment"]
+    assert environment["NCCL_DEBUG"] == "INFO" and "hf_secret" not in order.read_text()
+    assert not environment.keys() & {"HF_TOKEN", "PATH", "HOME"}
+
+
 def test_another_version_of_the_package_is_refused(
     make_job: MakeJob, ssh: list[str], nodes_file: NodesFile, tmp_path: Path
 ):
