@@ -169,8 +169,12 @@ def test_without_a_network_what_is_cached_serves(
     with hub.out_of_reach():
         assert resident.found("status", whole) == looked
     assert "Using cached commit hash for 'org/table'" in (resident.home / "stderr.log").read_text()
-    hub.faults.append(Fault("/api/", times=100, status=503))
-    assert resident.found("status", whole) == looked
+    for status in (503, 429):
+        hub.faults[:] = [Fault("/api/", times=100, status=status)]
+        assert resident.found("status", whole) == looked
+    assert "(429); org/table is taken to be where it was" in (resident.home / "stderr.log").read_text()
+    hub.faults[:] = [Fault("/api/", times=100, status=403)]
+    assert "403" in resident.ask("status", whole)["error"], "who may no longer read it is told so"
     hub.faults.clear()
     hub.requests.clear()
     assert resident.found("status", whole, offline=True) == looked
