@@ -60,7 +60,8 @@ def test_a_run_and_a_version_through_http(
     assert not isinstance(missing.value, RegistryAway)
     folder = registry.resolve("models:/remote@champion")
     assert weights_identity(folder) == weights_identity(policy)
-    assert registry.resolve("models:/remote/1") == folder
+    inode = folder.stat().st_ino
+    assert registry.resolve("models:/remote/1") == folder and folder.stat().st_ino == inode, "not fetched again"
     assert registry.outdated_downloads() == [], "it is champion"
     assert {path.name for path in (tmp_path / "downloads").iterdir()} == {"remote", ".staging"}
     assert list((tmp_path / "downloads" / ".staging").iterdir()) == []
