@@ -1,6 +1,7 @@
 """The two web servers: Dagster's for the graph, MLflow's for the runs, on loopback, both over the same home."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -18,8 +19,15 @@ from training.contract.errors import PedigreeError
 from training.launch.processes import die_with_parent
 
 _HOST = "127.0.0.1"
-# MLflow would start eight processes for jobs of its own that nothing here asks for.
-_NO_JOBS = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+# Where the command was started there may be files named like packages. So that is not where Python looks for these, nor do
+# Dagster and uvicorn, which would both look there first: they are given the folder that holds our packages in its place.
+_OURS = Path(__file__).parent.parent
+_ENVIRONMENT = {
+    "PYTHONSAFEPATH": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for jobs of MLflow's own that nothing here asks for
+}
 _READY_SECONDS = 180.0
 _STOP_SECONDS = 10.0
 
@@ -49,7 +57,8 @@ def free_port(preferred: int) -> int:
 
 
 def _dagster_server(home: Path, port: int) -> _Server:
-    command = [sys.executable, "-m", "dagster", "dev", "-m", "workflows.definitions", "-h", _HOST, "-p", str(port)]
+    command = [sys.executable, "-m", "dagster", "dev", "-m", "workflows.definitions", "--working-directory", str(_OURS)]
+    command += ["--host", _HOST, "--port", str(port)]
     address = f"http://{_HOST}:{port}"
     return _Server("Dagster", command, address, f"{address}/server_info", home / "dagster" / "webserver.log")
 
@@ -58,6 +67,7 @@ def _mlflow_server(home: Path, tracking_uri: str, port: int) -> _Server:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
     command += ["--default-artifact-root", artifact_root(home).as_uri(), "--no-serve-artifacts"]
     command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
+    command += ["--uvicorn-opts", shlex.join(["--app-dir", str(_OURS)])]
     address = f"http://{_HOST}:{port}"
     return _Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log")
 
@@ -109,7 +119,7 @@ def _start(server: _Server) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "true", **_NO_JOBS},
+            env={**os.environ, **_ENVIRONMENT},
             start_new_session=True,
             preexec_fn=_prepare_child,
         )

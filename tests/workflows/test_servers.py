@@ -27,12 +27,22 @@ QUERY = """{
 
 
 @pytest.fixture(scope="module")
-def servers(materialized, small_recipe):
-    """`pedigree ui` with the small recipe beside the project's; gives the two addresses it prints."""
+def elsewhere(tmp_path_factory):
+    """A project of somebody's, whose files are named like packages that the servers import, ours among them."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    for name in ("workflows", "assets", "training", "mlflow", "gql", "datasets", "yaml"):
+        (folder / f"{name}.py").write_text("raise ImportError('the file of another project')")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(materialized, small_recipe, elsewhere):
+    """`pedigree ui` with the small recipe beside the project's, started elsewhere; gives the two addresses it prints."""
     home, _ = materialized
     ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(small_recipe), *ports],
+        cwd=elsewhere,
         env=home.environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
