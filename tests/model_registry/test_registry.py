@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-from contextlib import closing
+from contextlib import chdir, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,12 +58,17 @@ class Registered:
 
 @pytest.fixture(scope="module")
 def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path, policy: Path) -> Registered:
+    """It is packaged by a process that starts where a file is named like the package it needs."""
     home = tmp_path_factory.mktemp("registered home")
     shutil.copy(migrated_database, home / "mlflow.db")
     uri = f"sqlite:///{home / 'mlflow.db'}"
     run_id = new_run(Tracker(uri, home / "artifacts"), "a")
     registry = Registry(uri, home / "downloads")
-    version = registry.register("demo", policy, run_id, identity=IDENTITY, tags={"pedigree.tokenized_pairs": "b" * 64})
+    (elsewhere := tmp_path_factory.mktemp("elsewhere") / "model_registry.py").write_text("raise ImportError(__file__)")
+    with chdir(elsewhere.parent):
+        version = registry.register(
+            "demo", policy, run_id, identity=IDENTITY, tags={"pedigree.tokenized_pairs": "b" * 64}
+        )
     assert registry.promote(version, over=None)
     return Registered(uri, run_id, registry, version)
 
