@@ -120,6 +120,35 @@ def test_another_text_on_the_card_changes_nothing(hub: Hub, resident: Resident, 
     )
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"config": "other"}, "hub data set 1.config good -> other"),
+        ({"split": "test"}, "hub data set 1.split train -> test"),
+        (
+            {"README.md": CARD.replace("g/*", "g/1")},
+            "hub data set 1.configs[0].data_files[0].path g/*.jsonl -> g/1.jsonl",
+        ),
+        ({".huggingface.yaml": "configs: []"}, ".huggingface.yaml added"),
+    ],
+)
+def test_other_rows_of_the_same_files_are_other_data(
+    hub: Hub, resident: Resident, made: Path, recipe: Callable[..., Path], change: dict[str, str], told: str
+):
+    """By the recipe's fields, and by either file in which a data set says what its configs and splits are."""
+    repository = hub.repositories["datasets/org/lines"]
+    before, of_recipe = repository.branches["main"], change.keys() <= {"config", "split"}
+    if not of_recipe:
+        hub.amend("datasets/org/lines", change)
+    source = SOURCES[0] | change if of_recipe else SOURCES[0]
+    edited = recipe("org/sharded", [source, *SOURCES[1:]], tokenization={"tokenizer": "org/tokenizer"})
+    looked = resident.found("status", edited)
+    repository.branches["main"] = before
+    [state, cause] = looked["preference_source"]
+    assert state == "stale" and told in cause
+    assert looked["raw_preferences"] == ["stale", f"preference_source: {cause}"]
+
+
 def test_data_of_another_split_are_read_and_lead_to_nothing(hub: Hub, resident: Resident, made: Path, whole: Path):
     hub.amend("datasets/org/lines", {"o.jsonl": "{} "})
     outcomes = resident.outcomes(whole)
