@@ -37,13 +37,16 @@ def elsewhere(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(materialized, small_recipe, elsewhere):
-    """`pedigree ui` with the small recipe beside the project's, started elsewhere; gives the two addresses it prints."""
+    """`pedigree ui` with the small recipe beside the project's, started elsewhere, on a machine that reaches others by a proxy.
+
+    Gives the two addresses it prints.
+    """
     home, _ = materialized
     ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
     process = subprocess.Popen(
         [PEDIGREE, "ui", str(small_recipe), *ports],
         cwd=elsewhere,
-        env=home.environment,
+        env={**home.environment, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""},  # nothing listens at port 9
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
