@@ -21,7 +21,7 @@ from training.launch.processes import die_with_parent
 _HOST = "127.0.0.1"
 # Where the command was started there may be files named like packages. So that is not where Python looks for these, nor do
 # Dagster and uvicorn, which would both look there first: they are given the folder that holds our packages in its place.
-_OURS = Path(__file__).parent.parent
+_SOURCE_ROOT = Path(__file__).parent.parent
 _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -58,8 +58,8 @@ def free_port(preferred: int) -> int:
 
 
 def _dagster_server(home: Path, port: int) -> _Server:
-    command = [sys.executable, "-m", "dagster", "dev", "-m", "workflows.definitions", "--working-directory", str(_OURS)]
-    command += ["--host", _HOST, "--port", str(port)]
+    command = [sys.executable, "-m", "dagster", "dev", "-m", "workflows.definitions"]
+    command += ["--working-directory", str(_SOURCE_ROOT), "--host", _HOST, "--port", str(port)]
     address = f"http://{_HOST}:{port}"
     return _Server("Dagster", command, address, f"{address}/server_info", home / "dagster" / "webserver.log")
 
@@ -68,7 +68,7 @@ def _mlflow_server(home: Path, tracking_uri: str, port: int) -> _Server:
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
     command += ["--default-artifact-root", artifact_root(home).as_uri(), "--no-serve-artifacts"]
     command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
-    command += ["--uvicorn-opts", shlex.join(["--app-dir", str(_OURS)])]
+    command += ["--uvicorn-opts", shlex.join(["--app-dir", str(_SOURCE_ROOT)])]
     address = f"http://{_HOST}:{port}"
     return _Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log")
 
