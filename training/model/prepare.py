@@ -15,16 +15,19 @@ parameter is renamed, so a saved model does not differ.
 """
 
 import contextlib
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from training.contract.errors import ModelError
+from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.recipe import Adapter, Compute
 from training.model.adapter import targets
@@ -40,13 +43,17 @@ _COMPILE_OPTIONS = {"fallback_random": True}
 
 
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
-    """Raise ModelError where training by `recipe` would: for jobs that run the same model before it, and may take long.
+    """Raise ModelError or TrainingError where training by `recipe` would: for jobs that run the same model before it.
 
-    It looks for the layers that an adapter names, for layers to checkpoint or compile, and for float8 on the device.
+    They may take long. It looks for the layers that an adapter names, for layers to checkpoint or compile, for what
+    compiling needs, and for float8 on the device.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
         _layers(model)
+    if compute.get("compile"):
+        with _compiler_explained():
+            compile_tiles(model.device, model.dtype)
     if adapter := training.get("adapter"):
         targets(model, Adapter.model_validate(adapter))
     if training.get("head_precision") == "float8":
@@ -58,7 +65,8 @@ def prepare_for_training(
 ) -> None:
     """Make `model` run as `compute` says; `training`: whether it will run in training mode, with dropout.
 
-    Raises ModelError where the model has no layers to prepare, or where the device has no float8.
+    Raises ModelError where the model has no layers to prepare, or where the device has no float8; TrainingError where
+    torch cannot compile.
     """
     if float8_head:
         demand_float8(model.device)
@@ -73,7 +81,8 @@ def prepare_for_training(
                 checkpoint, layer.forward, use_reentrant=False, context_fn=partial(_same_attention, model)
             )
     if compute.compile:
-        _warm_up(model, training)
+        with _compiler_explained():
+            _warm_up(model, training)
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -91,6 +100,22 @@ def _same_attention(
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Contexts for a layer's first run, which needs none, and for its second, which uses the same attention."""
     return contextlib.nullcontext(), use_attention(model, model.config._attn_implementation)
+
+
+@contextlib.contextmanager
+def _compiler_explained() -> Iterator[None]:
+    """Raise TrainingError where torch's compiler raises; the log gets all that the compiler said."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        traceback.print_exception(error, file=sys.stderr)
+        said = str(error)
+        complaint = next((line for line in said.splitlines() if " error: " in line), None)
+        telling = complaint or " ".join(said.partition("\n\n")[0].split())
+        raise TrainingError(
+            f"`compute.compile`: torch cannot compile on this machine: {telling}; install what is missing of a C++ compiler "
+            "and the headers of Python (on Debian: apt-get install -y g++ python3-dev), or set it to false"
+        ) from error
 
 
 def _warm_up(model: PreTrainedModel, training: bool) -> None:

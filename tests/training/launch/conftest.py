@@ -59,8 +59,8 @@ def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 
     The server is a process of this user with keys of its own. It ends with the tests.
     """
-    if shutil.which(_SSHD) is None:
-        pytest.fail("another machine is played by an ssh server: apt-get install -y openssh-server")
+    if not all(shutil.which(program) for program in (_SSHD, "ssh", "ssh-keygen")):
+        pytest.fail("another machine is played by an ssh server: apt-get install -y openssh-client openssh-server")
     folder, port = tmp_path_factory.mktemp("sshd"), _free_port()
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
