@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from training.contract.errors import ModelError, TrainingError
+from training.contract.errors import ModelError
 from training.contract.events import EventWriter, read_events
 from training.contract.recipe import Compute
 from training.model.logprobs import response_logprobs
@@ -136,36 +136,6 @@ def fresh_compiler() -> Iterator[None]:
 
 
 ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-NO_HEADERS = """#!/bin/sh
-case "$*" in --version|-v) exec g++ "$@";; esac
-echo "main.cpp:47:10: fatal error: Python.h: No such file or directory" >&2; exit 1
-"""
-
-
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(
-    ("compiler", "told"),
-    [
-        (None, r"No working C\+\+ compiler found in \S+: \(None, '/.*'\)"),
-        (NO_HEADERS, r"fatal error: Python\.h: No such file or directory"),
-    ],
-    ids=["no compiler", "no headers"],
-)
-def test_what_compiling_lacks_is_told_before_work_that_takes_long(tmp_path: Path, monkeypatch, capfd, compiler, told):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    if compiler is not None:
-        (tmp_path / "g++").write_text(compiler)
-        (tmp_path / "g++").chmod(0o755)
-    model = build("llama", **LLAMA)
-    advice = r"install what is missing .* \(on Debian: apt-get install -y g\+\+ python3-dev\), or set it to false"
-    with torch._inductor.config.patch({"cpp.cxx": (None, str(tmp_path / "g++"))}):
-        with pytest.raises(TrainingError, match=rf"`compute\.compile`: .*{told}; {advice}"):
-            demand_trainable(model, {"compute": {"compile": True}})
-        assert "Traceback" in capfd.readouterr().err, "the log has the rest"
-        with pytest.raises(TrainingError, match=told):
-            prepare_for_training(model, Compute(compile=True), SILENT, training=True)
 
 
 @pytest.mark.slow
