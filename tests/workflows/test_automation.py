@@ -90,6 +90,16 @@ def test_the_sensor_asks_once_for_each_change_of_the_bytes(sensed):
     assert [sensed.requests(), sensed.requests()] == [1, 0]
 
 
+def test_a_file_of_another_name_is_the_same_data(sensed):
+    (sensed.folder / "data").mkdir()
+    write_recipe(sensed.folder, {**ATTRIBUTES, "data": {"sources": [{"path": "data"}]}})
+    (sensed.folder / "preferences.jsonl").rename(sensed.folder / "data" / "monday.jsonl")
+    sensed = Sensed(sensed.folder, sensed.instance)
+    sensed.look()
+    (sensed.folder / "data" / "monday.jsonl").rename(sensed.folder / "data" / "tuesday.jsonl")
+    assert sensed.requests() == 0
+
+
 def test_a_request_that_led_nowhere_is_repeated_an_hour_later(sensed):
     sensed.look()
     sensed.write("Why?", "How?")
@@ -161,6 +171,12 @@ def test_the_schedule_asks_for_the_whole_graph(sensed):
     assert schedule.default_status == dg.DefaultScheduleStatus.RUNNING
     job = definitions.resolve_job_def("small_retrain")
     assert {key.path[1] for key in job.asset_layer.executable_asset_keys} == set(GRAPH)
+
+
+@pytest.mark.parametrize(("given", "kept"), [({}, "UTC"), ({"timezone": "Europe/Berlin"}, "Europe/Berlin")])
+def test_the_schedule_keeps_the_time_of_its_timezone(tmp_path, given, kept):
+    folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "automation": {"cron": "0 6 * * 1", **given}})
+    assert definitions_of(folder).resolve_schedule_def("small_schedule").execution_timezone == kept
 
 
 class Conditions:
