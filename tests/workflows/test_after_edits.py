@@ -236,6 +236,15 @@ def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: Worl
         assert latest(ground.instance, loaded.pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]
 
 
+@pytest.mark.parametrize("tuned", [False, True], ids=["plain reference", "tuned reference"])
+def test_a_selected_asset_comes_with_what_it_is_made_of(ground: Ground, world: World, tuned: bool):
+    """Supervised tuning takes the pairs."""
+    field("reference.sft", {"epochs": 1} if tuned else None)(world)
+    report = materialize(load_recipe(world.folder), ground.services, ground.instance, "reference_model")
+    pairs = {"preference_source", "raw_preferences", "tokenization_spec", "tokenized_pairs"} if tuned else set()
+    assert report.succeeded and {each.asset for each in report.assets} == {"base_model", "reference_model"} | pairs
+
+
 @pytest.mark.parametrize("asset", ["preference_source", "released_model"])
 def test_a_run_that_no_command_started_is_signed_by_its_process(ground: Ground, world: World, asset: str):
     """Whatever it materializes, a download of the base model too: a run that is killed has to be found dead by the next."""
