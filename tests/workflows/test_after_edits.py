@@ -236,6 +236,13 @@ def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: Worl
         assert latest(ground.instance, loaded.pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]
 
 
+def test_a_name_is_that_of_the_recipe_that_was_run(ground: Ground, world: World):
+    """Another folder of that name, for another model, while the first is still there."""
+    field("release.model_name", "another")(world)
+    with pytest.raises(UsageError, match=f"recipe in {ground.folders['plain']}, .* the one in {world.folder} releases"):
+        materialize(load_recipe(world.folder), ground.services, ground.instance, "training_spec")
+
+
 @pytest.mark.parametrize("tuned", [False, True], ids=["plain reference", "tuned reference"])
 def test_a_selected_asset_comes_with_what_it_is_made_of(ground: Ground, world: World, tuned: bool):
     """Supervised tuning takes the pairs."""
