@@ -238,6 +238,7 @@ def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: Worl
 
 def test_a_name_is_that_of_the_recipe_that_was_run(ground: Ground, world: World):
     """Another folder of that name, for another model, while the first is still there."""
+    materialize(load_recipe(ground.folders["plain"]), ground.services, ground.instance, "training_spec")
     field("release.model_name", "another")(world)
     with pytest.raises(UsageError, match=f"recipe in {ground.folders['plain']}, .* the one in {world.folder} releases"):
         materialize(load_recipe(world.folder), ground.services, ground.instance, "training_spec")

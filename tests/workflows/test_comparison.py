@@ -120,3 +120,15 @@ def test_the_table_says_it_all_in_80_columns():
     for part in ("on 10 held-out pairs", *settings, "+0.500 ± 0.167", "+2.000 ± 0.667", "other loss"):
         assert part in text
     assert "a-new: never evaluated; run `pedigree run a/new` first" in text
+
+
+@pytest.mark.parametrize(("lost", "style"), [(-5, "1"), (-4, "1"), (-3, "2"), (3, "2"), (4, "1")])
+def test_a_difference_stands_out_where_it_is_more_than_two_standard_errors(lost: int, style: str):
+    """Better or worse. If k of ten pairs differ by 1, that is sqrt(k/10 (1 - k/10) / 9): 0.153 for three, 0.163 for four."""
+    changed = values([float(index < abs(lost)) for index in range(10)])
+    first, second = replace(FIRST, values=values([0.0] * 10)), replace(FIRST, recipe="b", values=changed)
+    written = io.StringIO()
+    terminal = Console(file=written, width=80, force_terminal=True, color_system="standard")
+    show.comparison(terminal, compare([second, first] if lost < 0 else [first, second]))
+    mean, error = abs(lost) / 10, (abs(lost) / 10 * (1 - abs(lost) / 10) / 9) ** 0.5
+    assert f"\x1b[{style}m{'-' if lost < 0 else '+'}{mean:.3f} ± {error:.3f}\x1b[0m" in written.getvalue()

@@ -45,19 +45,19 @@ _COMPILE_OPTIONS = {"fallback_random": True}
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     """Raise ModelError or TrainingError where training by `recipe` would: for jobs that run the same model before it.
 
-    They may take long. It looks for the layers that an adapter names, for layers to checkpoint or compile, for what
-    compiling needs, and for float8 on the device.
+    They may take long. It looks for the layers that an adapter names, for layers to checkpoint or compile, for float8 on the
+    device, and compiles something.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
         _layers(model)
-    if compute.get("compile"):
-        with _compiler_explained():
-            compile_tiles(model.device, model.dtype)
     if adapter := training.get("adapter"):
         targets(model, Adapter.model_validate(adapter))
     if training.get("head_precision") == "float8":
         demand_float8(model.device)
+    if compute.get("compile"):
+        with _compiler_explained():
+            compile_tiles(model.device, model.dtype)
 
 
 def prepare_for_training(
