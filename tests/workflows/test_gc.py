@@ -11,6 +11,7 @@ import mlflow
 import numpy as np
 import pytest
 
+from assets.adapters import MERGED
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.process import PROCESS_TAG
@@ -37,9 +38,9 @@ def named(looking, kind, delete=False):
     return [item.fingerprint for item in found.garbage if item.kind == kind]
 
 
-def publish(looking, text, **inputs):
+def publish(looking, text, kind="training_spec", **inputs):
     """An artifact that nobody refers to."""
-    how = Derivation(kind="training_spec", code_version="1", inputs=inputs, settings={"text": text})
+    how = Derivation(kind=kind, code_version="1", inputs=inputs, settings={"text": text})
     return record(looking.services, Found(how, f"{len(text):064x}", {"spec.json": text})).artifact
 
 
@@ -120,6 +121,12 @@ def test_what_a_job_in_progress_reads_stays_with_what_that_was_made_from(looking
     with holding([looking.services.store.lock_file(job.artifact, job.derivation.key)]):
         assert named(looking, "training_spec", delete=True) == []
     assert named(looking, "training_spec") == sorted([below.fingerprint, read.fingerprint])
+
+
+@pytest.mark.parametrize("kind", [MERGED, "proof"])
+def test_what_is_made_beside_the_graph_goes_too(looking, kind):
+    orphan = publish(looking, f"a {kind}", kind)
+    assert named(looking, kind, delete=True) == [orphan.fingerprint] and not orphan.folder.exists()
 
 
 def test_checkpoints_of_a_job_that_has_published_go(looking):

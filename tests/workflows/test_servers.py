@@ -22,7 +22,7 @@ QUERY = """{
                assetChecksOrError { ... on AssetChecks {
                  checks { name blocking executionForLatestMaterialization { status } } } } }
   repositoriesOrError { ... on RepositoryConnection { nodes {
-    schedules { name scheduleState { status } } sensors { name sensorState { status } } } } }
+    schedules { name scheduleState { status } } sensors { name sensorType sensorState { status } } } } }
 }"""
 
 
@@ -91,6 +91,8 @@ def test_dagster_shows_the_schedule_and_the_sensor(servers):
     assert schedules == {"demo_schedule": "RUNNING", "small_schedule": "RUNNING"}
     names = [f"{recipe}_{what}" for recipe in ("demo", "small") for what in ("data_sensor", "automation")]
     assert sensors == dict.fromkeys(names, "RUNNING")
+    types = {s["name"]: s["sensorType"] for s in repository["sensors"]}
+    assert types["demo_automation"] == "AUTOMATION", "evaluated where our own condition is known"
 
 
 def test_a_run_started_in_the_web_ui_reuses_everything(servers):
