@@ -15,7 +15,6 @@ parameter is renamed, so a saved model does not differ.
 """
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -43,10 +42,10 @@ _COMPILE_OPTIONS = {"fallback_random": True}
 
 
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
-    """Raise ModelError or TrainingError where training by `recipe` would: for jobs that run the same model before it.
+    """Raise ModelError or TrainingError where training by `recipe` would: for jobs before it, which may take long.
 
-    They may take long. It looks for the layers that an adapter names, for layers to checkpoint or compile, for float8 on the
-    device, and compiles something.
+    It looks for the layers that an adapter names, for layers to checkpoint or compile, and for float8 on the device; and it
+    compiles the tiles of the head, to see whether this machine can.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
@@ -108,7 +107,7 @@ def _compiler_explained() -> Iterator[None]:
     try:
         yield
     except TorchDynamoException as error:
-        traceback.print_exception(error, file=sys.stderr)
+        traceback.print_exception(error)
         said = str(error)
         complaint = next((line for line in said.splitlines() if " error: " in line), None)
         telling = complaint or " ".join(said.partition("\n\n")[0].split())
