@@ -67,21 +67,27 @@ def prefix(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
     violations, pairs = artifact.details["prefix_violations"], artifact.details["counts"]["pairs"]
     share = violations / max(1, violations + pairs)
     description = (
-        f"for {violations:,} pairs ({share:.1%}) the prompt's tokens do not begin prompt and response; they were left out, "
-        f"at most {limit:.1%} are allowed by data.max_quarantined. A template that renders a prompt differently once the "
-        "answer follows cannot be used with train_on: last_response"
+        f"for {violations:,} pairs ({share:.1%}) the prompt's tokens do not begin prompt and response: the template renders it "
+        f"differently once the answer follows. They were left out, at most {limit:.1%} are allowed by data.max_quarantined"
     )
-    return _result(PREFIX, share <= limit, description, violations=violations)
+    return _result(
+        PREFIX, share <= limit, description + _first(artifact, "first_prefix_violation"), violations=violations
+    )
 
 
 def complete(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
     left_out, pairs = artifact.details.get("left_out", 0), artifact.details["counts"]["pairs"]  # earlier versions: none
     share = left_out / max(1, left_out + pairs)
     description = (
-        f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or it does not write their tools, calls, results "
-        f"or reasoning; they were left out, at most {limit:.1%} are allowed by data.max_quarantined"
+        f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or it leaves out a message, tool, call, result or "
+        f"reasoning of theirs. They were left out, at most {limit:.1%} are allowed by data.max_quarantined"
     )
-    return _result(COMPLETE, share <= limit, description, left_out=left_out)
+    return _result(COMPLETE, share <= limit, description + _first(artifact, "first_left_out"), left_out=left_out)
+
+
+def _first(artifact: Artifact, name: str) -> str:
+    """What the job says of the first pair that it left out for a reason; earlier versions of it say nothing."""
+    return f". The first: {said}" if (said := artifact.details.get(name)) else ""
 
 
 def splits(artifact: Artifact) -> dg.AssetCheckResult:

@@ -26,6 +26,13 @@ def _data(recipe: Recipe) -> Settings:
     }
 
 
+def _tokenization(recipe: Recipe) -> Settings:
+    """Without what its files say themselves, and without a date where there is none: such a spec keeps its key."""
+    elsewhere = {"tokenizer", "revision", "chat_template"}
+    unused = {"date"} if recipe.tokenization.date is None else set()
+    return recipe.tokenization.model_dump(mode="json", exclude=elsewhere | unused)
+
+
 def _training(recipe: Recipe) -> Settings:
     """Without `epochs` where `max_steps` decides, and without a later field at its default: such a spec keeps its key."""
     training, unused = recipe.training, set[str]()
@@ -84,9 +91,7 @@ GRAPH: dict[str, Node] = {
         "specs",
         ("json",),
         "How text becomes tokens: tokenizer, chat template and rules, frozen.",
-        reads=lambda recipe: recipe.tokenization.model_dump(
-            mode="json", exclude={"tokenizer", "revision", "chat_template"}
-        ),
+        reads=_tokenization,
     ),
     "training_spec": Node("specs", ("json",), "Every field that changes the trained policy, frozen.", reads=_training),
     "evaluation_spec": Node(
@@ -108,6 +113,7 @@ GRAPH: dict[str, Node] = {
         ("huggingface", "arrow"),
         "Token ids and response masks of every pair, memory-mapped.",
         needs=("raw_preferences", "tokenization_spec"),
+        version="2",
     ),
     "reference_model": Node(
         "reference",

@@ -59,3 +59,16 @@ def test_a_check_passes_up_to_its_limit(check, details, more, passes):
     assert found.passed is passes
     warns = found.check_name == checks.ACCURACY
     assert found.severity == (dg.AssetCheckSeverity.WARN if warns else dg.AssetCheckSeverity.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("check", "name"), [(checks.prefix, "first_prefix_violation"), (checks.complete, "first_left_out")]
+)
+def test_the_first_pair_that_is_left_out_is_told_where_it_is_known(check, name):
+    counts = {"prefix_violations": 4, "left_out": 4, "counts": {"pairs": 11}}
+    described = [check(artifact(**counts, **more), 0.25).description for more in ({name: "row 7, no"}, {name: ""}, {})]
+    assert [text.endswith("by data.max_quarantined. The first: row 7, no") for text in described] == [
+        True,
+        False,
+        False,
+    ]

@@ -179,6 +179,7 @@ TABLE: dict[str, Row] = {
     "template: the same, in a file": Row(edits.template_in_a_file, SAME_SPEC, 0),
     "template: a character for all": Row(template(edits.space_after_roles), NEW_TOKENS, ALL),
     "template: a character for some": Row(template(edits.space_after("capital")), NEW_TOKENS, 16),
+    "date": Row(field("tokenization.date", "2026-11-22"), SAME_TOKENS, 0),
     "template_kwargs": Row(field("tokenization.template_kwargs", {"unused": 1}), SAME_TOKENS, 0),
     "train_on": Row(field("tokenization.train_on", "assistant_turns"), SAME_TOKENS, 0),
     "max_length that cuts nothing": Row(field("tokenization.max_length", 127), SAME_TOKENS, 0),

@@ -1,9 +1,11 @@
 """The models that files are read into, which refuse unknown fields: `Frozen`, a recipe's `Section`, and types for fields."""
 
+import datetime
 from typing import Annotated, Any, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
@@ -25,6 +27,17 @@ MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
+def _date(given: Any) -> datetime.date:
+    """pydantic also takes a number for a date, as seconds since 1970."""
+    try:
+        return given if type(given) is datetime.date else datetime.date.fromisoformat(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a date such as 2026-11-22, found {given}") from None
+
+
+Date = Annotated[datetime.date, BeforeValidator(_date)]
 
 
 class Frozen(BaseModel):

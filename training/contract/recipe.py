@@ -14,6 +14,7 @@ from training.contract.errors import RecipeError
 from training.contract.fields import (
     MOST,
     Count,
+    Date,
     Fraction,
     Name,
     Positive,
@@ -74,6 +75,7 @@ class Tokenization(Section):
     revision: str | None = None
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = Field(default={})
+    date: Date | None = None
     train_on: Literal["last_response", "assistant_turns"] = "last_response"
     max_length: Annotated[int, Field(ge=2, le=MOST)] = 1024
     over_length: Literal["drop", "truncate_prompt", "truncate_response", "error"] = "drop"

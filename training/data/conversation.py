@@ -1,10 +1,10 @@
 """A conversation as templates know it, and a test whether a template writes all of it.
 
-Many templates know of no tools, or drop calls, results or the reasoning before an answer without a word: what is trained then
-is an answer to something that was never asked. A marked copy tells. In it words that occur nowhere else stand for the names of
-functions, for results, and, in the answer, for reasoning and for text beside a call; a template has to write all of them. What
-was reasoned in earlier messages, or said beside a call, many templates leave out, as they do when a model is served. Some write
-the id of a call for its name, which the id holds: a second copy has marks in the ids too.
+Many templates know of no tools, or drop calls, results, the reasoning before an answer or a later system message without a
+word: what is trained then is an answer to something that was never asked. A marked copy tells. In it words that occur nowhere
+else stand for messages and results, for names of functions, and, in the answer, for reasoning and for text beside a call; a
+template has to write all of them. What was reasoned in earlier messages, or said beside a call, many leave out, as they do when
+a model is served. Some write the id of a call for its name, which the id holds: a second copy has marks in the ids too.
 """
 
 import hashlib
@@ -22,6 +22,12 @@ class Conversation:
 
     turns: list[Item]
     tools: list[Item] | None
+
+    @property
+    def roles(self) -> tuple[str, ...] | None:
+        """Those of its messages where these are text alone: what a template leaves out follows from them; else None."""
+        plain = not self.tools and all(turn.keys() == {"role", "content"} for turn in self.turns)
+        return tuple(turn["role"] for turn in self.turns) if plain else None
 
 
 @dataclass(frozen=True)
@@ -68,11 +74,11 @@ class _Marker:
         return "mark" + hashlib.sha256(repr(self._conversation).encode(errors="backslashreplace")).hexdigest()[:16]
 
     def turn(self, turn: Item) -> Item:
-        marks: Item = {}
+        marks, role = Item(), turn["role"]
         if "tool_calls" in turn:
             marks["tool_calls"] = [self.function(call, "a call of") for call in turn["tool_calls"]]
-        if turn["role"] == "tool":
-            marks["content"] = self._mark("the result of a tool")
+        else:
+            marks["content"] = self._mark("the result of a tool" if role == "tool" else f"a message of the {role}")
         if turn.get("tool_call_id") in self._ids:
             marks["tool_call_id"] = self._ids[turn["tool_call_id"]]
         return {**turn, **marks}

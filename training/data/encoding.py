@@ -12,6 +12,7 @@ follows the prefix is the response:
 A pair that cannot be used raises `Dropped`, with a reason that is counted and a detail that shows the tokens.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from training.data.messages import Message
 from training.data.template import ChatTemplate, Rejected, Rendered
 
 Offsets = Sequence[tuple[int, int]]
+
+_SWITCHES = ("enable_thinking", "thinking")
 
 
 class DropReason(StrEnum):
@@ -91,10 +94,13 @@ class PairEncoder:
     """Encodes pairs in batches: the template a conversation at a time, the tokenizer many texts at once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, spec: Mapping[str, Any]) -> None:
-        self._tokenizer, self._template = tokenizer, template
+        self._tokenizer, self._template, self._spec = tokenizer, template, spec
         self._by_spans = spec["train_on"] == "assistant_turns"
         self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
         self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
+        self._left_out_of: dict[
+            tuple[tuple[str, ...], bool], str | None
+        ] = {}  # by roles, with a generation prompt or not
 
     def encode(self, pairs: Sequence[Mapping[str, Any]]) -> Iterator[EncodedPair | Dropped]:
         """For each of `pairs` (prompt, chosen, rejected, tools), in order: its tokens, or why it is dropped."""
@@ -109,6 +115,20 @@ class PairEncoder:
                 yield self._assemble(next(tokens), next(tokens), next(tokens))
             except Dropped as dropped:
                 yield dropped
+
+    def remedy(self, pair: Mapping[str, Any]) -> str | None:
+        """The switch of the template for reasoning with which `pair`, which is dropped, can be used; or None.
+
+        A template that begins every answer with reasoning takes answers without any only if that is switched off.
+        """
+        template = self._template
+        for name, value in itertools.product(_SWITCHES, (False, True)):
+            if name in template.text and template.template_kwargs.get(name) is not value:
+                other = ChatTemplate(self._tokenizer, {**template.template_kwargs, name: value}, template.date)
+                [outcome] = PairEncoder(self._tokenizer, other, self._spec).encode([pair])
+                if isinstance(outcome, EncodedPair):
+                    return f"{name}: {str(value).lower()}"
+        return None
 
     def _render(self, pair: Mapping[str, Any]) -> list[Rendered] | Dropped:
         """The texts of the prompt and of both conversations."""
@@ -138,6 +158,13 @@ class PairEncoder:
 
     def _left_out(self, given: Conversation, generation_prompt: bool) -> str | None:
         """What the template leaves out, or does not mark as the assistant's where that alone is trained."""
+        if (roles := given.roles) is None:
+            return self._tested(given, generation_prompt)
+        if (roles, generation_prompt) not in self._left_out_of:
+            self._left_out_of[roles, generation_prompt] = self._tested(given, generation_prompt)
+        return self._left_out_of[roles, generation_prompt]
+
+    def _tested(self, given: Conversation, generation_prompt: bool) -> str | None:
         missing = self._missing(marked(given, in_ids=False), generation_prompt, if_refused=None)
         return missing and self._missing(marked(given, in_ids=True), generation_prompt, if_refused=missing)
 

@@ -56,7 +56,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             f"the tokenizer in {specification} is {short(found)}, the spec was made with {short(expected)}; the library "
             "versions differ: materialize tokenization_spec again"
         )
-    encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"]), spec)
+    encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"], spec.get("date")), spec)
     tally = _Tally(OverLength(spec["over_length"]), job.locations["named"]["chat_template"])
     events.phase("tokenizing")
     _write(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, job.staging, encoder, tally, events)
@@ -79,6 +79,7 @@ class _Tally:
     digests: list[bytes] = field(default_factory=list)
     splits: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[DropReason] = field(default_factory=Counter)
     dropped: list[dict[str, Any]] = field(default_factory=list)
     prompts: dict[str, set[bytes]] = field(default_factory=dict)
     examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
@@ -100,13 +101,17 @@ class _Tally:
             self.examples.append((row["row"], pair))
         return line
 
-    def drop(self, row: SourceRow, dropped: Dropped) -> None:
+    def drop(self, row: SourceRow, dropped: Dropped, encoder: PairEncoder) -> None:
         if dropped.reason is DropReason.TOO_LONG and self.over_length is OverLength.ERROR:
             raise DataError(
                 f"row {row['row']} ({row['source']}, line {row['line']}) has {dropped.detail}; raise "
                 "`tokenization.max_length`, or set `over_length` to drop, truncate_prompt or truncate_response"
             )
-        self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": dropped.detail})
+        self.reasons[dropped.reason] += 1
+        detail, is_first = dropped.detail, self.reasons[dropped.reason] == 1
+        if dropped.reason is DropReason.PREFIX and is_first and (switch := encoder.remedy(row)):
+            detail += f"; with `tokenization.template_kwargs: {{{switch}}}` it is one"
+        self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": detail})
 
     def refuse_if_empty(self) -> None:
         if self.digests:
@@ -119,19 +124,24 @@ class _Tally:
         )
 
     def details(self) -> dict[str, Any]:
-        reasons = Counter(drop["reason"] for drop in self.dropped)
         shared = self.prompts.get("train", set()) & self.prompts.get("validation", set())
         counts = {"pairs": len(self.digests), "train": self.splits["train"], "validation": self.splits["validation"]}
         tokens = {f"{part}_tokens": count for part, count in self.tokens.items()}
         return {
             "counts": {**counts, "dropped": len(self.dropped), **tokens},
-            "reasons": dict(reasons.most_common()),
+            "reasons": {reason.value: count for reason, count in self.reasons.most_common()},
             "dropped_examples": self.dropped[:_DROPPED_EXAMPLES],
-            "empty_masks": reasons[DropReason.EMPTY_MASK],
-            "prefix_violations": reasons[DropReason.PREFIX],
-            "left_out": reasons[DropReason.TEMPLATE] + reasons[DropReason.LEFT_OUT],
+            "empty_masks": self.reasons[DropReason.EMPTY_MASK],
+            "prefix_violations": self.reasons[DropReason.PREFIX],
+            "first_prefix_violation": self._first(DropReason.PREFIX),
+            "left_out": self.reasons[DropReason.TEMPLATE] + self.reasons[DropReason.LEFT_OUT],
+            "first_left_out": self._first(DropReason.TEMPLATE, DropReason.LEFT_OUT),
             "shared_prompts": len(shared),
         }
+
+    def _first(self, *reasons: DropReason) -> str:
+        found = (f"row {drop['row']}, {drop['detail']}" for drop in self.dropped if drop["reason"] in reasons)
+        return next(found, "")
 
 
 def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, events: EventWriter) -> None:
@@ -150,7 +160,7 @@ def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, even
 def _lines(rows: list[SourceRow], encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:
     for row, outcome in zip(rows, encoder.encode(rows), strict=True):
         if isinstance(outcome, Dropped):
-            tally.drop(row, outcome)
+            tally.drop(row, outcome, encoder)
         else:
             yield tally.keep(row, outcome)
 

@@ -13,6 +13,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -26,6 +27,7 @@ from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.recipe_files import check_unchanged, tokenizer_files
 from training.contract.store import Made
+from training.data.conversation import Conversation, left_out, marked
 from training.data.messages import Message, message
 from training.data.tokenizer import control_ids, load_tokenizer, save_tokenizer, special_ids, tokenizer_fingerprint
 from training.distributed import Group
@@ -34,6 +36,7 @@ SPEC_FILE, TOKENIZER_FOLDER = "spec.json", "tokenizer"
 CLOSING_MARK = "closing-probe"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _NO_CLOCK = {"strftime_now": None}
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _SPEC_FIELDS = ("train_on", "max_length", "over_length")
 
 _QUESTION, _ANSWER = message("user", "What is 6 x 7?"), message("assistant", "It is 42.\n\nFor sure: naïve 東京 👍")
@@ -65,16 +68,22 @@ class Rendered(TypedDict):
 
 
 class ChatTemplate:
-    """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs` and without a clock."""
+    """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs`, and as on `date`.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any]) -> None:
+    `date` is in ISO format. Beside it there is no clock: a template that asks for the time fails.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any], date: str | None = None
+    ) -> None:
         if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
             raise TemplateError(
                 f"the tokenizer {tokenizer.name_or_path} has no chat template; set `tokenization.chat_template` to a .jinja "
                 "file, or `tokenization.tokenizer` to a tokenizer that has one"
             )
-        self.text, self.template_kwargs = tokenizer.chat_template, template_kwargs
+        self.text, self.template_kwargs, self.date = tokenizer.chat_template, template_kwargs, date
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
+        self._text = self.text if date is None else _dated(self.text, datetime.fromisoformat(date))
 
     @property
     def marks_turns(self) -> bool:
@@ -93,7 +102,7 @@ class ChatTemplate:
         try:
             texts, spans = render_jinja_template(
                 [list(turns)],
-                chat_template=self.text,
+                chat_template=self._text,
                 return_assistant_tokens_mask=self.marks_turns,
                 add_generation_prompt=generation_prompt,
                 **names,
@@ -108,7 +117,7 @@ class ChatTemplate:
 
     def fingerprint(self) -> str:
         content = {"text": self.text, "template_kwargs": self.template_kwargs, "probes": _probe(self)}
-        return fingerprint("chat_template", content)
+        return fingerprint("chat_template", content | ({"date": self.date} if self.date else {}))
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -125,11 +134,12 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     with _blaming(job, "chat_template"):
         tokenizer.chat_template = _template_text(tokenizer, path)
         _check_files(job)
-        template = ChatTemplate(tokenizer, job.settings["template_kwargs"])
+        template = ChatTemplate(tokenizer, job.settings["template_kwargs"], job.settings.get("date"))
         check_template(template, job.settings["train_on"], path or "the tokenizer's chat template")
     spec = {
         **{name: job.settings[name] for name in _SPEC_FIELDS},
         "template_kwargs": template.template_kwargs,
+        "date": template.date,
         "template": template.text,
         "tokenizer_fingerprint": tokenizer_fingerprint(tokenizer),
         "template_fingerprint": template.fingerprint(),
@@ -145,10 +155,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 
 def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
-    """Raises TemplateError if it fails on a plain question, depends on the clock or on chance, or marks no turns."""
+    """Raises TemplateError if it fails on a plain question, or leaves it out, depends on clock or chance, or marks no turns."""
     try:
         template.render(PROBES[0], generation_prompt=True, clock=True)
-        marked = template.render(PROBES[2], clock=True)["spans"]
+        spans = template.render(PROBES[2], clock=True)["spans"]
     except Rejected as error:
         place = f"{name}, line {error.line}," if error.line else name
         raise TemplateError(
@@ -164,10 +174,16 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
     if with_clock != _probe(template):
         raise TemplateError(
             "the chat template writes the date of today (strftime_now), so its tokens would change from day to day; "
-            "give a fixed date in `tokenization.template_kwargs` (often `date_string: 26 Jul 2024`), or set "
-            "`tokenization.chat_template` to a copy without strftime_now"
+            f"set the date that it shall write: `tokenization.date: {datetime.now():%Y-%m-%d}`, which is put where it calls "
+            "strftime_now with a format in quotes"
         )
-    if train_on == "assistant_turns" and not marked:
+    test = marked(Conversation(list(PROBES[2]), None), in_ids=False)
+    if (missing := left_out(template.render(test.copy.turns)["text"], test.marks)) is not None:
+        raise TemplateError(
+            f"the chat template does not write {missing}; those of models with images may take content in parts alone, not as "
+            "text: set `tokenization.chat_template` to another .jinja file"
+        )
+    if train_on == "assistant_turns" and not spans:
         raise TemplateError(
             "`tokenization.train_on: assistant_turns` needs a chat template that marks what the assistant writes; put "
             "{% generation %} and {% endgeneration %} around it and set `tokenization.chat_template`, or use "
@@ -198,6 +214,11 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, path: str | None) -> str 
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
+
+
+def _dated(text: str, date: datetime) -> str:
+    """`text` with the date where it asks for today's: transformers lets no function through to templates."""
+    return _TODAY.sub(lambda call: json.dumps(date.strftime(call[2])), text)
 
 
 def _check_files(job: Job) -> None:

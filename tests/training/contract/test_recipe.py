@@ -61,6 +61,13 @@ def test_a_number_is_a_number_however_it_is_written(text):
     assert recipe(f"training: {{optimizer: {{learning_rate: {text}}}}}").training.optimizer.learning_rate == 5e-7
 
 
+@pytest.mark.parametrize("text", ["2026-11-05", "'2026-11-05'"])
+def test_a_date_is_a_date_in_quotes_or_not(text):
+    """YAML 1.1 reads one without quotes as a date."""
+    tokenization = recipe(f"tokenization: {{date: {text}}}").tokenization
+    assert tokenization.model_dump(mode="json")["date"] == "2026-11-05"
+
+
 def test_the_schema_takes_numbers_as_text_too():
     schema = Recipe.model_json_schema()["$defs"]["AdamW"]["properties"]["learning_rate"]
     assert {"number", "string"} == {kind["type"] for kind in schema["anyOf"]}
@@ -97,6 +104,9 @@ MISTAKES = [
     ("training: {loss: {type: apo_zero, divergence: {type: js}}}", "training.loss", "`divergence` .* apo_zero"),
     ("training: {loss: {divergence: {type: js, alpha: 0.5}}}", "training.loss.divergence", "the type is js"),
     ("training: {loss: {divergence: {type: alpha}}}", "training.loss.divergence", "which needs it"),
+    ("tokenization: {date: yesterday}", "tokenization.date", "expected a date such as 2026-11-22, found yesterday"),
+    ("tokenization: {date: 20261122}", "tokenization.date", "expected a date .*, found 20261122"),
+    ("tokenization: {date: 2026-11-22 10:00:00}", "tokenization.date", "expected a date .*, found 2026-11-22 10:00"),
     ("training: {schedule: {warmup_ratio: 1}}", "training.schedule.warmup_ratio", "less than 1"),
     ("training: {precision: float16}", "training.precision", "'float32' or 'bfloat16'"),
     ("training: {optimizer: {type: sgd}}", "training.optimizer", "expected one of adamw, muon"),

@@ -151,7 +151,7 @@ def test_responses_that_become_the_same_tokens_are_no_pair(workshop, tiny_chat, 
 @pytest.mark.parametrize("over_length", ["drop", "truncate_prompt", "truncate_response"])
 def test_a_prompt_of_which_the_template_writes_nothing_is_no_prompt(workshop, tiny_chat, tmp_path, over_length):
     """The first token of a sequence has no log-prob, so a response that begins with it cannot be scored."""
-    text = "{% for m in messages[(messages[0]['role'] == 'user'):] %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    text = "{% for m in messages if m['content'] != 'Why?' %}{{ m['content'] }}<|im_end|>{% endfor %}"
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), max_length=40, over_length=over_length)
     done = workshop.pairs(workshop.rows([_row(), _row(system="Be kind."), _row(chosen="word " * 50)]), spec)
     assert done.details["reasons"] == {"prompt has no tokens": 2}
@@ -350,7 +350,7 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
 
 def test_shared_prompts_are_seen_in_the_tokens(workshop, tiny_chat, tmp_path):
     """Prompts that differ in what this template leaves out: a leak that no split by the prompt's text can prevent."""
-    text = "{% for m in messages if m['role'] != 'system' %}{{ m['content'] }}<|im_end|>{% endfor %}"
+    text = "{% for m in messages if 'number' not in m['content'] %}{{ m['content'] }}<|im_end|>{% endfor %}"
     spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text))
     rows = [_row(system=f"You are number {n}.") for n in range(20)]
     done = workshop.pairs(workshop.rows(rows, fraction=0.5), spec)

@@ -131,7 +131,9 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
 @pytest.mark.parametrize(
     ("template", "settings", "words"),
     [
-        (DATED, {}, "strftime_now.*date_string"),
+        (DATED, {}, r"strftime_now.*`tokenization\.date: \d{4}-\d\d-\d\d`"),
+        ("{{ messages[0].content }}", {}, "does not write a message of the assistant"),
+        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}|{% endfor %}", {}, "in parts"),
         ("{{ [1, 2, 3, 4] | random }}{{ messages[0]['content'] }}", {}, "another text each time"),
         (
             "{% for m in messages %}\n{% endif %}",
@@ -140,7 +142,11 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
         ),
         ("one\n\n{{ messages[0].no.no }}", {}, r"template\.jinja, line 3, fails on a question and an answer: .*'no'"),
         ("{{ raise_exception('no chat here') }}", {}, "no chat here"),
-        ("{{ messages[0]['content'] }}", {"train_on": "assistant_turns"}, r"\{% generation %\}"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            {"train_on": "assistant_turns"},
+            r"\{% generation %\}",
+        ),
     ],
 )
 def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write, template, settings, words):
@@ -151,6 +157,34 @@ def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write,
 def test_a_dated_template_is_fine_once_the_date_is_given(workshop, tiny_chat, write):
     done = workshop.tokenizer(tiny_chat, write(DATED), template_kwargs={"date_string": "26 Jul 2024"})
     assert read_spec(done.folder)["template_kwargs"] == {"date_string": "26 Jul 2024"}
+
+
+# As in SmolLM3 and Mistral Small, which take no other date.
+ALWAYS_DATED = "{{ strftime_now('%d %B %Y') }}|{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}"
+
+
+@pytest.mark.parametrize(("template", "day"), [(DATED, "05 Mar 2026"), (ALWAYS_DATED, "05 March 2026")])
+def test_a_date_in_the_recipe_is_the_day_of_every_conversation(workshop, tiny_chat, write, template, day):
+    rows = workshop.rows([{"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}])
+    spec = workshop.tokenizer(tiny_chat, write(template), date="2026-03-05")
+    prompt = workshop.pairs(rows, spec).pairs.prompt_ids(0)
+    assert load_tokenizer(tiny_chat).decode(prompt).replace(" ", "").startswith(day.replace(" ", ""))
+    other = workshop.tokenizer(tiny_chat, write(template), date="2026-03-06")
+    assert len({done.made.fingerprint for done in (spec, other)}) == 2
+
+
+def test_a_date_is_part_of_a_template_that_writes_it_now_and_then(workshop, tiny_chat, write):
+    """Here in front of a second question alone, which no probe can be sure to have."""
+    text = "{% for m in messages %}{% if m.content == 'When?' %}{{ strftime_now('%Y') }}{% endif %}{{ m.content }}|{% endfor %}"
+    rows = workshop.rows([{"prompt": prompt, "chosen": "Now.", "rejected": "No."} for prompt in ("When?", "Why?")])
+    specs = [workshop.tokenizer(tiny_chat, write(text), **dated) for dated in ({}, *map(_dated, ("2025", "2026")))]
+    undated, *dated = [workshop.pairs(rows, spec) for spec in specs]
+    assert undated.details["reasons"] == {"rejected by the template": 1}
+    assert len({done.made.fingerprint for done in dated}) == len({spec.made.fingerprint for spec in specs}) - 1 == 2
+
+
+def _dated(year):
+    return {"date": f"{year}-01-01"}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-v3"])

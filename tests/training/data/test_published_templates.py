@@ -1,0 +1,169 @@
+"""Chat templates as they are published, of which TRL has copies. Oracle: transformers' `apply_chat_template`, and words.
+
+A pair is kept if the prompt begins both conversations, and both hold each word of the messages, tools and calls that they are
+made of. Its tokens are those of transformers.
+"""
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
+
+from training.contract.errors import TemplateError
+from training.data.encoding import Dropped, PairEncoder
+from training.data.formats import FORMATS
+from training.data.template import ChatTemplate, check_template
+
+PUBLISHED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+DAY = "2026-03-05"
+FOR_IMAGES = {"idefics3", "llava_next", "smolvlm"}
+THINKS_FIRST = ("nemotron_3", "qwen3_5_think", "qwen3_6", "qwen3_8")  # unless it is told not to
+RULES = {"train_on": "last_response", "max_length": 99999, "over_length": "drop", "end_of_turn": {}}
+
+
+def _said(role: str, content: str, **others: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **others}
+
+
+def _called(content: str = "", **others: Any) -> dict[str, Any]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "wombat", "arguments": {"place": "perth"}}}
+    return _said("assistant", content, tool_calls=[call], **others)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "wombat",
+        "description": "Looks one up",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string", "description": "where"}}},
+    },
+}
+ASK, GOOD, BAD = _said("user", "quokka"), _said("assistant", "numbat"), _said("assistant", "dingo")
+AGAIN, SYSTEM = _said("user", "possum"), _said("system", "kookaburra")
+RESULT = _said("tool", "galah", tool_call_id="call00001", name="wombat")
+ROWS: dict[str, dict[str, Any]] = {
+    "a question": {"prompt": [ASK]},
+    "two questions": {"prompt": [ASK, _said("assistant", "cockatoo"), AGAIN]},
+    "with a system message": {"prompt": [SYSTEM, ASK]},
+    "with a later system message": {"prompt": [ASK, _said("assistant", "cockatoo"), SYSTEM, AGAIN]},
+    "reasoning": {
+        "prompt": [ASK],
+        "chosen": [{**GOOD, "reasoning_content": "bilby"}],
+        "rejected": [{**BAD, "reasoning_content": "brolga"}],
+    },
+    "a call": {"prompt": [ASK], "chosen": [_called()], "tools": [TOOL]},
+    "a call, and text": {"prompt": [ASK], "chosen": [_called("echidna")], "tools": [TOOL]},
+    "a result": {"prompt": [ASK, _called(), RESULT], "tools": [TOOL]},
+    "a result, and a system message": {"prompt": [SYSTEM, ASK, _called(), RESULT], "tools": [TOOL]},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token for every byte, and one for two new lines: as usual, texts may begin alike and their tokens differ there."""
+    vocabulary = {letter: index for index, letter in enumerate([*sorted(ByteLevel.alphabet()), "ĊĊ"])}
+    backend = Tokenizer(BPE(vocab=vocabulary, merges=[("Ċ", "Ċ")]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+class _Day(datetime.datetime):
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> "_Day":
+        return cls.fromisoformat(DAY)
+
+
+def test_there_are_many():
+    assert len(PUBLISHED) > 60
+
+
+@pytest.fixture
+def open_template(tokenizer, monkeypatch):
+    """The template of a file, on a fixed day for transformers too."""
+    monkeypatch.setattr(chat_template_utils, "datetime", _Day)
+
+    def open_template(path, **template_kwargs):
+        monkeypatch.setattr(tokenizer, "chat_template", path.read_text(encoding="utf-8"))
+        return ChatTemplate(tokenizer, template_kwargs, DAY)
+
+    return open_template
+
+
+def _encode(encoder: PairEncoder, row: dict[str, Any]) -> Any:
+    [found] = encoder.encode([_pair(row)])
+    if isinstance(found, Dropped):
+        return found
+    return [found.prompt, found.ids(found.chosen), found.ids(found.rejected)]
+
+
+def _pair(row: dict[str, Any]) -> dict[str, Any]:
+    return vars(FORMATS["conversational"].convert({"chosen": [GOOD], "rejected": [BAD], **row}))
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_a_pair_is_kept_whole_or_not_at_all(tokenizer, open_template, path):
+    template = open_template(path)
+    if path.stem.removesuffix("_training") in FOR_IMAGES:
+        with pytest.raises(TemplateError, match=r"in parts|has no attribute 'text'"):
+            check_template(template, "last_response", path.name)
+        return
+    check_template(template, "last_response", path.name)
+    encoder, kept = PairEncoder(tokenizer, template, RULES), set()
+    for name, row in ROWS.items():
+        found, expected = _encode(encoder, row), _expected(tokenizer, row)
+        assert found == expected if expected else isinstance(found, Dropped), f"{name}: {found}"
+        kept |= {name} if expected else set()
+    assert ("a question" in kept) is not path.stem.startswith((*THINKS_FIRST, "deepseek"))
+
+
+@pytest.mark.parametrize(
+    ("start", "name", "thinking"),
+    [*((start, "a question", False) for start in THINKS_FIRST), ("qwen3_5_nothink", "reasoning", True)],
+)
+def test_the_switch_that_makes_a_pair_usable_is_found(tokenizer, open_template, start, name, thinking):
+    paths = [path for path in PUBLISHED if path.stem.startswith(start)]
+    assert paths
+    for path in paths:
+        encoder = PairEncoder(tokenizer, open_template(path), RULES)
+        assert isinstance(_encode(encoder, ROWS[name]), Dropped)
+        assert encoder.remedy(_pair(ROWS[name])) == f"enable_thinking: {str(thinking).lower()}"
+        switched = PairEncoder(tokenizer, open_template(path, enable_thinking=thinking), RULES)
+        expected = _expected(tokenizer, ROWS[name], enable_thinking=thinking)
+        assert expected and _encode(switched, ROWS[name]) == expected
+
+
+def test_where_no_switch_helps_none_is_named(tokenizer, open_template):
+    [path] = [path for path in PUBLISHED if path.stem == "deepseek_r1_distill"]
+    assert PairEncoder(tokenizer, open_template(path), RULES).remedy(_pair(ROWS["a question"])) is None
+
+
+def _expected(
+    tokenizer: PreTrainedTokenizerFast, row: dict[str, Any], **template_kwargs: Any
+) -> list[list[int]] | None:
+    """The tokens of the prompt and of both conversations; None where the template refuses one, or a word is missing."""
+    row, tools, texts = {"chosen": [GOOD], "rejected": [BAD], **row}, row.get("tools"), []
+    for turns, prompt in (
+        (row["prompt"], True),
+        *((row["prompt"] + row[side], False) for side in ("chosen", "rejected")),
+    ):
+        try:
+            text = tokenizer.apply_chat_template(
+                turns, tools, tokenize=False, add_generation_prompt=prompt, **template_kwargs
+            )
+        except Exception:
+            return None
+        words = [turn["content"] for turn in turns]
+        words += [turn["reasoning_content"] for turn in turns if "reasoning_content" in turn]
+        calls = sum(len(turn.get("tool_calls", [])) for turn in turns)
+        if any(word not in text for word in words) or text.count("wombat") < calls + bool(tools):
+            return None
+        texts.append(text)
+    prompt_ids, *whole = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return [prompt_ids, *whole] if all(ids[: len(prompt_ids)] == prompt_ids for ids in whole) else None
