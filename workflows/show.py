@@ -169,8 +169,9 @@ def _count(count: int | None) -> str:
 def inspected(console: Console, found: InspectedRow) -> None:
     """The pair's messages, then each response with the trained tokens underlined and its log-probs."""
     console.print(f"[bold]row {found.row}[/], {found.split} split")
-    if tools := found.messages.get("tools"):
-        console.print(f"[dim]tools:[/] {escape(tools)}")
+    for name in ("tools", "chat_template_kwargs"):
+        if given := found.messages.get(name):
+            console.print(f"[dim]{name}:[/] {escape(given)}")
     for message in found.messages["prompt"]:
         said = " ".join(filter(None, (message.get(part) for part in ("reasoning_content", "content", "tool_calls"))))
         console.print(f"[dim]{escape(message['role'])}:[/] {escape(said)}")

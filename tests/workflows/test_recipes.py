@@ -163,7 +163,7 @@ CODE_VERSIONS = {
     "tokenization_spec": "1-ae782c9ff1ed",
     "training_spec": "1-f91a3562bd18",
     "evaluation_spec": "1-7d6b65356284",
-    "raw_preferences": "3-c0f4dfffbb96",
+    "raw_preferences": "4-c0f4dfffbb96",
     "tokenized_pairs": "2-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
@@ -176,8 +176,8 @@ CODE_VERSIONS = {
 def test_what_a_store_has_of_a_recipe_is_found_again():
     """As it was when stores were filled; a field that is added leaves the key as it is at its default, or comes with a version.
 
-    With version 3 of `raw_preferences` rows may hold tools, so they have to be read again anyway; with version 2 of
-    `tokenized_pairs` a pair is dropped of which the template leaves out a message.
+    With version 4 of `raw_preferences` rows may hold arguments for the template, so they have to be read again anyway; with
+    version 2 of `tokenized_pairs` a pair is dropped of which the template leaves out a message.
     """
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
     assert {asset: node.code_version(recipe) for asset, node in GRAPH.items()} == CODE_VERSIONS

@@ -177,10 +177,11 @@ def test_a_pair_is_shown_with_what_is_known_of_it():
     )
     call = '[{"name": "ask"}]'
     prompt = [{"role": "user", "content": "[Why]?"}, {"role": "assistant", "content": "", "tool_calls": call}]
-    messages = {"prompt": prompt, "tools": '[{"name": "ask"}]'}
+    messages = {"prompt": prompt, "tools": '[{"name": "ask"}]', "chat_template_kwargs": '{"a": 1}'}
     assert text_of(show.inspected, InspectedRow(3, "train", messages, chosen, rejected)) == [
         "row 3, train split",
         'tools: [{"name": "ask"}]',
+        'chat_template_kwargs: {"a": 1}',
         "user: [Why]?",
         'assistant: [{"name": "ask"}]',
         "chosen: 2 tokens, 1 of them trained",

@@ -10,23 +10,29 @@ a model is served. Some write the id of a call for its name, which the id holds:
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from training.data.tools import Item, function_of, with_function
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and the tools that they may use."""
+    """Messages, the tools that they may use, and what else the template is given."""
 
     turns: list[Item]
-    tools: list[Item] | None
+    tools: list[Item] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def roles(self) -> tuple[str, ...] | None:
         """Those of its messages where these are text alone: what a template leaves out follows from them; else None."""
-        plain = not self.tools and all(turn.keys() == {"role", "content"} for turn in self.turns)
+        plain = (
+            not self.tools
+            and not self.template_kwargs
+            and all(turn.keys() == {"role", "content"} for turn in self.turns)
+        )
         return tuple(turn["role"] for turn in self.turns) if plain else None
 
 
@@ -39,9 +45,15 @@ class Marked:
     of_answer: dict[str, str]
 
 
-def spelled_out(turns: Sequence[Mapping[str, str | None]], tools: str | None) -> Conversation:
-    """With calls and tools as objects, from their JSON text, and without what is absent."""
-    return Conversation([_spelled_out(turn) for turn in turns], json.loads(tools) if tools else None)
+def spelled_out(
+    turns: Sequence[Mapping[str, str | None]], tools: str | None, template_kwargs: str | None
+) -> Conversation:
+    """With calls, tools and arguments as objects, from their JSON text, and without what is absent."""
+    return Conversation(
+        [_spelled_out(turn) for turn in turns],
+        json.loads(tools) if tools else None,
+        json.loads(template_kwargs) if template_kwargs else {},
+    )
 
 
 def marked(conversation: Conversation, in_ids: bool) -> Marked:
@@ -51,7 +63,7 @@ def marked(conversation: Conversation, in_ids: bool) -> Marked:
     *earlier, last = conversation.turns
     turns = [marker.turn(turn) for turn in earlier]
     turns.append(marker.answer(last) if last["role"] == "assistant" else marker.turn(last))
-    return Marked(Conversation(turns, tools), marker.marks, marker.of_answer)
+    return Marked(Conversation(turns, tools, conversation.template_kwargs), marker.marks, marker.of_answer)
 
 
 def left_out(text: str, marks: Mapping[str, str]) -> str | None:

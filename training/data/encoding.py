@@ -103,7 +103,7 @@ class PairEncoder:
         ] = {}  # by roles, with a generation prompt or not
 
     def encode(self, pairs: Sequence[Mapping[str, Any]]) -> Iterator[EncodedPair | Dropped]:
-        """For each of `pairs` (prompt, chosen, rejected, tools), in order: its tokens, or why it is dropped."""
+        """For each of `pairs` (rows of `raw_preferences`), in order: its tokens, or why it is dropped."""
         rendered = [self._render(pair) for pair in pairs]
         texts = [text for found in rendered if not isinstance(found, Dropped) for text in found]
         tokens = iter(self._tokenize(texts))
@@ -132,21 +132,21 @@ class PairEncoder:
 
     def _render(self, pair: Mapping[str, Any]) -> list[Rendered] | Dropped:
         """The texts of the prompt and of both conversations."""
-        prompt, tools = pair["prompt"], pair.get("tools")
+        prompt = pair["prompt"]
         try:
             return [
-                self._text(prompt, tools, generation_prompt=True),
-                self._text([*prompt, *pair["chosen"]], tools),
-                self._text([*prompt, *pair["rejected"]], tools),
+                self._text(pair, prompt, generation_prompt=True),
+                self._text(pair, [*prompt, *pair["chosen"]]),
+                self._text(pair, [*prompt, *pair["rejected"]]),
             ]
         except Dropped as dropped:
             return dropped
 
-    def _text(self, turns: Sequence[Message], tools: str | None, generation_prompt: bool = False) -> Rendered:
+    def _text(self, pair: Mapping[str, Any], turns: Sequence[Message], generation_prompt: bool = False) -> Rendered:
         """Raises Dropped where the template refuses the conversation, or leaves out a part of it."""
         try:
-            given = spelled_out(turns, tools)
-            rendered = self._template.render(given.turns, generation_prompt, tools=given.tools)
+            given = spelled_out(turns, pair.get("tools"), pair.get("chat_template_kwargs"))
+            rendered = self._rendered(given, generation_prompt)
             missing = self._left_out(given, generation_prompt)
         except Rejected as error:
             raise Dropped(DropReason.TEMPLATE, str(error)) from error
@@ -155,6 +155,11 @@ class PairEncoder:
         if missing is not None:
             raise Dropped(DropReason.LEFT_OUT, f"the template does not write {missing}")
         return rendered
+
+    def _rendered(self, given: Conversation, generation_prompt: bool) -> Rendered:
+        return self._template.render(
+            given.turns, generation_prompt, tools=given.tools, template_kwargs=given.template_kwargs
+        )
 
     def _left_out(self, given: Conversation, generation_prompt: bool) -> str | None:
         """What the template leaves out, or does not mark as the assistant's where that alone is trained."""
@@ -173,7 +178,7 @@ class PairEncoder:
         if not test.marks:
             return None
         try:
-            rendered = self._template.render(test.copy.turns, generation_prompt, tools=test.copy.tools)
+            rendered = self._rendered(test.copy, generation_prompt)
         except Rejected:
             return if_refused
         if (missing := left_out(rendered["text"], test.marks)) is not None or not self._by_spans:

@@ -9,9 +9,9 @@
     openai           input.messages, preferred_output, non_preferred_output
     comparison       two responses and labels that say which is better (training/data/comparison.py)
 
-In all of them a row may also have the fields `system`, for a system message in front, and `tools` (training/data/tools.py). A
-row that does not fit its format, or has what no format reads, such as images, raises `Quarantined`. Formats are recognized by
-the fields of the first rows.
+In all of them a row may also have the fields `system`, for a system message in front, `tools` and `chat_template_kwargs`
+(training/data/tools.py). A row that does not fit its format, or has what no format reads, such as images, raises `Quarantined`.
+Formats are recognized by the fields of the first rows.
 """
 
 import re
@@ -32,12 +32,12 @@ from training.data.quarantine import (
     refuse_unsupported,
     text_of,
 )
-from training.data.tools import tools_text
+from training.data.tools import template_kwargs_text, tools_text
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # What a trainer would pass to the template besides the messages, or show the model: it is part of the conversation.
-_UNSUPPORTED_FIELDS = ("functions", "chat_template_kwargs", "image", "images", "videos", "audios")
+_UNSUPPORTED_FIELDS = ("functions", "image", "images", "videos", "audios")
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,12 @@ class PreferenceFormat:
     read: Callable[[Row], Pair]
 
     def convert(self, row: Row) -> Pair:
-        """The pair in a row, with the system prompt and the tools that may come with it. Raises Quarantined."""
+        """The pair in a row, with the system prompt, tools and template arguments that may come with it. Raises Quarantined."""
         refuse_unsupported(row, _UNSUPPORTED_FIELDS, "row")
         pair = self.read(row)
         tools = pair.tools or tools_text(row.get("tools"), "tools")
-        return replace(pair, prompt=_with_system(row, pair.prompt), tools=tools)
+        template_kwargs = template_kwargs_text(row.get("chat_template_kwargs"), "chat_template_kwargs")
+        return replace(pair, prompt=_with_system(row, pair.prompt), tools=tools, chat_template_kwargs=template_kwargs)
 
 
 def detect(rows: Sequence[Row], place: str) -> str:

@@ -32,7 +32,8 @@ class Pair:
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
-    tools: str = ""  # JSON text
+    tools: str = ""  # JSON text, as the next
+    chat_template_kwargs: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The `preferences` job: every row of every source becomes a pair in one schema, or a line in quarantine.
 
-    preferences.parquet   row, prompt, chosen, rejected (lists of messages), tools, split, source, line
+    preferences.parquet   row, prompt, chosen, rejected (lists of messages), tools, chat_template_kwargs, split, source, line
     quarantine.parquet    source, line, reason, detail, text (the row as it was read)
 
 Rows read = pairs + quarantined, always. Pairs with the same prompt are in the same split: validation if the prompt occurs in
@@ -45,6 +45,7 @@ PREFERENCES_SCHEMA = pa.schema(
         ("chosen", _MESSAGES),
         ("rejected", _MESSAGES),
         ("tools", pa.string()),
+        ("chat_template_kwargs", pa.string()),
         ("split", pa.string()),
         ("source", pa.string()),
         ("line", pa.int64()),
@@ -133,6 +134,8 @@ class _Collector:
         }
         if pair.tools:
             turns["tools"] = pair.tools
+        if pair.chat_template_kwargs:
+            turns["chat_template_kwargs"] = pair.chat_template_kwargs
         self._pairs.add({"row": len(self.digests), **turns, "split": split, "source": given.file.name, "line": line})
         self.digests.append(value_digest({**turns, "split": split, "line": line}))
         self.splits[split] += 1

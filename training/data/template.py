@@ -96,9 +96,14 @@ class ChatTemplate:
         generation_prompt: bool = False,
         clock: bool = False,
         tools: Any = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """The conversation's text, and the spans of it inside {% generation %}. Raises Rejected."""
-        names = {**self._names, **({} if clock else _NO_CLOCK), **({"tools": tools} if tools else {})}
+        """The conversation's text, and the spans of it inside {% generation %}. Raises Rejected.
+
+        `template_kwargs` of the conversation go before those of all.
+        """
+        names = {**self._names, **(template_kwargs or {}), **({} if clock else _NO_CLOCK)}
+        names |= {"tools": tools} if tools else {}
         try:
             texts, spans = render_jinja_template(
                 [list(turns)],
@@ -177,7 +182,7 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
             f"set the date that it shall write: `tokenization.date: {datetime.now():%Y-%m-%d}`, which is put where it calls "
             "strftime_now with a format in quotes"
         )
-    test = marked(Conversation(list(PROBES[2]), None), in_ids=False)
+    test = marked(Conversation(list(PROBES[2])), in_ids=False)
     if (missing := left_out(template.render(test.copy.turns)["text"], test.marks)) is not None:
         raise TemplateError(
             f"the chat template does not write {missing}; those of models with images may take content in parts alone, not as "

@@ -1,15 +1,16 @@
-"""Tools that a conversation may use, calls of them by the assistant, and their results, as messages hold them.
+"""Tools that a conversation may use, calls of them by the assistant, their results, and what else a template is given.
 
     tools of a row    [{type: function, function: {name, description, parameters}}]; or without the outer object; or its text
     a call            tool_calls: [{id, type: function, function: {name, arguments}}]; or without the outer object
     its result        a message of the role `tool`, which may have `tool_call_id` and `name`
+    what else         chat_template_kwargs of a row: an object, or its text
 
 `arguments` are an object, or its JSON text, as in OpenAI's API; null or empty text is an empty object. Templates are written
 for objects, which servers make of that text as well (vLLM, entrypoints/chat_utils.py). What is null in an object is absent,
 since in a table every row has the fields of all; in text it is null.
 
-A message holds its calls, and a pair its tools, as JSON text in which keys have the order they came in: a template writes
-them in that order, so it is part of what they are.
+A message holds its calls, and a pair its tools and the rest, as JSON text in which keys have the order they came in: a template
+writes them in that order, so it is part of what they are.
 """
 
 import json
@@ -22,6 +23,8 @@ from training.data.quarantine import Quarantined, Reason, Row, clean_text, field
 
 Item = dict[str, Any]  # a tool or a call
 
+_TAKEN = {"messages", "tools", "add_generation_prompt", "chat_template", "strftime_now"}
+
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON writes it; not a backslash before the text u0000
 
 
@@ -31,6 +34,16 @@ def tools_text(given: Any, place: str) -> str:
     for index, tool in enumerate(tools):
         _checked(tool, f"{place}[{index}]")
     return _text(tools if isinstance(given, str) else without_nulls(tools), place)
+
+
+def template_kwargs_text(given: Any, place: str) -> str:
+    """The arguments for the template in `given`, as JSON text; the empty string where there are none. Raises Quarantined."""
+    found = _parsed(given, place, dict)
+    if taken := sorted(found.keys() & _TAKEN):
+        raise Quarantined(
+            Reason.UNSUPPORTED_FIELD, f"`{place}` has {', '.join(taken)}, which the template is given anyway"
+        )
+    return _text(found if isinstance(given, str) else without_nulls(found), place)
 
 
 def calls_text(given: Any, place: str) -> str:
@@ -88,7 +101,7 @@ def _call(given: Any, place: str, in_text: bool) -> Item:
     return with_function(item, arguments=arguments)
 
 
-def _text(values: Sequence[Any], place: str) -> str:
+def _text(values: Sequence[Any] | Mapping[str, Any], place: str) -> str:
     if not values:
         return ""
     try:

@@ -17,7 +17,7 @@ PAIR = ([ASK], [GOOD], [BAD])
 SAME_PAIR: dict[str, list[dict[str, Any]]] = {
     "conversational": [
         {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
-        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "tools": "[]", "images": [], "chat_template_kwargs": None,
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "tools": "[]", "images": [], "chat_template_kwargs": {},
          "score_chosen": 9.0},
         {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
         {"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
@@ -139,11 +139,9 @@ UNUSABLE = [
     ),
     ("openai", SAME_PAIR["openai"][0] | {"input": {"messages": [ASK], "functions": [{}]}}, Reason.UNSUPPORTED_FIELD),
     ("implicit_prompt", SAME_PAIR["implicit_prompt"][0] | {"functions": "[{}]"}, Reason.UNSUPPORTED_FIELD),
-    (
-        "conversational",
-        _conversation() | {"chat_template_kwargs": {"enable_thinking": False}},
-        Reason.UNSUPPORTED_FIELD,
-    ),
+    ("conversational", _conversation() | {"chat_template_kwargs": {"tools": []}}, Reason.UNSUPPORTED_FIELD),
+    ("conversational", _conversation() | {"chat_template_kwargs": [True]}, Reason.WRONG_TYPE),
+    ("conversational", _conversation() | {"chat_template_kwargs": "{thinking}"}, Reason.BAD_JSON),
     ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
 ]
 

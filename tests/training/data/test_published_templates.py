@@ -5,6 +5,7 @@ made of. Its tokens are those of transformers.
 """
 
 import datetime
+import json
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,19 @@ def test_the_switch_that_makes_a_pair_usable_is_found(tokenizer, open_template, 
         switched = PairEncoder(tokenizer, open_template(path, enable_thinking=thinking), RULES)
         expected = _expected(tokenizer, ROWS[name], enable_thinking=thinking)
         assert expected and _encode(switched, ROWS[name]) == expected
+
+
+@pytest.mark.parametrize("name", ["nemotron_3_nano", "qwen3_5_nothink", "qwen3_5_think"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_row_switches_for_itself(tokenizer, open_template, name, as_text):
+    """Some answers with reasoning and some without are of use only if each says which it is."""
+    [path] = [path for path in PUBLISHED if path.stem == name]
+    encoder = PairEncoder(tokenizer, open_template(path), RULES)
+    for row, thinking in (("a question", False), ("reasoning", True)):
+        given: Any = {"enable_thinking": thinking}
+        row_of_its_own = {**ROWS[row], "chat_template_kwargs": json.dumps(given) if as_text else given}
+        expected = _expected(tokenizer, ROWS[row], **given)
+        assert expected and _encode(encoder, row_of_its_own) == expected
 
 
 def test_where_no_switch_helps_none_is_named(tokenizer, open_template):

@@ -384,6 +384,29 @@ def test_nesting_that_nobody_can_read_again_is_told(workshop, shared_data):
     assert done.details["counts"]["rows_read"] == 101
 
 
+ADDRESSED = "{% for m in messages %}{{ to or 'all' }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.shared
+def test_arguments_of_a_row_go_to_the_template_before_those_of_all(workshop, tiny_chat, tmp_path):
+    (tmp_path / "addressed.jinja").write_text(ADDRESSED)
+    plain = {"prompt": [ASK], "chosen": [_said("assistant", "Because.")], "rejected": [BAD]}
+    rows = [{**plain, "chat_template_kwargs": {"to": "Bo", "unused": None}}, plain]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = workshop.preferences({"path": str(tmp_path / "rows.parquet")})
+    assert [row.get("chat_template_kwargs") for row in read.table("preferences.parquet")] == ['{"to": "Bo"}', None]
+    assert (
+        read.made.fingerprint == workshop.rows(rows).made.fingerprint != workshop.rows([plain, plain]).made.fingerprint
+    )
+    spec = workshop.tokenizer(tiny_chat, tmp_path / "addressed.jinja", template_kwargs={"to": "you"})
+    done, tokenizer = workshop.pairs(read, spec), AutoTokenizer.from_pretrained(tiny_chat)
+    for index, to in enumerate(("Bo", "you")):
+        whole = tokenizer.apply_chat_template(
+            [ASK, *plain["chosen"]], chat_template=ADDRESSED, return_dict=False, to=to
+        )
+        assert whole_of(done, index) == whole
+
+
 def test_a_prompt_is_on_one_side_whatever_its_calls_are_called(workshop):
     """A template may leave out the ids of calls and earlier reasoning: then these prompts are the same tokens."""
     rows = [
