@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported
+from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported, text_of
 from training.data.tools import calls_text
 
 # `role` and `content`; of an assistant, where given, `reasoning_content` and `tool_calls`; of a tool `tool_call_id` and `name`.
@@ -38,18 +38,23 @@ class Pair:
 
 @dataclass(frozen=True)
 class MessageStyle:
-    """How a format spells a message: the names of its two fields, and of the roles."""
+    """How a format spells a message: the names of its two fields, and of the roles; of one of these the content is calls."""
 
     role: str
     content: str
     roles: Mapping[str, str]
+    calling: str | None = None
 
 
 OPENAI_STYLE = MessageStyle("role", "content", {role: role for role in _ROLES})
 SHAREGPT_STYLE = MessageStyle(
     "from",
     "value",
-    {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
+    {
+        **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
+        **{"function_call": "assistant", "observation": "tool"},
+    },
+    calling="function_call",
 )
 
 
@@ -106,9 +111,18 @@ def _message(item: Any, place: str, style: MessageStyle) -> Message:
         expected = ", ".join(style.roles)
         raise Quarantined(Reason.UNKNOWN_ROLE, f"`{place}` is from {given[:40]!r}, expected one of {expected}")
     role, others = style.roles[given], _others(item, place, style.roles[given])
+    if given == style.calling:
+        return message(role, "") | others | _called(item, f"{place}.{style.content}", style)
     only_calls = "tool_calls" in others and item.get(style.content) is None
     content = "" if only_calls else _content(field_of(item, style.content, f"{place}."), f"{place}.{style.content}")
     return message(role, content) | others
+
+
+def _called(item: Row, place: str, style: MessageStyle) -> Message:
+    """The calls that are the content of a message: JSON text of a list of them, or of one alone."""
+    text = text_of(item, style.content)
+    calls = calls_text(text if text.lstrip().startswith("[") else f"[{text}]", place)
+    return {"tool_calls": calls} if calls else {}
 
 
 def _others(item: Row, place: str, role: str) -> Message:

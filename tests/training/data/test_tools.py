@@ -75,6 +75,32 @@ def test_every_spelling_is_the_same_pair(name, row):
     assert (chosen["content"], json.loads(chosen["tool_calls"])) == ("", CALL["tool_calls"])
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_calls_and_results_in_sharegpt_are_messages(several):
+    """As LLaMA-Factory spells them: a turn of its own, whose text is the call."""
+    call = {"name": "weather", "arguments": {"place": "東京", "days": 2}}
+    row = {
+        "conversations": [
+            {"from": "human", "value": ASK["content"]},
+            {"from": "function_call", "value": json.dumps([call, call] if several else call)},
+            {"from": "observation", "value": "rain"},
+        ],
+        "chosen": {"from": "function_call", "value": json.dumps(call)},
+        "rejected": {"from": "gpt", "value": BAD["content"]},
+        "tools": json.dumps(TOOLS),
+    }
+    pair = FORMATS["sharegpt"].convert(row)
+    ask, earlier, result = pair.prompt
+    assert (ask, result, list(pair.rejected)) == (ASK, _said("tool", "rain"), [BAD])
+    assert [json.loads(each["tool_calls"]) for each in (earlier, *pair.chosen)] == [[call] * (1 + several), [call]]
+    row["chosen"] = {"from": "function_call", "value": "weather(東京)"}
+    with pytest.raises(Quarantined, match=r"`chosen\[0\].value` is text that is no JSON"):
+        FORMATS["sharegpt"].convert(row)
+    row["chosen"] = {"from": "function_call", "value": ""}
+    with pytest.raises(Quarantined, match="`chosen` is empty"):
+        FORMATS["sharegpt"].convert(row)
+
+
 def test_calls_and_tools_without_the_outer_object_stay_as_they_are():
     row = {**ASKED, "tools": [WEATHER["function"]], "chosen": [_said("assistant", "Let me see.", tool_calls=BARE)]}
     pair = FORMATS["conversational"].convert(row)
