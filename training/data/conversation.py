@@ -9,8 +9,8 @@ a model is served. Some write the id of a call for its name, which the id holds:
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,21 +19,19 @@ from training.data.tools import Item, function_of, with_function
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, the tools that they may use, and what else the template is given."""
+    """Messages, the last `answer` of which are the answer; the tools that they may use; what else the template is given."""
 
     turns: list[Item]
+    answer: int = 0
     tools: list[Item] | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def roles(self) -> tuple[str, ...] | None:
-        """Those of its messages where these are text alone: what a template leaves out follows from them; else None."""
-        plain = (
-            not self.tools
-            and not self.template_kwargs
-            and all(turn.keys() == {"role", "content"} for turn in self.turns)
-        )
-        return tuple(turn["role"] for turn in self.turns) if plain else None
+    def shape(self) -> tuple[int, tuple[str, ...]] | None:
+        """Where all messages are text alone, what a template leaves out follows from this; else it is None."""
+        texts = all(turn.keys() == {"role", "content"} for turn in self.turns)
+        is_plain = texts and not self.tools and not self.template_kwargs
+        return (self.answer, tuple(turn["role"] for turn in self.turns)) if is_plain else None
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,13 @@ class Marked:
     of_answer: dict[str, str]
 
 
-def spelled_out(
-    turns: Sequence[Mapping[str, str | None]], tools: str | None, template_kwargs: str | None
-) -> Conversation:
-    """With calls, tools and arguments as objects, from their JSON text, and without what is absent."""
+def spelled_out(pair: Mapping[str, Any], side: str | None = None) -> Conversation:
+    """The prompt of a row of `raw_preferences`, and its answer on `side`; objects for JSON text, and without what is absent."""
+    answer = pair[side] if side else ()
+    tools, template_kwargs = pair.get("tools"), pair.get("chat_template_kwargs")
     return Conversation(
-        [_spelled_out(turn) for turn in turns],
+        [_spelled_out(turn) for turn in (*pair["prompt"], *answer)],
+        len(answer),
         json.loads(tools) if tools else None,
         json.loads(template_kwargs) if template_kwargs else {},
     )
@@ -60,10 +59,12 @@ def marked(conversation: Conversation, in_ids: bool) -> Marked:
     """A copy with marks; none where there is nothing that a template may leave out. With `in_ids` ids have them as well."""
     marker = _Marker(conversation, in_ids)
     tools = conversation.tools and [marker.function(tool, "the tool") for tool in conversation.tools]
-    *earlier, last = conversation.turns
-    turns = [marker.turn(turn) for turn in earlier]
-    turns.append(marker.answer(last) if last["role"] == "assistant" else marker.turn(last))
-    return Marked(Conversation(turns, tools, conversation.template_kwargs), marker.marks, marker.of_answer)
+    start = len(conversation.turns) - conversation.answer
+    turns = [
+        marker.answer(turn) if index >= start and turn["role"] == "assistant" else marker.turn(turn)
+        for index, turn in enumerate(conversation.turns)
+    ]
+    return Marked(replace(conversation, turns=turns, tools=tools), marker.marks, marker.of_answer)
 
 
 def left_out(text: str, marks: Mapping[str, str]) -> str | None:
@@ -101,7 +102,7 @@ class _Marker:
             copy["reasoning_content"] = self._mark("the reasoning before an answer")
         if "tool_calls" in turn and turn["content"].strip():
             copy["content"] = self._mark("the text beside a call")
-        self.of_answer = dict(list(self.marks.items())[before:])
+        self.of_answer.update(list(self.marks.items())[before:])
         return copy
 
     def function(self, item: Item, kind: str) -> Item:

@@ -7,7 +7,7 @@ templates rewrite earlier turns, and so is whether a template leaves anything ou
 follows the prefix is the response:
 
     last_response    all of its tokens are trained, with the end of turn and what the template writes after it
-    assistant_turns  its tokens inside {% generation %} are trained
+    assistant_turns  its tokens inside {% generation %} are trained, so it may have several messages, with results of tools
 
 A pair that cannot be used raises `Dropped`, with a reason that is counted and a detail that shows the tokens.
 """
@@ -37,6 +37,7 @@ class DropReason(StrEnum):
     EMPTY_PROMPT = "prompt has no tokens"
     PREFIX = "prompt is not a prefix"
     DOUBLED_END = "doubled end of turn"
+    SEVERAL = "answer of several messages"
     TOO_LONG = "over max_length"
     EMPTY_MASK = "no trained token"
     SAME_TOKENS = "responses have the same tokens"
@@ -98,21 +99,19 @@ class PairEncoder:
         self._by_spans = spec["train_on"] == "assistant_turns"
         self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
         self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
-        self._left_out_of: dict[
-            tuple[tuple[str, ...], bool], str | None
-        ] = {}  # by roles, with a generation prompt or not
+        self._left_out_of: dict[tuple[int, tuple[str, ...]], str | None] = {}  # by the shape of conversations
 
     def encode(self, pairs: Sequence[Mapping[str, Any]]) -> Iterator[EncodedPair | Dropped]:
         """For each of `pairs` (rows of `raw_preferences`), in order: its tokens, or why it is dropped."""
         rendered = [self._render(pair) for pair in pairs]
         texts = [text for found in rendered if not isinstance(found, Dropped) for text in found]
         tokens = iter(self._tokenize(texts))
-        for found in rendered:
+        for pair, found in zip(pairs, rendered, strict=True):
             if isinstance(found, Dropped):
                 yield found
                 continue
             try:
-                yield self._assemble(next(tokens), next(tokens), next(tokens))
+                yield self._assemble(pair, next(tokens), next(tokens), next(tokens))
             except Dropped as dropped:
                 yield dropped
 
@@ -132,22 +131,33 @@ class PairEncoder:
 
     def _render(self, pair: Mapping[str, Any]) -> list[Rendered] | Dropped:
         """The texts of the prompt and of both conversations."""
-        prompt = pair["prompt"]
         try:
-            return [
-                self._text(pair, prompt, generation_prompt=True),
-                self._text(pair, [*prompt, *pair["chosen"]]),
-                self._text(pair, [*prompt, *pair["rejected"]]),
-            ]
+            for side in ("chosen", "rejected"):
+                self._check_answer(pair[side], side)
+            return [self._text(spelled_out(pair, side)) for side in (None, "chosen", "rejected")]
         except Dropped as dropped:
             return dropped
 
-    def _text(self, pair: Mapping[str, Any], turns: Sequence[Message], generation_prompt: bool = False) -> Rendered:
+    def _check_answer(self, turns: Sequence[Message], side: str) -> None:
+        """Raise Dropped for an answer of several messages of which more would be trained than the assistant says."""
+        if len(turns) == 1:
+            return
+        if not self._by_spans:
+            detail = f"`{side}` has {len(turns)} messages, not all of the assistant; "
+            raise Dropped(DropReason.SEVERAL, detail + "set `tokenization.train_on: assistant_turns`")
+        said = [text for turn in turns for name, text in turn.items() if text and name != "role"]
+        for ids in self._tokenizer(said, add_special_tokens=False)["input_ids"]:
+            if ends := [id_ for id_ in ids if id_ in self._end_of_turn]:
+                token = self._tokenizer.convert_ids_to_tokens(ends[0])
+                raise Dropped(
+                    DropReason.DOUBLED_END, f"a message in `{side}` holds {token!r}, which the template writes after it"
+                )
+
+    def _text(self, given: Conversation) -> Rendered:
         """Raises Dropped where the template refuses the conversation, or leaves out a part of it."""
         try:
-            given = spelled_out(turns, pair.get("tools"), pair.get("chat_template_kwargs"))
-            rendered = self._rendered(given, generation_prompt)
-            missing = self._left_out(given, generation_prompt)
+            rendered = self._rendered(given)
+            missing = self._left_out(given)
         except Rejected as error:
             raise Dropped(DropReason.TEMPLATE, str(error)) from error
         except RecursionError as error:
@@ -156,29 +166,30 @@ class PairEncoder:
             raise Dropped(DropReason.LEFT_OUT, f"the template does not write {missing}")
         return rendered
 
-    def _rendered(self, given: Conversation, generation_prompt: bool) -> Rendered:
+    def _rendered(self, given: Conversation) -> Rendered:
+        """With a generation prompt where there is no answer."""
         return self._template.render(
-            given.turns, generation_prompt, tools=given.tools, template_kwargs=given.template_kwargs
+            given.turns, generation_prompt=not given.answer, tools=given.tools, template_kwargs=given.template_kwargs
         )
 
-    def _left_out(self, given: Conversation, generation_prompt: bool) -> str | None:
+    def _left_out(self, given: Conversation) -> str | None:
         """What the template leaves out, or does not mark as the assistant's where that alone is trained."""
-        if (roles := given.roles) is None:
-            return self._tested(given, generation_prompt)
-        if (roles, generation_prompt) not in self._left_out_of:
-            self._left_out_of[roles, generation_prompt] = self._tested(given, generation_prompt)
-        return self._left_out_of[roles, generation_prompt]
+        if (shape := given.shape) is None:
+            return self._tested(given)
+        if shape not in self._left_out_of:
+            self._left_out_of[shape] = self._tested(given)
+        return self._left_out_of[shape]
 
-    def _tested(self, given: Conversation, generation_prompt: bool) -> str | None:
-        missing = self._missing(marked(given, in_ids=False), generation_prompt, if_refused=None)
-        return missing and self._missing(marked(given, in_ids=True), generation_prompt, if_refused=missing)
+    def _tested(self, given: Conversation) -> str | None:
+        missing = self._missing(marked(given, in_ids=False), if_refused=None)
+        return missing and self._missing(marked(given, in_ids=True), if_refused=missing)
 
-    def _missing(self, test: Marked, generation_prompt: bool, if_refused: str | None) -> str | None:
+    def _missing(self, test: Marked, if_refused: str | None) -> str | None:
         """A template that refuses a copy may know which functions there are, or how long an id is."""
         if not test.marks:
             return None
         try:
-            rendered = self._rendered(test.copy, generation_prompt)
+            rendered = self._rendered(test.copy)
         except Rejected:
             return if_refused
         if (missing := left_out(rendered["text"], test.marks)) is not None or not self._by_spans:
@@ -202,15 +213,18 @@ class PairEncoder:
         for text, ids, places in zip(texts, encoded["input_ids"], offsets, strict=True):
             yield _Tokens(ids, places, text["spans"])
 
-    def _assemble(self, prompt: _Tokens, chosen: _Tokens, rejected: _Tokens) -> EncodedPair:
+    def _assemble(self, pair: Mapping[str, Any], prompt: _Tokens, *whole: _Tokens) -> EncodedPair:
         if not prompt.ids:
             raise Dropped(
                 DropReason.EMPTY_PROMPT, "the template writes nothing of it, and nothing predicts a first token"
             )
-        pair = EncodedPair(
-            prompt.ids, self._response(prompt.ids, chosen, "chosen"), self._response(prompt.ids, rejected, "rejected")
+        chosen, rejected = (
+            self._response(prompt.ids, tokens, side, is_one=len(pair[side]) == 1)
+            for tokens, side in zip(whole, ("chosen", "rejected"), strict=True)
         )
-        fitting = fit(pair, self._max_length, self._over_length, self._tokenizer.bos_token_id)
+        fitting = fit(
+            EncodedPair(prompt.ids, chosen, rejected), self._max_length, self._over_length, self._tokenizer.bos_token_id
+        )
         for side, response in (("chosen", fitting.chosen), ("rejected", fitting.rejected)):
             if not any(response.mask):
                 raise Dropped(DropReason.EMPTY_MASK, f"none of the {len(response.ids)} tokens of `{side}` is trained")
@@ -218,12 +232,13 @@ class PairEncoder:
             raise Dropped(DropReason.SAME_TOKENS, f"chosen and rejected are the same {len(fitting.chosen.ids)} tokens")
         return fitting
 
-    def _response(self, prompt: list[int], whole: _Tokens, side: str) -> Response:
+    def _response(self, prompt: list[int], whole: _Tokens, side: str, is_one: bool) -> Response:
         start = len(prompt)
         if whole.ids[:start] != prompt:
             raise Dropped(DropReason.PREFIX, self._difference(prompt, whole.ids, side))
         ids = whole.ids[start:]
-        self._check_end(ids, side)
+        if is_one:
+            self._check_end(ids, side)
         return Response(ids, inside(whole.offsets[start:], whole.spans) if self._by_spans else [True] * len(ids))
 
     def _check_end(self, ids: list[int], side: str) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from training.contract.errors import DataError
 from training.data.comparison import compared_responses, winner_first
-from training.data.messages import SHAREGPT_STYLE, Message, Pair, make_pair, message, messages_of
+from training.data.messages import ANSWERING, SHAREGPT_STYLE, Message, Pair, make_pair, message, messages_of
 from training.data.quarantine import (
     Quarantined,
     Reason,
@@ -81,7 +81,7 @@ def _conversational(row: Row) -> Pair:
     given = field_of(row, "prompt")
     prompt = (message("user", text_of(row, "prompt")),) if isinstance(given, str) else messages_of(row, "prompt")
     chosen, rejected = messages_of(row, "chosen"), messages_of(row, "rejected")
-    if chosen and chosen[0]["role"] != "assistant":  # whole conversations beside their prompt, as in UltraFeedback
+    if chosen and chosen[0]["role"] not in ANSWERING:  # whole conversations beside their prompt, as in UltraFeedback
         return _repeating_prompt(prompt, _after_shared_start(chosen, rejected))
     return make_pair(prompt, chosen, rejected)
 
@@ -166,17 +166,18 @@ def _transcript(row: Row, name: str) -> tuple[Message, ...]:
 
 
 def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
-    """The pair in two whole conversations, which may differ in their last messages only."""
+    """The pair in two whole conversations, which may differ in what follows the last question only."""
     if list(chosen) == list(rejected):
         raise Quarantined(Reason.IDENTICAL, "both conversations are the same")
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
-    if len(chosen) > shared + 1 or len(rejected) > shared + 1 or shared == min(len(chosen), len(rejected)):
+    differing = (*chosen[shared:], *rejected[shared:])
+    if any(turn["role"] not in ANSWERING for turn in differing) or shared == min(len(chosen), len(rejected)):
         raise Quarantined(
             Reason.PROMPTS_DIFFER,
             f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they differ after the first "
-            f"{shared}; only the last message may differ",
+            f"{shared}; only what follows the last question may differ",
         )
     return make_pair(chosen[:shared], chosen[shared:], rejected[shared:])
 

@@ -1,11 +1,13 @@
 """Messages and preference pairs, and the rules for every pair, whatever format it came in.
 
-A pair is one prompt (messages, the last from the user or a tool) and two different answers of the assistant, which may be
-calls of tools. A row that breaks the rules goes to quarantine.
+A pair is one prompt (messages, the last from the user or a tool) and two different answers of the assistant. An answer is a
+message, which may be a call, or several with the results of their calls between them. A row that breaks the rules goes to
+quarantine.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported, text_of
@@ -16,6 +18,7 @@ Message = dict[str, str]
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAY_BE_EMPTY, _ASKING = ("system", "tool"), ("user", "tool")
+ANSWERING = ("assistant", "tool")
 _OF_RESULTS = ("tool_call_id", "name")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names for one thing, as in transformers' chat templates
 _ONLY_OF = {"tool_call_id": "tool", **dict.fromkeys(("tool_calls", *_REASONING), "assistant")}
@@ -90,11 +93,16 @@ def make_pair(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Se
 def _check_response(response: Sequence[Message], side: str) -> None:
     if not response:
         raise Quarantined(Reason.EMPTY_RESPONSE, f"`{side}` has no message")
-    if roles := [turn["role"] for turn in response if turn["role"] != "assistant"]:
-        raise Quarantined(Reason.RESPONSE_ROLE, f"`{side}` has a message from the {roles[0]}, expected one answer")
-    if len(response) > 1:
-        raise Quarantined(Reason.WRONG_TYPE, f"`{side}` has {len(response)} messages, expected one")
-    if _is_empty(response[0]):
+    roles = [turn["role"] for turn in response]
+    outside = [role for role in (roles[0], roles[-1]) if role != "assistant"]
+    if others := outside + [role for role in roles if role not in ANSWERING]:
+        raise Quarantined(
+            Reason.RESPONSE_ROLE,
+            f"`{side}` has a message from the {others[0]}, expected an answer of the assistant, with results of tools inside",
+        )
+    if ("assistant", "assistant") in pairwise(roles):
+        raise Quarantined(Reason.WRONG_TYPE, f"`{side}` has two messages of the assistant in a row, expected one")
+    if any(turn["role"] == "assistant" and _is_empty(turn) for turn in response):
         raise Quarantined(Reason.EMPTY_RESPONSE, f"`{side}` is empty")
 
 

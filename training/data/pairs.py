@@ -39,6 +39,7 @@ _BATCH_ROWS = 256
 _BINS = 24
 _PERCENTILES = (50, 90, 95, 99, 100)
 _BY_TEMPLATE = (DropReason.TEMPLATE, DropReason.LEFT_OUT, DropReason.PREFIX, DropReason.EMPTY_PROMPT)
+_LEFT_OUT = (DropReason.TEMPLATE, DropReason.LEFT_OUT, DropReason.SEVERAL)
 _EXAMPLES, _DROPPED_EXAMPLES, _EXAMPLE_CHARACTERS = 3, 20, 2000
 
 SourceRow = Mapping[str, Any]
@@ -134,8 +135,8 @@ class _Tally:
             "empty_masks": self.reasons[DropReason.EMPTY_MASK],
             "prefix_violations": self.reasons[DropReason.PREFIX],
             "first_prefix_violation": self._first(DropReason.PREFIX),
-            "left_out": self.reasons[DropReason.TEMPLATE] + self.reasons[DropReason.LEFT_OUT],
-            "first_left_out": self._first(DropReason.TEMPLATE, DropReason.LEFT_OUT),
+            "left_out": sum(self.reasons[reason] for reason in _LEFT_OUT),
+            "first_left_out": self._first(*_LEFT_OUT),
             "shared_prompts": len(shared),
         }
 

@@ -182,7 +182,7 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
             f"set the date that it shall write: `tokenization.date: {datetime.now():%Y-%m-%d}`, which is put where it calls "
             "strftime_now with a format in quotes"
         )
-    test = marked(Conversation(list(PROBES[2])), in_ids=False)
+    test = marked(Conversation(list(PROBES[2]), answer=1), in_ids=False)
     if (missing := left_out(template.render(test.copy.turns)["text"], test.marks)) is not None:
         raise TemplateError(
             f"the chat template does not write {missing}; those of models with images may take content in parts alone, not as "

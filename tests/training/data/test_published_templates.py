@@ -64,6 +64,21 @@ ROWS: dict[str, dict[str, Any]] = {
     "a result": {"prompt": [ASK, _called(), RESULT], "tools": [TOOL]},
     "a result, and a system message": {"prompt": [SYSTEM, ASK, _called(), RESULT], "tools": [TOOL]},
 }
+TRAJECTORIES: dict[str, dict[str, Any]] = {
+    "a call and what follows": {"prompt": [ASK], "chosen": [_called(), RESULT, GOOD], "tools": [TOOL]},
+    "two calls": {
+        "prompt": [SYSTEM, ASK],
+        "chosen": [_called("echidna"), RESULT, _called(), RESULT, GOOD],
+        "rejected": [_called(), RESULT, BAD],
+        "tools": [TOOL],
+    },
+    "calls with reasoning": {
+        "prompt": [ASK],
+        "chosen": [_called(reasoning_content="bilby"), RESULT, {**GOOD, "reasoning_content": "brolga"}],
+        "rejected": [{**BAD, "reasoning_content": "bilby"}],
+        "tools": [TOOL],
+    },
+}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +137,35 @@ def test_a_pair_is_kept_whole_or_not_at_all(tokenizer, open_template, path):
         assert found == expected if expected else isinstance(found, Dropped), f"{name}: {found}"
         kept |= {name} if expected else set()
     assert ("a question" in kept) is not path.stem.startswith((*THINKS_FIRST, "deepseek"))
+
+
+MARKING = [path for path in PUBLISHED if "{%- generation" in path.read_text() or "{% generation" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", MARKING, ids=lambda path: path.stem)
+def test_what_is_trained_of_answers_is_what_transformers_says_the_assistant_said(tokenizer, open_template, path):
+    """Of answers with several messages that is not what tools say between them."""
+    template, kept = open_template(path), set()
+    encoder = PairEncoder(tokenizer, template, RULES | {"train_on": "assistant_turns"})
+    for name, row in (ROWS | TRAJECTORIES).items():
+        [found] = encoder.encode([_pair(row)])
+        expected = _expected(tokenizer, row)
+        if isinstance(found, Dropped):
+            assert expected is None or "inside {% generation %}" in str(found), f"{name}: {found}"
+            continue
+        assert [found.prompt, found.ids(found.chosen), found.ids(found.rejected)] == expected
+        for side, response in (("chosen", found.chosen), ("rejected", found.rejected)):
+            turns = row["prompt"] + {"chosen": [GOOD], "rejected": [BAD], **row}[side]
+            theirs = tokenizer.apply_chat_template(
+                turns, row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+            )["assistant_masks"]
+            assert response.mask == [bool(one) for one in theirs[len(found.prompt) :]]
+            trained = [id_ for id_, is_trained in zip(response.ids, response.mask, strict=True) if is_trained]
+            said = "".join(tokenizer.convert_ids_to_tokens(trained))
+            assert "galah" not in said and all(turn["content"] in said for turn in turns[len(row["prompt"]) :: 2])
+        kept.add(name)
+    if path.stem in ("qwen3_training", "glm4moe_training", "lfm2_2_5", "diffusion_gemma_training"):
+        assert kept == (ROWS | TRAJECTORIES).keys()
 
 
 @pytest.mark.parametrize(

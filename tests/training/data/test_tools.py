@@ -101,6 +101,63 @@ def test_calls_and_results_in_sharegpt_are_messages(several):
         FORMATS["sharegpt"].convert(row)
 
 
+NAMES = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+RESULT, DRY, WET = _said("tool", "rain"), _said("assistant", "It is dry."), _said("assistant", "It is wet.")
+TRAJECTORY = {
+    "prompt": [ASK],
+    "chosen": [CALL, RESULT, WET],
+    "rejected": [CALL, RESULT, CALL, RESULT, DRY],
+    "tools": TOOLS,
+}
+
+
+def test_an_answer_may_call_tools_and_go_on():
+    """In whole conversations it begins after the last question that both have, and what both say then is the prompt's."""
+    other = _said("tool", "sun")
+    whole = {
+        side: [ASK, CALL, result, answer]
+        for side, result, answer in (("chosen", RESULT, WET), ("rejected", other, DRY))
+    }
+    pair = FORMATS["conversational"].convert(TRAJECTORY)
+    assert [turn["role"] for turn in pair.rejected] == ["assistant", "tool"] * 2 + ["assistant"] and len(
+        pair.chosen
+    ) == 3
+    asked = {side: [ASK, *TRAJECTORY[side]] for side in ("chosen", "rejected")}
+    for name, row in (("implicit_prompt", asked), ("conversational", {"prompt": [ASK], **asked})):
+        later = FORMATS[name].convert({**row, "tools": TOOLS})
+        assert (list(later.prompt), list(later.chosen)) == ([*pair.prompt, *pair.chosen[:2]], [WET])
+        assert list(later.rejected) == list(pair.rejected[2:])
+    with pytest.raises(Quarantined, match="the last message of the prompt is from the assistant"):
+        FORMATS["implicit_prompt"].convert(whole)
+
+
+@pytest.mark.shared
+def test_an_answer_with_results_is_trained_by_turns_alone(workshop, tiny_chat, tmp_path):
+    text = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + (
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}" + CALLS + "<|im_end|>{% endgeneration %}"
+        "{% else %}{{ m.content }}" + "<|im_end|>{% endif %}\n{% endfor %}"
+    )
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    (tmp_path / "own.jinja").write_text(NAMES + text + prompt)
+    stops = {**TRAJECTORY, "chosen": [CALL, _said("tool", "rain<|im_end|>"), WET]}
+    rows = workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY, stops])
+    assert rows.details["counts"]["pairs"] == 3
+    by_turns, as_one = (
+        workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on))
+        for train_on in ("assistant_turns", "last_response")
+    )
+    assert by_turns.details["reasons"] == {"doubled end of turn": 1} and by_turns.details["left_out"] == 0
+    assert "a message in `chosen` holds '<|im_end|>'" in by_turns.details["dropped_examples"][0]["detail"]
+    tokens = by_turns.pairs.sequence(1, "rejected")
+    trained = AutoTokenizer.from_pretrained(tiny_chat).decode(tokens.ids_T[tokens.mask_T])
+    assert trained == "[weather]<|im_end|>" * 2 + "It is dry.<|im_end|>"
+    assert as_one.details["reasons"] == {"answer of several messages": 2} and as_one.details["left_out"] == 2
+    assert as_one.details["first_left_out"].startswith(
+        "row 1, `chosen` has 3 messages, not all of the assistant; set `tok"
+    )
+
+
 def test_calls_and_tools_without_the_outer_object_stay_as_they_are():
     row = {**ASKED, "tools": [WEATHER["function"]], "chosen": [_said("assistant", "Let me see.", tool_calls=BARE)]}
     pair = FORMATS["conversational"].convert(row)
@@ -153,6 +210,11 @@ def test_a_call_without_arguments_is_one_with_none(nothing):
         ({**ASKED, "chosen": [_said("assistant", "", thinking="Hm.")]}, Reason.EMPTY_RESPONSE, "`chosen`"),
         ({**ASKED, "rejected": [CALL]}, Reason.IDENTICAL, "same text"),
         ({**ASKED, "rejected": [_said("tool", "clear")]}, Reason.RESPONSE_ROLE, "from the tool"),
+        ({**ASKED, "chosen": [CALL, _said("tool", "clear")]}, Reason.RESPONSE_ROLE, "from the tool"),
+        ({**ASKED, "chosen": [_said("tool", "clear"), BAD]}, Reason.RESPONSE_ROLE, "from the tool"),
+        ({**ASKED, "chosen": [CALL, ASK, BAD]}, Reason.RESPONSE_ROLE, "from the user"),
+        ({**ASKED, "chosen": [CALL, BAD]}, Reason.WRONG_TYPE, "two messages of the assistant in a row"),
+        ({**ASKED, "chosen": [_said("assistant", ""), _said("tool", ""), BAD]}, Reason.EMPTY_RESPONSE, "`chosen`"),
         ({**ASKED, "prompt": [ASK, CALL]}, Reason.PROMPT_ROLE, "from the assistant"),
         ({**ASKED, "chosen": [_said("assistant", None, tool_calls=[])]}, Reason.MISSING_FIELD, "content"),
     ],
@@ -298,8 +360,6 @@ def test_reasoning_goes_before_its_answer(workshop, tiny_chat, tmp_path, name):
     assert "<think>It is June.</think>Wet." in tokenizer.decode(done.pairs.response_ids(0))
 
 
-NAMES = "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
-CALLS = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
 MARKED = "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
 BESIDE = {**CALL, "content": "Let me look at the forecast."}
 CALLED = {**ASKED, "prompt": [ASK, BESIDE, _said("tool", "rain", name="weather"), ASK]}
