@@ -79,8 +79,9 @@ def complete(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
     left_out, pairs = artifact.details.get("left_out", 0), artifact.details["counts"]["pairs"]  # earlier versions: none
     share = left_out / max(1, left_out + pairs)
     description = (
-        f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or it leaves out a message, tool, call, result or "
-        f"reasoning of theirs. They were left out, at most {limit:.1%} are allowed by data.max_quarantined"
+        f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or it leaves out a part of theirs, or does not "
+        f"tell what the assistant says from what tools say. They were left out, at most {limit:.1%} are allowed by "
+        "data.max_quarantined"
     )
     return _result(COMPLETE, share <= limit, description + _first(artifact, "first_left_out"), left_out=left_out)
 

@@ -29,6 +29,9 @@ Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
 ]
 Dtype = Literal["float32", "bfloat16"]
+# What a chat template is given anyway, and arguments of the function that renders it.
+RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template", "strftime_now", "self", "conversations"}
+RESERVED |= {"continue_final_message", "return_assistant_tokens_mask"}
 Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -84,6 +87,14 @@ class Tokenization(Section):
     def _revision_of_something(self) -> Self:
         if self.revision is not None and self.tokenizer is None:
             raise ValueError("`revision` belongs to `tokenizer`, a hub id; that of the model is `reference.revision`")
+        return self
+
+    @model_validator(mode="after")
+    def _arguments_of_its_own(self) -> Self:
+        if taken := sorted(self.template_kwargs.keys() & RESERVED):
+            raise ValueError(
+                f"`template_kwargs` has {', '.join(taken)}, which the template is given anyway; take it away"
+            )
         return self
 
 

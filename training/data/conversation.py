@@ -1,10 +1,9 @@
-"""A conversation as templates know it, and a test whether a template writes all of it.
+"""A conversation as templates know it, and a marked copy of it, which tells whether a template writes all of it.
 
-Many templates know of no tools, or drop calls, results, the reasoning before an answer or a later system message without a
-word: what is trained then is an answer to something that was never asked. A marked copy tells. In it words that occur nowhere
-else stand for messages and results, for names of functions, and, in the answer, for reasoning and for text beside a call; a
-template has to write all of them. What was reasoned in earlier messages, or said beside a call, many leave out, as they do when
-a model is served. Some write the id of a call for its name, which the id holds: a second copy has marks in the ids too.
+In the copy words that occur nowhere else stand for messages and results, for names of functions, and, in the answer, for
+reasoning and for text beside a call; a template has to write all of them. What was reasoned in earlier messages, or said beside
+a call, many leave out, as they do when a model is served. Some write the id of a call for its name, which the id holds: a
+second copy has marks in the ids too.
 """
 
 import hashlib
@@ -15,6 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from training.data.tools import Item, function_of, with_function
+
+Shape = tuple[int | tuple[str, bool], ...]
 
 
 @dataclass(frozen=True)
@@ -27,20 +28,27 @@ class Conversation:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def shape(self) -> tuple[int, tuple[str, ...]] | None:
-        """Where all messages are text alone, what a template leaves out follows from this; else it is None."""
+    def shape(self) -> Shape | None:
+        """Where all messages are text alone, which of them a template leaves out follows from this; else it is None."""
         texts = all(turn.keys() == {"role", "content"} for turn in self.turns)
         is_plain = texts and not self.tools and not self.template_kwargs
-        return (self.answer, tuple(turn["role"] for turn in self.turns)) if is_plain else None
+        return (self.answer, *((turn["role"], _says(turn)) for turn in self.turns)) if is_plain else None
+
+    @property
+    def said(self) -> list[str]:
+        """What the assistant says in the answer."""
+        turns = self.turns[len(self.turns) - self.answer :]
+        return [turn["content"] for turn in turns if turn["role"] == "assistant" and _says(turn)]
 
 
 @dataclass(frozen=True)
 class Marked:
-    """A marked copy, and what each mark in it stands for: all of them, and those in the answer."""
+    """A marked copy, and what each mark in it stands for: all of them, those in the answer, and of these what tools say."""
 
     copy: Conversation
     marks: dict[str, str]
-    of_answer: dict[str, str]
+    of_assistant: dict[str, str]
+    of_tools: dict[str, str]
 
 
 def spelled_out(pair: Mapping[str, Any], side: str | None = None) -> Conversation:
@@ -56,20 +64,19 @@ def spelled_out(pair: Mapping[str, Any], side: str | None = None) -> Conversatio
 
 
 def marked(conversation: Conversation, in_ids: bool) -> Marked:
-    """A copy with marks; none where there is nothing that a template may leave out. With `in_ids` ids have them as well."""
+    """A copy with marks for all that says something. With `in_ids` ids have them as well."""
     marker = _Marker(conversation, in_ids)
     tools = conversation.tools and [marker.function(tool, "the tool") for tool in conversation.tools]
     start = len(conversation.turns) - conversation.answer
-    turns = [
-        marker.answer(turn) if index >= start and turn["role"] == "assistant" else marker.turn(turn)
-        for index, turn in enumerate(conversation.turns)
-    ]
-    return Marked(replace(conversation, turns=turns, tools=tools), marker.marks, marker.of_answer)
+    turns = [marker.turn(turn) for turn in conversation.turns[:start]]
+    turns += [marker.answer(turn) for turn in conversation.turns[start:]]
+    return Marked(replace(conversation, turns=turns, tools=tools), marker.marks, marker.of_assistant, marker.of_tools)
 
 
 def left_out(text: str, marks: Mapping[str, str]) -> str | None:
-    """What the first mark stands for that is not in `text`."""
-    return next((meaning for mark, meaning in marks.items() if mark not in text), None)
+    """What the first mark stands for that is not in `text`, which may be in capitals."""
+    folded = text.casefold()
+    return next((meaning for mark, meaning in marks.items() if mark not in folded), None)
 
 
 class _Marker:
@@ -77,7 +84,8 @@ class _Marker:
 
     def __init__(self, conversation: Conversation, in_ids: bool) -> None:
         self.marks: dict[str, str] = {}
-        self.of_answer: dict[str, str] = {}
+        self.of_assistant: dict[str, str] = {}
+        self.of_tools: dict[str, str] = {}
         self._conversation, self._in_ids = conversation, in_ids
         self._ids: dict[str, str] = {}
 
@@ -90,7 +98,7 @@ class _Marker:
         marks, role = Item(), turn["role"]
         if "tool_calls" in turn:
             marks["tool_calls"] = [self.function(call, "a call of") for call in turn["tool_calls"]]
-        else:
+        elif _says(turn):
             marks["content"] = self._mark("the result of a tool" if role == "tool" else f"a message of the {role}")
         if turn.get("tool_call_id") in self._ids:
             marks["tool_call_id"] = self._ids[turn["tool_call_id"]]
@@ -100,9 +108,10 @@ class _Marker:
         before, copy = len(self.marks), self.turn(turn)
         if turn.get("reasoning_content", "").strip():
             copy["reasoning_content"] = self._mark("the reasoning before an answer")
-        if "tool_calls" in turn and turn["content"].strip():
+        if "tool_calls" in turn and _says(turn):
             copy["content"] = self._mark("the text beside a call")
-        self.of_answer.update(list(self.marks.items())[before:])
+        of_role = self.of_assistant if turn["role"] == "assistant" else self.of_tools
+        of_role.update(list(self.marks.items())[before:])
         return copy
 
     def function(self, item: Item, kind: str) -> Item:
@@ -117,6 +126,10 @@ class _Marker:
         mark = f"{self._stem}n{len(self.marks)}end"
         self.marks[mark] = meaning
         return mark
+
+
+def _says(turn: Item) -> bool:
+    return bool(turn["content"].strip())
 
 
 def _spelled_out(turn: Mapping[str, str | None]) -> Item:

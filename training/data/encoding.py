@@ -3,13 +3,13 @@
 The prompt is rendered with the generation prompt, each whole conversation without; all three texts are tokenized without
 adding special tokens, so there is one BOS if the template writes it, else none: exactly what a chat server feeds the
 model. The prompt's tokens must be a prefix of both conversations' tokens; this is checked for every pair, because some
-templates rewrite earlier turns, and so is whether a template leaves anything out (training/data/conversation.py). What
+templates rewrite earlier turns, and so is whether a template leaves anything out (training/data/completeness.py). What
 follows the prefix is the response:
 
     last_response    all of its tokens are trained, with the end of turn and what the template writes after it
     assistant_turns  its tokens inside {% generation %} are trained, so it may have several messages, with results of tools
 
-A pair that cannot be used raises `Dropped`, with a reason that is counted and a detail that shows the tokens.
+A pair that cannot be used is `Dropped`, with a reason that is counted and a detail that shows why.
 """
 
 import itertools
@@ -22,7 +22,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from training.contract.fingerprint import sequence_key
-from training.data.conversation import Conversation, Marked, left_out, marked, spelled_out
+from training.data.completeness import Completeness
+from training.data.conversation import spelled_out
 from training.data.messages import Message
 from training.data.template import ChatTemplate, Rejected, Rendered
 
@@ -63,6 +64,14 @@ class Response:
     ids: list[int]
     mask: list[bool]
 
+    @property
+    def trained(self) -> list[tuple[int, bool]]:
+        """Up to the last token that is trained; those that follow change no log-prob."""
+        end = len(self.mask) - next(
+            (n for n, is_trained in enumerate(reversed(self.mask)) if is_trained), len(self.mask)
+        )
+        return list(zip(self.ids[:end], self.mask[:end], strict=True))
+
 
 @dataclass(frozen=True)
 class EncodedPair:
@@ -99,7 +108,7 @@ class PairEncoder:
         self._by_spans = spec["train_on"] == "assistant_turns"
         self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
         self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
-        self._left_out_of: dict[tuple[int, tuple[str, ...]], str | None] = {}  # by the shape of conversations
+        self._completeness = Completeness(template, self._by_spans)
 
     def encode(self, pairs: Sequence[Mapping[str, Any]]) -> Iterator[EncodedPair | Dropped]:
         """For each of `pairs` (rows of `raw_preferences`), in order: its tokens, or why it is dropped."""
@@ -118,11 +127,15 @@ class PairEncoder:
     def remedy(self, pair: Mapping[str, Any]) -> str | None:
         """The switch of the template for reasoning with which `pair`, which is dropped, can be used; or None.
 
-        A template that begins every answer with reasoning takes answers without any only if that is switched off.
+        A template that begins every answer with reasoning takes answers without any only if that is switched off, and one that
+        says there is none takes answers with it only if it is switched on.
         """
-        template = self._template
-        for name, value in itertools.product(_SWITCHES, (False, True)):
-            if name in template.text and template.template_kwargs.get(name) is not value:
+        template, reasons = (
+            self._template,
+            {_reasons(turn) for side in ("chosen", "rejected") for turn in pair[side][:1]},
+        )
+        for name, value in itertools.product(_SWITCHES, reasons if len(reasons) == 1 else ()):
+            if name in template.text:
                 other = ChatTemplate(self._tokenizer, {**template.template_kwargs, name: value}, template.date)
                 [outcome] = PairEncoder(self._tokenizer, other, self._spec).encode([pair])
                 if isinstance(outcome, EncodedPair):
@@ -134,7 +147,7 @@ class PairEncoder:
         try:
             for side in ("chosen", "rejected"):
                 self._check_answer(pair[side], side)
-            return [self._text(spelled_out(pair, side)) for side in (None, "chosen", "rejected")]
+            return [self._text(pair, side) for side in (None, "chosen", "rejected")]
         except Dropped as dropped:
             return dropped
 
@@ -153,50 +166,19 @@ class PairEncoder:
                     DropReason.DOUBLED_END, f"a message in `{side}` holds {token!r}, which the template writes after it"
                 )
 
-    def _text(self, given: Conversation) -> Rendered:
-        """Raises Dropped where the template refuses the conversation, or leaves out a part of it."""
+    def _text(self, pair: Mapping[str, Any], side: str | None) -> Rendered:
+        """Raises Dropped where the template refuses the conversation, or does not write all of it."""
         try:
-            rendered = self._rendered(given)
-            missing = self._left_out(given)
+            given = spelled_out(pair, side)
+            rendered = self._completeness.render(given)
+            fault = self._completeness.fault(given, rendered["text"])
         except Rejected as error:
             raise Dropped(DropReason.TEMPLATE, str(error)) from error
         except RecursionError as error:
-            raise Dropped(DropReason.TEMPLATE, "its tools or calls are nested too deeply") from error
-        if missing is not None:
-            raise Dropped(DropReason.LEFT_OUT, f"the template does not write {missing}")
+            raise Dropped(DropReason.TEMPLATE, "what it is given beside the messages is nested too deeply") from error
+        if fault is not None:
+            raise Dropped(DropReason.LEFT_OUT, f"the template {fault}")
         return rendered
-
-    def _rendered(self, given: Conversation) -> Rendered:
-        """With a generation prompt where there is no answer."""
-        return self._template.render(
-            given.turns, generation_prompt=not given.answer, tools=given.tools, template_kwargs=given.template_kwargs
-        )
-
-    def _left_out(self, given: Conversation) -> str | None:
-        """What the template leaves out, or does not mark as the assistant's where that alone is trained."""
-        if (shape := given.shape) is None:
-            return self._tested(given)
-        if shape not in self._left_out_of:
-            self._left_out_of[shape] = self._tested(given)
-        return self._left_out_of[shape]
-
-    def _tested(self, given: Conversation) -> str | None:
-        missing = self._missing(marked(given, in_ids=False), if_refused=None)
-        return missing and self._missing(marked(given, in_ids=True), if_refused=missing)
-
-    def _missing(self, test: Marked, if_refused: str | None) -> str | None:
-        """A template that refuses a copy may know which functions there are, or how long an id is."""
-        if not test.marks:
-            return None
-        try:
-            rendered = self._rendered(test.copy)
-        except Rejected:
-            return if_refused
-        if (missing := left_out(rendered["text"], test.marks)) is not None or not self._by_spans:
-            return missing
-        trained = "".join(rendered["text"][start:end] for start, end in rendered["spans"])
-        missing = left_out(trained, test.of_answer)
-        return missing and f"{missing} inside {{% generation %}}"
 
     def _tokenize(self, texts: Sequence[Rendered]) -> Iterator[_Tokens]:
         if not texts:
@@ -228,8 +210,11 @@ class PairEncoder:
         for side, response in (("chosen", fitting.chosen), ("rejected", fitting.rejected)):
             if not any(response.mask):
                 raise Dropped(DropReason.EMPTY_MASK, f"none of the {len(response.ids)} tokens of `{side}` is trained")
-        if fitting.chosen == fitting.rejected:
-            raise Dropped(DropReason.SAME_TOKENS, f"chosen and rejected are the same {len(fitting.chosen.ids)} tokens")
+        if fitting.chosen.trained == fitting.rejected.trained:
+            same = len(fitting.chosen.trained)
+            raise Dropped(
+                DropReason.SAME_TOKENS, f"chosen and rejected are the same {same} tokens as far as they are trained"
+            )
         return fitting
 
     def _response(self, prompt: list[int], whole: _Tokens, side: str, is_one: bool) -> Response:
@@ -264,6 +249,10 @@ class PairEncoder:
         if not ids:
             return "nothing more"
         return " ".join(f"{id_} {self._tokenizer.convert_ids_to_tokens(id_)!r}" for id_ in ids)
+
+
+def _reasons(turn: Message) -> bool:
+    return bool(turn.get("reasoning_content")) or "</think>" in turn["content"]
 
 
 def fit(pair: EncodedPair, max_length: int, over_length: OverLength, bos: int | None) -> EncodedPair:

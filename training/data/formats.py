@@ -172,6 +172,8 @@ def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) 
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
+    while shared and chosen[shared - 1]["role"] == "assistant":
+        shared -= 1  # both say the same there, to which tools answer differently
     differing = (*chosen[shared:], *rejected[shared:])
     if any(turn["role"] not in ANSWERING for turn in differing) or shared == min(len(chosen), len(rejected)):
         raise Quarantined(

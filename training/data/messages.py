@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported, text_of
+from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported
 from training.data.tools import calls_text
 
 # `role` and `content`; of an assistant, where given, `reasoning_content` and `tool_calls`; of a tool `tool_call_id` and `name`.
@@ -55,7 +55,7 @@ SHAREGPT_STYLE = MessageStyle(
     "value",
     {
         **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
-        **{"function_call": "assistant", "observation": "tool"},
+        **{"function_call": "assistant", "observation": "tool", "tool": "tool"},
     },
     calling="function_call",
 )
@@ -120,15 +120,16 @@ def _message(item: Any, place: str, style: MessageStyle) -> Message:
         raise Quarantined(Reason.UNKNOWN_ROLE, f"`{place}` is from {given[:40]!r}, expected one of {expected}")
     role, others = style.roles[given], _others(item, place, style.roles[given])
     if given == style.calling:
-        return message(role, "") | others | _called(item, f"{place}.{style.content}", style)
+        refuse_unsupported(item, ("tool_calls",), place)
+        text = clean_text(field_of(item, style.content, f"{place}."), f"{place}.{style.content}")
+        return message(role, "") | others | _called(text, f"{place}.{style.content}")
     only_calls = "tool_calls" in others and item.get(style.content) is None
     content = "" if only_calls else _content(field_of(item, style.content, f"{place}."), f"{place}.{style.content}")
     return message(role, content) | others
 
 
-def _called(item: Row, place: str, style: MessageStyle) -> Message:
-    """The calls that are the content of a message: JSON text of a list of them, or of one alone."""
-    text = text_of(item, style.content)
+def _called(text: str, place: str) -> Message:
+    """The calls that are the text of a message: JSON of a list of them, or of one alone."""
     calls = calls_text(text if text.lstrip().startswith("[") else f"[{text}]", place)
     return {"tool_calls": calls} if calls else {}
 

@@ -111,7 +111,7 @@ class _Tally:
         self.reasons[dropped.reason] += 1
         detail, is_first = dropped.detail, self.reasons[dropped.reason] == 1
         if dropped.reason is DropReason.PREFIX and is_first and (switch := encoder.remedy(row)):
-            detail += f"; with `tokenization.template_kwargs: {{{switch}}}` it is one"
+            detail += f"; with `{switch}` in `tokenization.template_kwargs` they agree"
         self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": detail})
 
     def refuse_if_empty(self) -> None:

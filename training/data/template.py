@@ -10,6 +10,7 @@ The job writes `spec.json` and `tokenizer/`: all that tokenizing needs, and noth
 import contextlib
 import json
 import re
+import string
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +36,7 @@ from training.distributed import Group
 SPEC_FILE, TOKENIZER_FOLDER = "spec.json", "tokenizer"
 CLOSING_MARK = "closing-probe"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_NO_CLOCK = {"strftime_now": None}
-_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_CLOCK = "strftime_now"
 _SPEC_FIELDS = ("train_on", "max_length", "over_length")
 
 _QUESTION, _ANSWER = message("user", "What is 6 x 7?"), message("assistant", "It is 42.\n\nFor sure: naïve 東京 👍")
@@ -51,15 +51,20 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 
 
 class Rejected(Exception):
-    """The template does not take this conversation; the text is the template's own message."""
+    """The template, after `lines_before` that are not its own, does not take a conversation; the text is what it says to it."""
+
+    def __init__(self, said: str, lines_before: int = 0) -> None:
+        super().__init__(said)
+        self._lines_before = lines_before
 
     @property
     def line(self) -> int | None:
         """The template's own line, where Jinja knows it: of a slip of syntax, or where a statement failed."""
         if isinstance(self.__cause__, TemplateSyntaxError):
-            return self.__cause__.lineno
+            return self.__cause__.lineno - self._lines_before
         frames = traceback.extract_tb(self.__cause__.__traceback__ if self.__cause__ else None)
-        return next((frame.lineno for frame in reversed(frames) if frame.filename == "<template>"), None)
+        lines = [frame.lineno for frame in frames if frame.filename == "<template>" and frame.lineno is not None]
+        return lines[-1] - self._lines_before if lines else None
 
 
 class Rendered(TypedDict):
@@ -83,7 +88,7 @@ class ChatTemplate:
             )
         self.text, self.template_kwargs, self.date = tokenizer.chat_template, template_kwargs, date
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
-        self._text = self.text if date is None else _dated(self.text, datetime.fromisoformat(date))
+        self._clock = "" if date is None else _clock_at(datetime.fromisoformat(date))
 
     @property
     def marks_turns(self) -> bool:
@@ -102,19 +107,24 @@ class ChatTemplate:
 
         `template_kwargs` of the conversation go before those of all.
         """
-        names = {**self._names, **(template_kwargs or {}), **({} if clock else _NO_CLOCK)}
+        names = {**self._names, **(template_kwargs or {}), **({} if clock else {_CLOCK: None})}
         names |= {"tools": tools} if tools else {}
         try:
             texts, spans = render_jinja_template(
                 [list(turns)],
-                chat_template=self._text,
+                chat_template=self._clock + self.text,
                 return_assistant_tokens_mask=self.marks_turns,
                 add_generation_prompt=generation_prompt,
                 **names,
             )
         except Exception as error:  # a template is a program: it may raise anything, and that is its answer
-            raise Rejected(str(error) or type(error).__name__) from error
+            raise Rejected(self._said(error), self._clock.count("\n")) from error
         return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
+
+    def _said(self, error: Exception) -> str:
+        unclear = self.date is None and isinstance(error, TypeError) and _CLOCK in self.text
+        advice = "; if it asks for the date of today, set `tokenization.date`" if unclear else ""
+        return (str(error) or type(error).__name__) + advice
 
     def closing(self) -> str:
         """What it writes after the last answer of the assistant: the end of the turn, and all that follows."""
@@ -179,11 +189,9 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
     if with_clock != _probe(template):
         raise TemplateError(
             "the chat template writes the date of today (strftime_now), so its tokens would change from day to day; "
-            f"set the date that it shall write: `tokenization.date: {datetime.now():%Y-%m-%d}`, which is put where it calls "
-            "strftime_now with a format in quotes"
+            f"set the date that it shall write: `tokenization.date: {datetime.now():%Y-%m-%d}`"
         )
-    test = marked(Conversation(list(PROBES[2]), answer=1), in_ids=False)
-    if (missing := left_out(template.render(test.copy.turns)["text"], test.marks)) is not None:
+    if missing := _left_out(template):
         raise TemplateError(
             f"the chat template does not write {missing}; those of models with images may take content in parts alone, not as "
             "text: set `tokenization.chat_template` to another .jinja file"
@@ -221,9 +229,15 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, path: str | None) -> str 
         raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
 
 
-def _dated(text: str, date: datetime) -> str:
-    """`text` with the date where it asks for today's: transformers lets no function through to templates."""
-    return _TODAY.sub(lambda call: json.dumps(date.strftime(call[2])), text)
+def _clock_at(date: datetime) -> str:
+    """A line in front of a template, whose clock then stands still; transformers lets no function through to templates."""
+    directives = [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]
+    written = {directive: date.strftime(directive) for directive in directives}
+    steps = json.dumps({"%%": "\0", **{d: w for d, w in written.items() if d != w}, "\0": "%"})
+    return (
+        f"{{% macro {_CLOCK}(format) %}}{{% set now = namespace(text=format) %}}{{% for directive, value in {steps}.items() %}}"
+        "{% set now.text = now.text | replace(directive, value) %}{% endfor %}{{ now.text }}{% endmacro %}\n"
+    )
 
 
 def _check_files(job: Job) -> None:
@@ -250,6 +264,15 @@ def _answer(template: ChatTemplate, turns: Sequence[Message], generation_prompt:
         return f"rejected: {error}"
 
 
+def _left_out(template: ChatTemplate) -> str | None:
+    """What it does not write of a question and its answer; None as well where it refuses other words than it is used to."""
+    test = marked(Conversation(list(PROBES[2]), answer=1), in_ids=False)
+    try:
+        return left_out(template.render(test.copy.turns)["text"], test.marks)
+    except Rejected:
+        return None
+
+
 def _end_of_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> dict[str, int]:
     """How often the template writes each control token after an answer, by its spelling."""
     ids = tokenizer(template.closing(), add_special_tokens=False)["input_ids"]
@@ -268,6 +291,8 @@ def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, end_of_tu
         notes.append(
             "the tokenizer adds a BOS to plain text and the chat template writes none: conversations have none"
         )
+    if template.date and _CLOCK not in template.text:
+        notes.append("`tokenization.date` changes nothing: the chat template does not ask for the date of today")
     return notes
 
 

@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from training.contract.nulls import without_nulls
+from training.contract.recipe import RESERVED
 from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, strict_json
 
 Item = dict[str, Any]  # a tool or a call
-
-_TAKEN = {"messages", "tools", "add_generation_prompt", "chat_template", "strftime_now"}
 
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON writes it; not a backslash before the text u0000
 
@@ -38,12 +37,12 @@ def tools_text(given: Any, place: str) -> str:
 
 def template_kwargs_text(given: Any, place: str) -> str:
     """The arguments for the template in `given`, as JSON text; the empty string where there are none. Raises Quarantined."""
-    found = _parsed(given, place, dict)
-    if taken := sorted(found.keys() & _TAKEN):
+    found = _parsed(given if isinstance(given, str) else without_nulls(given), place, dict)
+    if taken := sorted(found.keys() & RESERVED):
         raise Quarantined(
             Reason.UNSUPPORTED_FIELD, f"`{place}` has {', '.join(taken)}, which the template is given anyway"
         )
-    return _text(found if isinstance(given, str) else without_nulls(found), place)
+    return _text(found, place)
 
 
 def calls_text(given: Any, place: str) -> str:
@@ -74,7 +73,7 @@ def _parsed(given: Any, place: str, kind: type[list[Any]] | type[dict[str, Any]]
             raise Quarantined(problem.reason, f"`{place}`: {problem.detail}") from None
         except (ValueError, RecursionError) as error:
             raise Quarantined(Reason.BAD_JSON, f"`{place}` is text that is no JSON: {error}") from None
-    if found is None or found == "":
+    if found is None or found == "" or found == []:  # a map of a table that is empty
         found = kind()
     if not isinstance(found, kind):
         expected = "a list" if kind is list else "an object"

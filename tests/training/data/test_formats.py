@@ -140,6 +140,11 @@ UNUSABLE = [
     ("openai", SAME_PAIR["openai"][0] | {"input": {"messages": [ASK], "functions": [{}]}}, Reason.UNSUPPORTED_FIELD),
     ("implicit_prompt", SAME_PAIR["implicit_prompt"][0] | {"functions": "[{}]"}, Reason.UNSUPPORTED_FIELD),
     ("conversational", _conversation() | {"chat_template_kwargs": {"tools": []}}, Reason.UNSUPPORTED_FIELD),
+    (
+        "conversational",
+        _conversation() | {"chat_template_kwargs": {"continue_final_message": True}},
+        Reason.UNSUPPORTED_FIELD,
+    ),
     ("conversational", _conversation() | {"chat_template_kwargs": [True]}, Reason.WRONG_TYPE),
     ("conversational", _conversation() | {"chat_template_kwargs": "{thinking}"}, Reason.BAD_JSON),
     ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),

@@ -197,6 +197,28 @@ def test_a_row_switches_for_itself(tokenizer, open_template, name, as_text):
         assert expected and _encode(encoder, row_of_its_own) == expected
 
 
+def test_no_switch_is_named_that_says_the_opposite_of_the_answers(tokenizer, open_template):
+    """This template leaves reasoning in an answer's text where it is, so with thinking off it would write some after none."""
+    [path] = [path for path in PUBLISHED if path.stem == "qwen3_8"]
+    thought = {"prompt": [ASK], "chosen": [_said("assistant", "<think>\nbilby\n</think>\n\nnumbat")]}
+    encoder = PairEncoder(tokenizer, open_template(path), RULES)
+    for rejected in (BAD, _said("assistant", "<think>\nbrolga\n</think>\n\ndingo")):
+        row = {**thought, "rejected": [rejected]}
+        assert isinstance(_encode(encoder, row), Dropped) and encoder.remedy(_pair(row)) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe"])
+@pytest.mark.parametrize(
+    "text", ["Between <think> and </think>, then </think> again.", "zebu <think>bilby</think>numbat"]
+)
+def test_an_answer_that_talks_of_tags_is_not_cut(tokenizer, open_template, name, text):
+    [path] = [path for path in PUBLISHED if path.stem == name]
+    found = _encode(
+        PairEncoder(tokenizer, open_template(path), RULES), {"prompt": [ASK], "chosen": [_said("assistant", text)]}
+    )
+    assert isinstance(found, Dropped) and "does not write all that the assistant says" in found.detail
+
+
 def test_where_no_switch_helps_none_is_named(tokenizer, open_template):
     [path] = [path for path in PUBLISHED if path.stem == "deepseek_r1_distill"]
     assert PairEncoder(tokenizer, open_template(path), RULES).remedy(_pair(ROWS["a question"])) is None

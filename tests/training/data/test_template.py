@@ -1,10 +1,12 @@
 """Tokenizers and chat templates: identities that follow what they do, and refusals that name the fix."""
 
+import datetime
 import json
 import shutil
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.fingerprint import hash_file
@@ -177,14 +179,52 @@ def test_a_date_is_part_of_a_template_that_writes_it_now_and_then(workshop, tiny
     """Here in front of a second question alone, which no probe can be sure to have."""
     text = "{% for m in messages %}{% if m.content == 'When?' %}{{ strftime_now('%Y') }}{% endif %}{{ m.content }}|{% endfor %}"
     rows = workshop.rows([{"prompt": prompt, "chosen": "Now.", "rejected": "No."} for prompt in ("When?", "Why?")])
-    specs = [workshop.tokenizer(tiny_chat, write(text), **dated) for dated in ({}, *map(_dated, ("2025", "2026")))]
+    days: list[dict[str, str]] = [{}, {"date": "2025-01-01"}, {"date": "2026-01-01"}]
+    specs = [workshop.tokenizer(tiny_chat, write(text), **day) for day in days]
     undated, *dated = [workshop.pairs(rows, spec) for spec in specs]
     assert undated.details["reasons"] == {"rejected by the template": 1}
-    assert len({done.made.fingerprint for done in dated}) == len({spec.made.fingerprint for spec in specs}) - 1 == 2
+    assert undated.details["first_left_out"].endswith("; if it asks for the date of today, set `tokenization.date`")
+    assert len({done.made.fingerprint for done in dated}) == 2 and len({spec.made.fingerprint for spec in specs}) == 3
 
 
-def _dated(year):
-    return {"date": f"{year}-01-01"}
+CLOCKS = [
+    "{{ strftime_now('%d %B %Y') }}",
+    '{{ strftime_now("%d" ~ " %Y") }}',
+    "{{ strftime_now('%Y' if messages | length > 1 else '%d') }}",
+    "{{ strftime_now('It\\'s %Y\\n%%d 📅 %-d') }}",
+    "{{ strftime_now(format='%A, %j') }}",
+    "{% set clock = strftime_now %}{{ clock ('%I:%M %p %c %x %X %y%m%d') }}",
+    "{% if strftime_now is defined and strftime_now %}{{ strftime_now('%Y') | int - 1 }}{% endif %}",
+    "{% macro day(as) %}{{ strftime_now(as) }}{% endmacro %}{{ day('%U %W %V %G %u %w') }}",
+    "\n  {% if true %}x{% endif %}\n{{- strftime_now('%b') }}\n",
+    "say strftime_now('%d')",
+]
+
+
+@pytest.mark.parametrize("text", CLOCKS)
+def test_a_fixed_date_is_what_the_clock_says_on_that_day(tiny_chat, monkeypatch, text):
+    """Oracle: transformers, for which it is that day."""
+    tokenizer = load_tokenizer(tiny_chat)
+    tokenizer.chat_template = text
+
+    class Day(datetime.datetime):
+        @classmethod
+        def now(cls, tz: datetime.tzinfo | None = None) -> "Day":
+            return cls(2026, 3, 5)
+
+    monkeypatch.setattr(chat_template_utils, "datetime", Day)
+    expected = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    assert ChatTemplate(tokenizer, {}, "2026-03-05").render([{"role": "user", "content": "x"}])["text"] == expected
+
+
+def test_lines_are_those_of_the_template_with_a_date_too(workshop, tiny_chat, write):
+    for text in ("one\n\n{{ messages[0].no.no }}", "one\n\n{% endif %}"):
+        with pytest.raises(TemplateError, match=r"template\.jinja, line 3, fails"):
+            workshop.tokenizer(tiny_chat, write(text), date="2026-03-05")
+
+
+def test_a_date_that_changes_nothing_is_told(workshop, tiny_chat):
+    assert "`tokenization.date` changes nothing" in workshop.tokenizer(tiny_chat, date="2026-03-05").events.read_text()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-v3"])

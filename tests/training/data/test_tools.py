@@ -83,7 +83,7 @@ def test_calls_and_results_in_sharegpt_are_messages(several):
         "conversations": [
             {"from": "human", "value": ASK["content"]},
             {"from": "function_call", "value": json.dumps([call, call] if several else call)},
-            {"from": "observation", "value": "rain"},
+            {"from": "tool" if several else "observation", "value": "rain"},
         ],
         "chosen": {"from": "function_call", "value": json.dumps(call)},
         "rejected": {"from": "gpt", "value": BAD["content"]},
@@ -95,6 +95,12 @@ def test_calls_and_results_in_sharegpt_are_messages(several):
     assert [json.loads(each["tool_calls"]) for each in (earlier, *pair.chosen)] == [[call] * (1 + several), [call]]
     row["chosen"] = {"from": "function_call", "value": "weather(東京)"}
     with pytest.raises(Quarantined, match=r"`chosen\[0\].value` is text that is no JSON"):
+        FORMATS["sharegpt"].convert(row)
+    row["chosen"] = {"from": "function_call", "value": call}
+    with pytest.raises(Quarantined, match=r"`chosen\[0\].value` is dict, expected text"):
+        FORMATS["sharegpt"].convert(row)
+    row["chosen"] = {"from": "function_call", "value": "{}", "tool_calls": [call]}
+    with pytest.raises(Quarantined, match=r"`chosen\[0\]` has `tool_calls`"):
         FORMATS["sharegpt"].convert(row)
     row["chosen"] = {"from": "function_call", "value": ""}
     with pytest.raises(Quarantined, match="`chosen` is empty"):
@@ -128,8 +134,24 @@ def test_an_answer_may_call_tools_and_go_on():
         later = FORMATS[name].convert({**row, "tools": TOOLS})
         assert (list(later.prompt), list(later.chosen)) == ([*pair.prompt, *pair.chosen[:2]], [WET])
         assert list(later.rejected) == list(pair.rejected[2:])
-    with pytest.raises(Quarantined, match="the last message of the prompt is from the assistant"):
-        FORMATS["implicit_prompt"].convert(whole)
+    rollouts = FORMATS["implicit_prompt"].convert(whole)  # the same call, to which the tool answered differently
+    assert list(rollouts.prompt) == [ASK]
+    assert [json.loads(each[0]["tool_calls"]) for each in (rollouts.chosen, rollouts.rejected)] == [
+        CALL["tool_calls"]
+    ] * 2
+    assert [each[1]["content"] for each in (rollouts.chosen, rollouts.rejected)] == ["rain", "sun"]
+
+
+@pytest.mark.shared
+def test_results_that_a_template_marks_as_the_assistants_are_not_trained(workshop, tiny_chat, tmp_path):
+    (tmp_path / "own.jinja").write_text(
+        NAMES + "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}" + CALLS + "{% endgeneration %}{% endif %}<|im_end|>{% endfor %}"
+    )
+    spec = workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on="assistant_turns")
+    done = workshop.pairs(workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY]), spec)
+    assert done.pairs.rows.tolist() == [0] and done.details["left_out"] == 1
+    assert done.details["first_left_out"] == "row 1, the template has the result of a tool inside {% generation %}"
 
 
 @pytest.mark.shared
@@ -287,6 +309,22 @@ def test_a_map_of_a_table_is_an_object(workshop, tmp_path):
     assert json.loads(read["chosen"][0]["tool_calls"]) == [{"name": "f", "arguments": {"a": "1", "b": "2"}}]
 
 
+def test_arguments_for_the_template_may_be_a_map_or_have_names_of_other_rows(workshop, tmp_path):
+    """A struct has the fields of all rows, so `tools` in one row is null in the others."""
+    said = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    row = {"prompt": [ASK], "chosen": [WET], "rejected": [DRY]}
+    for kind, given in (
+        (pa.map_(pa.string(), pa.bool_()), [[("thinking", True)], []]),
+        (pa.struct([("thinking", pa.bool_()), ("tools", pa.string())]), [{"thinking": True}, {"tools": "x"}]),
+    ):
+        schema = pa.schema([*((part, said) for part in row), ("chat_template_kwargs", kind)])
+        rows = [{**row, "chat_template_kwargs": each} for each in given]
+        pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "rows.parquet")
+        read = workshop.preferences({"path": str(tmp_path / "rows.parquet")})
+        assert read.table("preferences.parquet")[0]["chat_template_kwargs"] == '{"thinking": true}'
+        assert read.details["reasons"] == ({} if given[1] == [] else {"unsupported field": 1})
+
+
 @pytest.mark.parametrize("tools", ['[{"name": "f", "\\ud800": 1, "\\ud800": 2}]', None], ids=["in text", "in the row"])
 def test_a_key_that_no_file_can_hold_is_told_in_one_that_can(workshop, tools):
     plain = {"prompt": [ASK], "chosen": [_said("assistant", "Because.")], "rejected": [BAD]}
@@ -421,6 +459,27 @@ TEMPLATES = {
     "blanks": (
         NAMES + "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}",
         {**ASKED, "chosen": [{**CALL, "content": "\n", "reasoning_content": " "}]},
+        None,
+    ),
+    "no system message, which is empty": (
+        "{% if m.role != 'system' %}{{ m.content }}{% endif %}",
+        {"prompt": [_said("system", ""), ASK], "chosen": [WET], "rejected": [DRY]},
+        None,
+    ),
+    "no system message": (
+        "{% if m.role != 'system' %}{{ m.content }}{% endif %}",
+        {"prompt": [_said("system", "Be brief."), ASK], "chosen": [WET], "rejected": [DRY]},
+        "a message of the system",
+    ),
+    "capitals": ("{{ m.content | upper }}", {"prompt": [ASK], "chosen": [WET], "rejected": [DRY]}, None),
+    "answers after a tag": (
+        "{{ m.content.split('</think>')[-1] }}",
+        {"prompt": [ASK], "chosen": [_said("assistant", "<think>It is June.</think>Wet.")], "rejected": [DRY]},
+        "all that the assistant says: '<think>It is June",
+    ),
+    "answers with other blanks": (
+        "{{ m.content.split() | join('  ') }}",
+        {"prompt": [ASK], "chosen": [_said("assistant", " It\n\nis  wet.")], "rejected": [DRY]},
         None,
     ),
     "names that it knows": (
