@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from training.contract.errors import DataError
 from training.data.formats import FORMATS
 from training.data.quarantine import Quarantined, Reason
 
@@ -140,6 +141,65 @@ def test_an_answer_may_call_tools_and_go_on():
         CALL["tool_calls"]
     ] * 2
     assert [each[1]["content"] for each in (rollouts.chosen, rollouts.rejected)] == ["rain", "sun"]
+
+
+def _in(m: str) -> str:
+    """A template that writes each message as `m` does, between control tokens."""
+    return (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n" + m + "<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+SYSTEM, EMPTY = _said("system", "Be brief."), _said("system", "")
+IN_WORDS = {"prompt": [ASK], "chosen": [_said("assistant", "Let me look."), RESULT, WET], "rejected": [DRY]}
+LATER = {"prompt": [ASK, *IN_WORDS["chosen"][:2]], "chosen": [WET], "rejected": [DRY]}
+LAST_ALONE = "{% if loop.last %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("turn", "whole", "cut", "fault"),
+    [
+        (
+            "{% if m.role != 'system' %}{{ m.content }}{% endif %}",
+            {"prompt": [EMPTY, ASK], "chosen": [WET], "rejected": [DRY]},
+            {"prompt": [SYSTEM, ASK], "chosen": [WET], "rejected": [DRY]},
+            "does not write a message of the system",
+        ),
+        (
+            "{% if not (hidden and m.role == 'system') %}{{ m.content }}{% endif %}",
+            {"prompt": [SYSTEM, ASK], "chosen": [WET], "rejected": [DRY]},
+            {"prompt": [SYSTEM, ASK], "chosen": [WET], "rejected": [DRY], "chat_template_kwargs": {"hidden": True}},
+            "does not write a message of the system",
+        ),
+        (LAST_ALONE, LATER, IN_WORDS, "does not write a message of the assistant inside {% generation %}"),
+    ],
+    ids=["without a text", "with arguments of its own", "where the answer begins"],
+)
+def test_one_pair_says_nothing_of_another_of_the_same_roles(workshop, tiny_chat, tmp_path, turn, whole, cut, fault):
+    (tmp_path / "own.jinja").write_text(_in(turn))
+    train_on = "assistant_turns" if "generation" in turn else "last_response"
+    spec = workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on)
+    for rows in ([whole, cut], [cut, whole]):
+        done = workshop.pairs(workshop.rows(rows, format="conversational"), spec)
+        assert done.pairs.rows.tolist() == [rows.index(whole)]
+        assert done.details["first_left_out"] == f"row {rows.index(cut)}, the template {fault}"
+
+
+@pytest.mark.shared
+def test_answers_that_differ_where_nothing_is_trained_any_more_are_no_pair(workshop, tiny_chat, tmp_path):
+    """Cut after the result of the first call: the margin would always be zero."""
+    (tmp_path / "own.jinja").write_text(_in(MARKED + "{% else %}{{ m.content }}{% endif %}"))
+    look = IN_WORDS["chosen"][0]
+    row = {"prompt": [ASK], "chosen": [look, RESULT, WET], "rejected": [look, _said("tool", "sun"), DRY]}
+    rules = {"train_on": "assistant_turns", "over_length": "truncate_response"}
+    rows = workshop.rows([row])
+    whole = workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", **rules)).pairs
+    said = [whole.sequence(0, side).mask_T.tolist() for side in ("chosen", "rejected")]
+    room = min(mask.index(True, mask.index(False, mask.index(True))) for mask in said)
+    with pytest.raises(DataError, match=r"responses have the same tokens, .* as far as they are trained"):
+        workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", **rules, max_length=room))
 
 
 @pytest.mark.shared
