@@ -116,6 +116,20 @@ def test_a_template_that_rewrites_the_prompt_is_caught_with_the_tokens(workshop,
     assert all(f"{part[0]} {tokenizer.convert_ids_to_tokens(part[0])!r}" in drop["detail"] for part in ids)
 
 
+def test_the_first_prompt_that_is_no_prefix_is_told_with_the_switch_that_helps(workshop, tiny_chat, tmp_path):
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>{% endif %}{% endif %}"
+    )
+    spec = workshop.tokenizer(tiny_chat, _template(tmp_path, text), template_kwargs={"enable_thinking": True})
+    thought = _row("Who?", "<think>Hm.</think>me", "<think>Hm.</think>you")
+    done = workshop.pairs(workshop.rows([_row(), _row("When?"), thought]), spec)
+    first, second = done.details["dropped_examples"]
+    advice = "; with `enable_thinking: false` in `tokenization.template_kwargs` they agree"
+    assert first["detail"].endswith(advice) and advice not in second["detail"]
+    assert done.details["first_prefix_violation"] == f"row 0, {first['detail']}"
+
+
 def test_rows_the_template_refuses_carry_its_words(workshop, tiny_chat, tmp_path):
     text = (
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}"

@@ -217,6 +217,12 @@ def test_a_fixed_date_is_what_the_clock_says_on_that_day(tiny_chat, monkeypatch,
     assert ChatTemplate(tokenizer, {}, "2026-03-05").render([{"role": "user", "content": "x"}])["text"] == expected
 
 
+def test_a_template_that_takes_no_other_words_is_left_to_the_data(workshop, tiny_chat, write):
+    refuse = "{% if 'mark' in m.content %}{{ raise_exception('no') }}{% endif %}"
+    text = "{% for m in messages %}" + refuse + "{{ m.content }}|{% endfor %}"
+    assert workshop.tokenizer(tiny_chat, write(text)).details["template"] == text
+
+
 def test_lines_are_those_of_the_template_with_a_date_too(workshop, tiny_chat, write):
     for text in ("one\n\n{{ messages[0].no.no }}", "one\n\n{% endif %}"):
         with pytest.raises(TemplateError, match=r"template\.jinja, line 3, fails"):

@@ -223,18 +223,20 @@ def test_an_answer_with_results_is_trained_by_turns_alone(workshop, tiny_chat, t
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     (tmp_path / "own.jinja").write_text(NAMES + text + prompt)
     stops = {**TRAJECTORY, "chosen": [CALL, _said("tool", "rain<|im_end|>"), WET]}
-    rows = workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY, stops])
-    assert rows.details["counts"]["pairs"] == 3
+    asks = _said("assistant", "", tool_calls=[_call("weather", {"place": "<|im_end|>"})])
+    stops_too = {**TRAJECTORY, "chosen": [asks, RESULT, WET]}
+    rows = workshop.rows([{**ASKED, "rejected": [WET]}, TRAJECTORY, stops, stops_too])
+    assert rows.details["counts"]["pairs"] == 4
     by_turns, as_one = (
         workshop.pairs(rows, workshop.tokenizer(tiny_chat, tmp_path / "own.jinja", train_on=train_on))
         for train_on in ("assistant_turns", "last_response")
     )
-    assert by_turns.details["reasons"] == {"doubled end of turn": 1} and by_turns.details["left_out"] == 0
+    assert by_turns.details["reasons"] == {"doubled end of turn": 2} and by_turns.details["left_out"] == 0
     assert "a message in `chosen` holds '<|im_end|>'" in by_turns.details["dropped_examples"][0]["detail"]
     tokens = by_turns.pairs.sequence(1, "rejected")
     trained = AutoTokenizer.from_pretrained(tiny_chat).decode(tokens.ids_T[tokens.mask_T])
     assert trained == "[weather]<|im_end|>" * 2 + "It is dry.<|im_end|>"
-    assert as_one.details["reasons"] == {"answer of several messages": 2} and as_one.details["left_out"] == 2
+    assert as_one.details["reasons"] == {"answer of several messages": 3} and as_one.details["left_out"] == 3
     assert as_one.details["first_left_out"].startswith(
         "row 1, `chosen` has 3 messages, not all of the assistant; set `tok"
     )
