@@ -233,6 +233,7 @@ def _clock_at(date: datetime) -> str:
     """A line in front of a template, whose clock then stands still; transformers lets no function through to templates."""
     directives = [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]
     written = {directive: date.strftime(directive) for directive in directives}
+    # Two percent signs are put aside first: the letter behind them belongs to no directive.
     steps = json.dumps({"%%": "\0", **{d: w for d, w in written.items() if d != w}, "\0": "%"})
     return (
         f"{{% macro {_CLOCK}(format) %}}{{% set now = namespace(text=format) %}}{{% for directive, value in {steps}.items() %}}"
