@@ -130,10 +130,8 @@ class PairEncoder:
         A template that begins every answer with reasoning takes answers without any only if that is switched off, and one that
         says there is none takes answers with it only if it is switched on.
         """
-        template, reasons = (
-            self._template,
-            {_reasons(turn) for side in ("chosen", "rejected") for turn in pair[side][:1]},
-        )
+        template = self._template
+        reasons = {_reasons(pair[side][0]) for side in ("chosen", "rejected")}
         for name, value in itertools.product(_SWITCHES, reasons if len(reasons) == 1 else ()):
             if name in template.text:
                 other = ChatTemplate(self._tokenizer, {**template.template_kwargs, name: value}, template.date)
