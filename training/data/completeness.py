@@ -6,8 +6,8 @@ word: what is trained then is an answer to something that was never asked. A mar
 what the assistant says in the answer has to be in the text as it is, but for blanks.
 """
 
+from training.data.chat_template import ChatTemplate, Rejected, Rendered
 from training.data.conversation import Conversation, Marked, Shape, left_out, marked
-from training.data.template import ChatTemplate, Rejected, Rendered
 
 _SHOWN = 60
 

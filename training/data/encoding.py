@@ -22,10 +22,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from training.contract.fingerprint import sequence_key
+from training.data.chat_template import ChatTemplate, Rejected, Rendered
 from training.data.completeness import Completeness
 from training.data.conversation import spelled_out
 from training.data.messages import Message
-from training.data.template import ChatTemplate, Rejected, Rendered
 
 Offsets = Sequence[tuple[int, int]]
 
@@ -65,12 +65,10 @@ class Response:
     mask: list[bool]
 
     @property
-    def trained(self) -> list[tuple[int, bool]]:
+    def trained(self) -> tuple[list[int], list[bool]]:
         """Up to the last token that is trained; those that follow change no log-prob."""
-        end = len(self.mask) - next(
-            (n for n, is_trained in enumerate(reversed(self.mask)) if is_trained), len(self.mask)
-        )
-        return list(zip(self.ids[:end], self.mask[:end], strict=True))
+        end = len(self.mask) - self.mask[::-1].index(True) if True in self.mask else 0
+        return self.ids[:end], self.mask[:end]
 
 
 @dataclass(frozen=True)
@@ -209,7 +207,7 @@ class PairEncoder:
             if not any(response.mask):
                 raise Dropped(DropReason.EMPTY_MASK, f"none of the {len(response.ids)} tokens of `{side}` is trained")
         if fitting.chosen.trained == fitting.rejected.trained:
-            same = len(fitting.chosen.trained)
+            same = len(fitting.chosen.trained[0])
             raise Dropped(
                 DropReason.SAME_TOKENS, f"chosen and rejected are the same {same} tokens as far as they are trained"
             )

@@ -172,16 +172,17 @@ def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) 
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
-    while shared and chosen[shared - 1]["role"] == "assistant":
-        shared -= 1  # both say the same there, to which tools answer differently
-    differing = (*chosen[shared:], *rejected[shared:])
+    start = shared
+    while start and chosen[start - 1]["role"] == "assistant":
+        start -= 1  # both say the same there, to which tools answer differently
+    differing = (*chosen[start:], *rejected[start:])
     if any(turn["role"] not in ANSWERING for turn in differing) or shared == min(len(chosen), len(rejected)):
         raise Quarantined(
             Reason.PROMPTS_DIFFER,
             f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they differ after the first "
             f"{shared}; only what follows the last question may differ",
         )
-    return make_pair(chosen[:shared], chosen[shared:], rejected[shared:])
+    return make_pair(chosen[:start], chosen[start:], rejected[start:])
 
 
 def _repeating_prompt(prompt: Sequence[Message], pair: Pair) -> Pair:

@@ -1,4 +1,4 @@
-"""Chat templates, and the `tokenizer` job that freezes how conversations become tokens.
+"""The `tokenizer` job, which freezes how conversations become tokens: tokenizer, chat template and rules.
 
 A template is a program by the tokenizer's publisher. It is accepted if it renders probe conversations to the same text every
 time and without looking at the clock: otherwise tokens made today and tomorrow would differ under one fingerprint. All
@@ -9,18 +9,13 @@ The job writes `spec.json` and `tokenizer/`: all that tokenizing needs, and noth
 
 import contextlib
 import json
-import re
-import string
-import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
-from jinja2 import TemplateSyntaxError
 from transformers import PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter
@@ -28,111 +23,13 @@ from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.recipe_files import check_unchanged, tokenizer_files
 from training.contract.store import Made
+from training.data.chat_template import CLOCK, PROBES, ChatTemplate, Rejected, probe
 from training.data.conversation import Conversation, left_out, marked
-from training.data.messages import Message, message
 from training.data.tokenizer import control_ids, load_tokenizer, save_tokenizer, special_ids, tokenizer_fingerprint
 from training.distributed import Group
 
 SPEC_FILE, TOKENIZER_FOLDER = "spec.json", "tokenizer"
-CLOSING_MARK = "closing-probe"
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_CLOCK = "strftime_now"
 _SPEC_FIELDS = ("train_on", "max_length", "over_length")
-
-_QUESTION, _ANSWER = message("user", "What is 6 x 7?"), message("assistant", "It is 42.\n\nFor sure: naïve 東京 👍")
-PROBES: tuple[tuple[Message, ...], ...] = (
-    (_QUESTION,),
-    (message("system", "Be brief."), _QUESTION),
-    (_QUESTION, _ANSWER),
-    (message("system", "Be brief."), _QUESTION, _ANSWER),
-    (_QUESTION, _ANSWER, message("user", "  And 7 x 6?  "), message("assistant", " <b>42</b> ")),
-    (message("system", ""), message("user", "{{ 1 }} {% raw %}"), _ANSWER, message("user", "<think>no</think>")),
-)
-
-
-class Rejected(Exception):
-    """The template, after `lines_before` that are not its own, does not take a conversation; the text is what it says to it."""
-
-    def __init__(self, said: str, lines_before: int = 0) -> None:
-        super().__init__(said)
-        self._lines_before = lines_before
-
-    @property
-    def line(self) -> int | None:
-        """The template's own line, where Jinja knows it: of a slip of syntax, or where a statement failed."""
-        if isinstance(self.__cause__, TemplateSyntaxError):
-            return self.__cause__.lineno - self._lines_before
-        frames = traceback.extract_tb(self.__cause__.__traceback__ if self.__cause__ else None)
-        lines = [frame.lineno for frame in frames if frame.filename == "<template>" and frame.lineno is not None]
-        return lines[-1] - self._lines_before if lines else None
-
-
-class Rendered(TypedDict):
-    text: str
-    spans: list[tuple[int, int]]
-
-
-class ChatTemplate:
-    """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs`, and as on `date`.
-
-    `date` is in ISO format. Beside it there is no clock: a template that asks for the time fails.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, template_kwargs: dict[str, Any], date: str | None = None
-    ) -> None:
-        if not isinstance(tokenizer.chat_template, str) or not tokenizer.chat_template:
-            raise TemplateError(
-                f"the tokenizer {tokenizer.name_or_path} has no chat template; set `tokenization.chat_template` to a .jinja "
-                "file, or `tokenization.tokenizer` to a tokenizer that has one"
-            )
-        self.text, self.template_kwargs, self.date = tokenizer.chat_template, template_kwargs, date
-        self._names = {**tokenizer.special_tokens_map, **template_kwargs}
-        self._clock = "" if date is None else _clock_at(datetime.fromisoformat(date))
-
-    @property
-    def marks_turns(self) -> bool:
-        """Whether it marks what the assistant wrote by {% generation %}."""
-        return _GENERATION.search(self.text) is not None
-
-    def render(
-        self,
-        turns: Sequence[Mapping[str, Any]],
-        generation_prompt: bool = False,
-        clock: bool = False,
-        tools: Any = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Rendered:
-        """The conversation's text, and the spans of it inside {% generation %}. Raises Rejected.
-
-        `template_kwargs` of the conversation go before those of all.
-        """
-        names = {**self._names, **(template_kwargs or {}), **({} if clock else {_CLOCK: None})}
-        names |= {"tools": tools} if tools else {}
-        try:
-            texts, spans = render_jinja_template(
-                [list(turns)],
-                chat_template=self._clock + self.text,
-                return_assistant_tokens_mask=self.marks_turns,
-                add_generation_prompt=generation_prompt,
-                **names,
-            )
-        except Exception as error:  # a template is a program: it may raise anything, and that is its answer
-            raise Rejected(self._said(error), self._clock.count("\n")) from error
-        return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
-
-    def _said(self, error: Exception) -> str:
-        unclear = self.date is None and isinstance(error, TypeError) and _CLOCK in self.text
-        advice = "; if it asks for the date of today, set `tokenization.date`" if unclear else ""
-        return (str(error) or type(error).__name__) + advice
-
-    def closing(self) -> str:
-        """What it writes after the last answer of the assistant: the end of the turn, and all that follows."""
-        return self.render((_QUESTION, message("assistant", CLOSING_MARK)))["text"].rpartition(CLOSING_MARK)[2]
-
-    def fingerprint(self) -> str:
-        content = {"text": self.text, "template_kwargs": self.template_kwargs, "probes": _probe(self)}
-        return fingerprint("chat_template", content | ({"date": self.date} if self.date else {}))
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -180,13 +77,13 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
             f"{place} fails on a question and an answer: {error}; mend it, or set "
             "`tokenization.chat_template` to another .jinja file"
         ) from error
-    with_clock = _probe(template, clock=True)
-    if with_clock != _probe(template, clock=True):
+    with_clock = probe(template, clock=True)
+    if with_clock != probe(template, clock=True):
         raise TemplateError(
             "the chat template gives another text each time, so its tokens cannot be reproduced; take what is random "
             "out of it and set `tokenization.chat_template`"
         )
-    if with_clock != _probe(template):
+    if with_clock != probe(template):
         raise TemplateError(
             "the chat template writes the date of today (strftime_now), so its tokens would change from day to day; "
             f"set the date that it shall write: `tokenization.date: {datetime.now():%Y-%m-%d}`"
@@ -229,18 +126,6 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, path: str | None) -> str 
         raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
 
 
-def _clock_at(date: datetime) -> str:
-    """A line in front of a template, whose clock then stands still; transformers lets no function through to templates."""
-    directives = [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]
-    written = {directive: date.strftime(directive) for directive in directives}
-    # Two percent signs are put aside first: the letter behind them belongs to no directive.
-    steps = json.dumps({"%%": "\0", **{d: w for d, w in written.items() if d != w}, "\0": "%"})
-    return (
-        f"{{% macro {_CLOCK}(format) %}}{{% set now = namespace(text=format) %}}{{% for directive, value in {steps}.items() %}}"
-        "{% set now.text = now.text | replace(directive, value) %}{% endfor %}{{ now.text }}{% endmacro %}\n"
-    )
-
-
 def _check_files(job: Job) -> None:
     """Raise DataError unless the files that were just loaded are exactly those that the derivation names."""
     folder, hashes = Path(job.locations["tokenizer"]), job.settings["files"]
@@ -251,18 +136,6 @@ def _check_files(job: Job) -> None:
         check_unchanged(path, hashes[name])
     if template := job.locations["chat_template"]:
         check_unchanged(Path(template), job.settings["chat_template"])
-
-
-def _probe(template: ChatTemplate, clock: bool = False) -> list[str]:
-    """The text of each probe, with and without a generation prompt; or the template's error, which counts as its answer."""
-    return [_answer(template, turns, prompt, clock) for turns in PROBES for prompt in (False, True)]
-
-
-def _answer(template: ChatTemplate, turns: Sequence[Message], generation_prompt: bool, clock: bool) -> str:
-    try:
-        return template.render(turns, generation_prompt, clock)["text"]
-    except Rejected as error:
-        return f"rejected: {error}"
 
 
 def _left_out(template: ChatTemplate) -> str | None:
@@ -292,7 +165,7 @@ def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, end_of_tu
         notes.append(
             "the tokenizer adds a BOS to plain text and the chat template writes none: conversations have none"
         )
-    if template.date and _CLOCK not in template.text:
+    if template.date and CLOCK not in template.text:
         notes.append("`tokenization.date` changes nothing: the chat template does not ask for the date of today")
     return notes
 

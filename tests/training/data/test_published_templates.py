@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from training.contract.errors import TemplateError
+from training.data.chat_template import ChatTemplate
 from training.data.encoding import Dropped, PairEncoder
 from training.data.formats import FORMATS
-from training.data.template import ChatTemplate, check_template
+from training.data.template import check_template
 
 PUBLISHED = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
 DAY = "2026-03-05"

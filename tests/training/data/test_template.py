@@ -11,7 +11,8 @@ from transformers.utils import chat_template_utils
 from training.contract.errors import DataError, TemplateError
 from training.contract.fingerprint import hash_file
 from training.contract.recipe_files import tokenizer_files
-from training.data.template import PROBES, ChatTemplate, Rejected, _write, read_spec
+from training.data.chat_template import PROBES, ChatTemplate, Rejected
+from training.data.template import _write, read_spec
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 pytestmark = pytest.mark.shared
