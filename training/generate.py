@@ -22,6 +22,7 @@ from transformers import (
 from training.data.tokenized import Pairs
 from training.data.tokenizer import control_ids
 from training.distributed import Group
+from training.model.body import text_config
 from training.model.logprobs import runs_in_lockstep
 
 _NO_TOKEN = -1
@@ -60,7 +61,7 @@ def _last_control_token(response: Sequence[int], tokenizer: PreTrainedTokenizerF
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_new_tokens: int) -> list[int]:
     """The most likely continuation of `prompt`, token by token; shorter where the model has no positions left."""
-    positions = getattr(model.config, "max_position_embeddings", None) or len(prompt) + max_new_tokens
+    positions = getattr(text_config(model), "max_position_embeddings", None) or len(prompt) + max_new_tokens
     room = min(max_new_tokens, positions - len(prompt))
     if room < 1:
         return []

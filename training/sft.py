@@ -15,6 +15,7 @@ from training.contract.store import Made
 from training.data.packing import Batches, Positions, Tokens, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
+from training.model.body import text_config
 from training.model.logprobs import CollatedRows, collate, logprobs_of
 from training.model.prepare import demand_trainable
 from training.objective import Objective
@@ -51,7 +52,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("loading the base model")
     with record.timed("loading"):
         masters = load_for_training(TrainableModel(base.folder, "float32"), job.compute, group, events)
-    pairs.demand_known_tokens(masters.model.config.vocab_size)
+    pairs.demand_known_tokens(text_config(masters.model).vocab_size)
     demand_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen")
     batches = Batches(

@@ -14,7 +14,8 @@ from training.contract.weights import adapter_fingerprint, weights_fingerprint, 
 from training.data.template import TOKENIZER_FOLDER
 from training.distributed import Group
 from training.model.adapter import save_adapter, write_merged
-from training.model.load import save_model
+from training.model.body import takes_only_text
+from training.model.load import copy_processors, left_out, save_model
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import build_masters
@@ -27,9 +28,26 @@ def load_for_training(
 ) -> Masters:
     """The model on all ranks, proved exact and prepared as `compute` asks for. Raises ModelError."""
     masters = build_masters(trainable, compute.parallel, group, events)
+    _note_what_is_not_trained(masters.model, trainable, events)
     demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
     prepare_for_training(masters.model, compute, events, masters.has_dropout, float8_head)
     return masters
+
+
+def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel, events: EventWriter) -> None:
+    if not takes_only_text(model) and trainable.adapter is None:
+        trained, frozen = (
+            sum(p.numel() for p in model.parameters() if p.requires_grad is asked) for asked in (True, False)
+        )
+        events.note(
+            f"of {type(model).__name__} the language model is trained, {trained:,} parameters; the other {frozen:,}, for images "
+            f"or sound, are saved as they are"
+        )
+    if unused := left_out(model, trainable.folder):
+        events.note(
+            f"transformers has no use for {len(unused)} tensors of the model that is trained, and they are not saved again: "
+            f"{', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}"
+        )
 
 
 def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
@@ -44,6 +62,7 @@ def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | N
     shutil.copytree(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER, job.staging, dirs_exist_ok=True)
     if adapter is None:
         save_model(masters.model, job.staging, weights, masters.dtype)
+        copy_processors(start.folder, job.staging)
         return weights_fingerprint(weights_identity(job.staging))
     if not adapter.is_merged:
         return _write_adapter(masters.model, weights, start, job.staging).fingerprint

@@ -18,11 +18,12 @@ from urllib.parse import unquote, urlsplit
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import RegistryError
 from training.contract.staging import claimed
+from training.contract.weights import PROCESSORS
 
 MODEL_FOLDER = "model"
 EVALUATION_FOLDER = "evaluation"
 _TOKENIZER_FOLDER = "components/tokenizer"
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", PROCESSORS)
 _CAUSE_CHARACTERS = 2000
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlflow.transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import transformers
+from transformers import AutoConfig, AutoTokenizer
 
 from training.launch.processes import die_with_parent
 
@@ -22,7 +23,9 @@ _REQUIRED = ("mlflow", "torch", "transformers")
 
 def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
     """Write the model in `policy` to the new folder `out`, in its own dtype; its chat answers call it `name`."""
-    model = AutoModelForCausalLM.from_pretrained(policy, dtype="auto", use_safetensors=True, trust_remote_code=False)
+    [architecture] = AutoConfig.from_pretrained(policy, trust_remote_code=False).architectures
+    kind = getattr(transformers, architecture)
+    model = kind.from_pretrained(policy, dtype="auto", use_safetensors=True, trust_remote_code=False)
     model.config._name_or_path = model.name_or_path = name
     words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     words.name_or_path = name

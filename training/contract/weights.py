@@ -44,6 +44,7 @@ _NO_ADAPTED_FUNCTION = {
 }
 _INNER_MODELS = {"text_config", "vision_config", "audio_config"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+PROCESSORS = "*processor_config.json"  # what images and sounds become before a model takes them
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft calls them
 
 

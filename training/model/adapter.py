@@ -38,7 +38,8 @@ from training.contract.weights import (
     weights_fingerprint,
     weights_identity,
 )
-from training.model.load import load_model, save_model
+from training.model.body import takes_only_text, text_modules
+from training.model.load import copy_processors, load_model, save_model
 
 # peft's name of a model's one adapter, part of its parameters' names; and the prefix of their names in files.
 _NAME, _FILE_PREFIX = "default", "base_model.model."
@@ -85,7 +86,7 @@ def merge_adapter(model: PreTrainedModel) -> None:
 
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
     """Write the adapter of `model` as peft does, from the model's `weights`; the path of the base model is not recorded."""
-    tensors = {_file_name(name): weights[name].detach().contiguous() for name in _adapter_tensors(model)}
+    tensors = {_file_name(name): weights[name].detach().contiguous() for name in adapter_parameters(model)}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[_NAME])
     config.target_modules, config.inference_mode = sorted(config.target_modules), True
@@ -122,6 +123,7 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
     model = load_policy(policy, base, dtype, torch.device("cpu"))
     merge_adapter(model)
     save_model(model, folder)
+    copy_processors(base.folder, folder)
     return weights_fingerprint(weights_identity(folder))
 
 
@@ -149,7 +151,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 def _load_weights(model: PreTrainedModel, file: Path) -> None:
     """Copy the tensors of `file` into the adapter of `model`. Raises ModelError unless the names are the same."""
-    found, own = load_file(file), _adapter_tensors(model)
+    found, own = load_file(file), adapter_parameters(model)
     expected = {_file_name(name): tensor for name, tensor in own.items()}
     if wrong := sorted(expected.keys() ^ found.keys()):
         raise ModelError(
@@ -160,7 +162,8 @@ def _load_weights(model: PreTrainedModel, file: Path) -> None:
             tensor.copy_(found[name])
 
 
-def _adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors of the adapter of `model` by their names in it; none where it has no adapter."""
     return {name: p for name, p in model.named_parameters() if f".{_NAME}." in name}
 
 
@@ -173,15 +176,19 @@ def targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
 
     Experts that share one tensor are not linear layers, and get no adapter.
     """
-    linear = {name for name, module in model.named_modules() if type(module).forward in _LINEAR}
+    modules = text_modules(model)
+    linear = {name for name, module in modules.items() if type(module).forward in _LINEAR}
     if settings.target_modules == "all-linear":
         head = model.get_output_embeddings()
-        return sorted(linear - {name for name, module in model.named_modules() if module is head})
+        return sorted(linear - {name for name, module in modules.items() if module is head})
     for target in settings.target_modules:
-        fitting = {name: module for name, module in model.named_modules() if _fits(name, target)}
+        fitting = {name: module for name, module in modules.items() if _fits(name, target)}
         if not fitting or fitting.keys() - linear:
             raise ModelError(_wrong_target(model, target, fitting, linear))
-    return list(settings.target_modules)
+    if takes_only_text(model):
+        return list(settings.target_modules)
+    # A short name fits layers for images as well, which often are called the same.
+    return sorted(name for name in linear if any(_fits(name, target) for target in settings.target_modules))
 
 
 def _fits(name: str, target: str) -> bool:

@@ -28,6 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from training.contract.errors import ModelError
+from training.model.body import body_of
 from training.model.prefix import Copies, Plan
 
 SHARED_PREFIX = "pedigree_shared_prefix"
@@ -99,13 +100,14 @@ _IN_GROUPS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).para
 
 def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
     """Why sequences must not share a row in `model`; None if they may."""
-    config = model.config
+    body = body_of(model)
+    config = body.config
     if config.model_type not in VERIFIED:
         return f"models of type {config.model_type} are not among those verified to be exact with shared prefixes"
-    if training and (dropout := _attention_dropout(model)):
+    if training and (dropout := _attention_dropout(config)):
         return f"attention dropout of {dropout} would not be drawn for each sequence"
-    if not getattr(model, "_supports_attention_backend", False):
-        return f"{type(model).__name__} does not let its attention be replaced"
+    if not getattr(body, "_supports_attention_backend", False):
+        return f"{type(body).__name__} does not let its attention be replaced"
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         return f"layers of type {', '.join(sorted(unknown))} are not known"
     if _has_silent_window(config):
@@ -119,8 +121,9 @@ def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
 
 @contextlib.contextmanager
 def use_attention(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """Within the block, the layers of `model` use the attention that transformers knows by this name."""
-    config, before = model.config, model.config._attn_implementation
+    """Within the block, the layers of the body of `model` use the attention that transformers knows by this name."""
+    config = body_of(model).config
+    before = config._attn_implementation
     config._attn_implementation = implementation
     try:
         yield
@@ -230,9 +233,9 @@ class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
         return of_copies.unflatten(0, places_TC.shape).sum(dim=1), None
 
 
-def _attention_dropout(model: PreTrainedModel) -> float:
+def _attention_dropout(config: Any) -> float:
     names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    return max(float(getattr(model.config, name, None) or 0.0) for name in names)
+    return max(float(getattr(config, name, None) or 0.0) for name in names)
 
 
 def _has_silent_window(config: Any) -> bool:

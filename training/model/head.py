@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from training.contract.errors import ModelError
+from training.model.body import text_config
 
 HEAD_OPTIONS = "head_options"  # the attribute of a model that holds them, set by prepare.py
 # What the configs of transformers' models call the numbers of `Head`; if a name means something else, the self-check finds out.
@@ -58,7 +59,7 @@ class Head:
 
 def head_of(model: PreTrainedModel) -> Head:
     """The head of a causal language model. Raises ModelError if it is not one linear map."""
-    found, config = model.get_output_embeddings(), model.config
+    found, config = model.get_output_embeddings(), text_config(model)
     head = found.get_base_layer() if isinstance(found, LoraLinear) else found
     if not isinstance(head, torch.nn.Linear):
         raise ModelError(

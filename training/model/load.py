@@ -5,15 +5,19 @@ runs code from the model's folder. None of these is accepted here.
 """
 
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from training.contract.errors import ModelError
-from training.contract.weights import weight_files
+from training.contract.tensor_file import read_places
+from training.contract.weights import PROCESSORS, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -28,9 +32,10 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
     """
     weight_files(folder)
     try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if device.type == "meta":
-            return _without_values(folder, DTYPES[dtype])
-        model, info = AutoModelForCausalLM.from_pretrained(
+            return _without_values(config, DTYPES[dtype])
+        model, info = loader(config).from_pretrained(
             folder,
             dtype=DTYPES[dtype],
             use_safetensors=True,
@@ -59,10 +64,15 @@ def _why_not(error: Exception) -> str:
     )
 
 
-def _without_values(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+def loader(config: PreTrainedConfig) -> Any:
+    """The class of transformers that loads the whole model. For Qwen 3.5, say, it has another one that leaves out images."""
+    whole = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    return AutoModelForMultimodalLM if whole in (config.architectures or ()) else AutoModelForCausalLM
+
+
+def _without_values(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        model: PreTrainedModel = loader(config).from_config(config, dtype=dtype, trust_remote_code=False)
     kept = [part.replace("*", ".*") for part in model._get_dtype_plan(dtype)]  # in float32, as `from_pretrained` does
     for name, tensor in model.state_dict(keep_vars=True).items():
         if any(re.search(part, name) for part in kept):
@@ -73,6 +83,19 @@ def _without_values(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 def named_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """Parameters and buffers; tied ones by each of their names."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def left_out(model: PreTrainedModel, folder: Path) -> list[str]:
+    """The tensors in `folder`, from which `model` was loaded, that transformers has no use for, so they are not saved again."""
+    patterns = model._keys_to_ignore_on_load_unexpected or ()
+    names = [place.name for file in weight_files(folder) for place in read_places(file)]
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+def copy_processors(source: Path, folder: Path) -> None:
+    """Copy what a model that takes images or sound needs beside its weights and its tokenizer."""
+    for file in source.glob(PROCESSORS):
+        shutil.copyfile(file, folder / file.name)
 
 
 def save_model(

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from training.distributed import Group
 from training.model.attention import SHARED_PREFIX, use_attention, why_not_shared
+from training.model.body import body_of
 from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, build_row
 from training.model.tiles import token_logprobs, token_logprobs_and_collisions
@@ -145,8 +146,7 @@ def _most(count: int, group: Group) -> int:
 def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
     """The hidden states that predict response tokens, N x H, from the model without its head."""
     inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
-    # llama4's `base_model_prefix` names none of its parts.
-    body = model.base_model if model.base_model is not model else model.get_submodule("model")
+    body = body_of(model)
     if sharing:
         with use_attention(model, SHARED_PREFIX):
             states_1TH = body(**inputs, plan=row.plan).last_hidden_state

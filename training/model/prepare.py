@@ -31,6 +31,7 @@ from training.contract.events import EventWriter
 from training.contract.recipe import Adapter, Compute
 from training.model.adapter import targets
 from training.model.attention import use_attention
+from training.model.body import body_of, text_config
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
@@ -85,7 +86,7 @@ def prepare_for_training(
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in body_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
             f"{type(model).__name__} has no layers that `compute.activation_checkpointing` and `compute.compile` could "
@@ -98,7 +99,7 @@ def _same_attention(
     model: PreTrainedModel,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """Contexts for a layer's first run, which needs none, and for its second, which uses the same attention."""
-    return contextlib.nullcontext(), use_attention(model, model.config._attn_implementation)
+    return contextlib.nullcontext(), use_attention(model, body_of(model).config._attn_implementation)
 
 
 @contextlib.contextmanager
@@ -119,7 +120,7 @@ def _compiler_explained() -> Iterator[None]:
 
 def _warm_up(model: PreTrainedModel, training: bool) -> None:
     """Run what a step and what an evaluation runs, on a few made-up tokens."""
-    sequences, sizes = tiny_groups(model.config.vocab_size)
+    sequences, sizes = tiny_groups(text_config(model).vocab_size)
     with _undisturbed(model):
         model.train(training)
         (0.0 * response_logprobs(model, sequences, sizes).sums_S.sum()).backward()

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
 from training.model.attention import why_not_shared
+from training.model.body import text_config
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 
@@ -32,7 +33,7 @@ def demand_exact(
     """
     if reason := why_not_shared(model, training):
         events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
-    sequences, sizes = tiny_groups(model.config.vocab_size)
+    sequences, sizes = tiny_groups(text_config(model).vocab_size)
     mode = model.training
     with torch.no_grad():
         model.eval()

@@ -25,6 +25,8 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from training.contract.recipe import Dtype
+from training.model.adapter import adapter_parameters
+from training.model.body import text_config, text_modules
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
 from training.pieces import LocalRows
@@ -46,9 +48,9 @@ class Masters(ABC):
     @property
     def has_dropout(self) -> bool:
         """Whether the model or an adapter has any dropout; else training mode, which would change nothing, is left off."""
-        fields = self.model.config.to_dict().items()
+        fields = text_config(self.model).to_dict().items()
         rates = [value for name, value in fields if "drop" in name and isinstance(value, float)]
-        rates += [module.p for module in self.model.modules() if isinstance(module, torch.nn.Dropout)]
+        rates += [module.p for module in text_modules(self.model).values() if isinstance(module, torch.nn.Dropout)]
         return any(rate > 0 for rate in rates)
 
     @property
@@ -97,8 +99,7 @@ class Masters(ABC):
     def _state(self) -> dict[str, Tensor]:
         """This rank's part of the running model's state; with an adapter, of the adapter's."""
         state: dict[str, Tensor] = self.model.state_dict(keep_vars=True)
-        is_adapter = any(not p.requires_grad for p in self.model.parameters())
-        return {name: tensor for name, tensor in state.items() if tensor.requires_grad} if is_adapter else state
+        return {name: state[name] for name in adapter_parameters(self.model)} or state
 
     @abstractmethod
     def _gradients(self) -> list[Tensor]:

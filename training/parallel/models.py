@@ -19,6 +19,7 @@ from training.contract.job import Input
 from training.contract.recipe import Adapter, Dtype
 from training.contract.weights import ADAPTER_CONFIG
 from training.model.adapter import add_adapter, load_policy
+from training.model.body import freeze_other_parts
 from training.model.load import DTYPES, load_model, named_tensors
 from training.parallel.precision import Precision
 
@@ -61,7 +62,9 @@ class TrainableModel:
         """
         all_trained = self.adapter is None
         model = load_model(self.folder, "float32" if masters and all_trained else self.precision, device)
-        if self.adapter is not None:
+        if self.adapter is None:
+            freeze_other_parts(model)
+        else:
             add_adapter(model, self.adapter, self.seed, float32=masters)
         return model
 

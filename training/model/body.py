@@ -1,0 +1,36 @@
+"""The body of a model: what makes hidden states of token ids, without the head.
+
+In a model that takes images or sound as well (Gemma 3, Qwen 3.5, Mistral Small 3) it is the language model alone. Preference
+pairs are text, so the other parts never run: they get no gradient, are not trained, and are saved as they are.
+"""
+
+from torch.nn import Module
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
+    """The config of what reads and writes text: the model's own, or the part of it that is about its language model."""
+    return model.config.get_text_config()
+
+
+def takes_only_text(model: PreTrainedModel) -> bool:
+    return text_config(model) is model.config
+
+
+def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    part = model if takes_only_text(model) else model.get_decoder()
+    # llama4's `base_model_prefix` names none of its parts.
+    return part.base_model if part.base_model is not part else getattr(part, "model", part)
+
+
+def text_modules(model: PreTrainedModel) -> dict[str, Module]:
+    """The modules that text goes through, those of the body and of the head, by their names in `model`."""
+    used = {part for whole in (body_of(model), model.get_output_embeddings()) if whole for part in whole.modules()}
+    return {name: module for name, module in model.named_modules() if module in used}
+
+
+def freeze_other_parts(model: PreTrainedModel) -> None:
+    """Ask for no gradient of what text does not go through."""
+    trained = {id(parameter) for module in text_modules(model).values() for parameter in module.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
