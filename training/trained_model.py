@@ -40,8 +40,8 @@ def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel,
             sum(p.numel() for p in model.parameters() if p.requires_grad is asked) for asked in (True, False)
         )
         events.note(
-            f"of {type(model).__name__} the language model is trained, {trained:,} parameters; the other {frozen:,}, for images "
-            f"or sound, are saved as they are"
+            f"of {type(model).__name__} the language model is trained, {trained:,} parameters; the other {frozen:,}, for "
+            f"images or sound, are saved as they are"
         )
     if unused := left_out(model, trainable.folder):
         events.note(

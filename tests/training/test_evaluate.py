@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tests.training.model.test_architectures import build
+from tests.training.model.architectures import build
 from tests.training.runs import published
 from tests.training.workshop import Workshop
 from training import evaluate

@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.training.model.architectures import MULTIMODAL, build_multimodal
 from training.contract.errors import ModelError
-from training.model.load import load_model, save_model
+from training.model.load import left_out, load_model, save_model
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
@@ -121,3 +122,44 @@ def test_saving_keeps_every_bit_and_no_trace_of_the_place(folder, tmp_path):
     written = "".join(p.read_text() for p in (tmp_path / "saved").glob("*.json"))
     assert str(tmp_path) not in written
     load_model(tmp_path / "saved", "float32", CPU)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [pytest.param(k, c, id=k) for k, _, c in MULTIMODAL])
+def test_all_parts_of_a_model_are_loaded_and_saved(tmp_path, kind, changes):
+    """Of Qwen 3.5 and Llama 4 transformers also has a causal language model without the part for images."""
+    build_multimodal(kind, changes).save_pretrained(tmp_path / "model")
+    save_model(load_model(tmp_path / "model", "float32", CPU), tmp_path / "saved")
+    before, after = load_file(tmp_path / "model" / WEIGHTS), load_file(tmp_path / "saved" / WEIGHTS)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "saved")]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+
+
+def test_what_transformers_has_no_use_for_is_told(tmp_path):
+    """Heads that predict several tokens at once, for example, which it does not load."""
+    changes = next(changes for kind, _, changes in MULTIMODAL if kind == "qwen3_5")
+    build_multimodal("qwen3_5", changes).save_pretrained(folder := tmp_path / "model")
+    assert left_out(load_model(folder, "float32", CPU), folder) == []
+    rewrite(folder, **{"mtp.fc.weight": torch.ones(3)})
+    assert left_out(load_model(folder, "float32", CPU), folder) == ["mtp.fc.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model_type": "vit", "architectures": ["ViTModel"]},
+            "transformers has no causal language model for ViTConfig",
+        ),
+        ({"hidden_size": "wide"}, "cannot be loaded: .*hidden_size"),
+        ({"num_attention_heads": 3}, "cannot be loaded: .*attention heads"),
+    ],
+    ids=["not of language", "no number", "no shape"],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_config_that_transformers_cannot_use_is_refused_in_few_words(folder, changes, says, device):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=says) as refused:
+        load_model(folder, "float32", torch.device(device))
+    assert len(str(refused.value)) < 400 + len(str(folder))

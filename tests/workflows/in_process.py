@@ -6,7 +6,7 @@ what its process calls. Dagster's records are in memory, MLflow's in a SQLite fi
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,15 +95,23 @@ class Ground:
 
 
 @contextmanager
-def run_in(place: Path, maker: ModuleType, recipes: dict[str, dict[str, Any]]) -> Iterator[Ground]:
-    """A home below `place` in which these recipes were run once; what packages a model is called, not started."""
+def run_in(
+    place: Path,
+    maker: ModuleType,
+    recipes: dict[str, dict[str, Any]],
+    write: Callable[[Path, ModuleType], None] | None = None,
+) -> Iterator[Ground]:
+    """A home below `place` in which these recipes were run once; what packages a model is called, not started.
+
+    `write` writes what a recipe reads, by default `write_inputs`.
+    """
     (home := place / "home").mkdir()
     folders = {name: write_recipe(place / "recipes" / name, recipe) for name, recipe in recipes.items()}
     with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
         patch.setattr(model_registry.files, "_package", package)
         ground = Ground(home, services_in(home), instance, folders)
         for name, folder in folders.items():
-            write_inputs(folder, maker)
+            (write or write_inputs)(folder, maker)
             ground.run_once(name)
         yield ground
 

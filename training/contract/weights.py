@@ -51,7 +51,7 @@ ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.j
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold the model, in name order.
 
-    Raises ModelError if there are none, or not all, or an adapter beside them.
+    Raises ModelError if there are none, or not all, or an adapter beside them, or if they are quantized.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a Hugging Face model folder with config.json")
@@ -59,6 +59,11 @@ def weight_files(folder: Path) -> list[Path]:
         raise ModelError(
             f"{folder} has an {ADAPTER_CONFIG}; expected a model without an adapter, since transformers would add it "
             f"unasked: merge it into its base model (`merge_and_unload` of peft) and save that, or move it elsewhere"
+        )
+    if method := _quantization(folder / "config.json"):
+        raise ModelError(
+            f"the weights in {folder} are quantized ({method}); expected float32, bfloat16 or float16, since what is trained "
+            f"has to be written as it is: use the model's release in bfloat16"
         )
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
@@ -148,6 +153,14 @@ def _places(file: Path) -> list[TensorPlace]:
         raise ModelError(
             f"{file} is not a readable safetensors file: {error}; fetch or save the model again"
         ) from error
+
+
+def _quantization(path: Path) -> str | None:
+    """By which method the model of a config is quantized, or the language model in it; None if they are not."""
+    config = _read_object(path, "a model's config") if path.is_file() else {}
+    parts = [config, *(part for name in _INNER_MODELS if isinstance(part := config.get(name), dict))]
+    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
+    return str(found.get("quant_method", found)) if isinstance(found, dict) else found and str(found)
 
 
 def _indexed_files(folder: Path) -> list[Path]:

@@ -10,7 +10,7 @@ then attends causally, its last query to the last key (bottom-right).
     GPU in half precision       one call of torch's varlen_attn, which is FlashAttention (Dao 2023), for the whole row, if
                                 the GPU and a head's size suit it
 
-`VERIFIED` are the architectures that the tests compare with plain transformers; `why_not_shared` refuses every other one.
+Which models may run so, and why others may not, is told in sharing.py.
 
 Legend: T tokens, Q and K query and key heads, D head size; as the first dimension K gathered keys, C copies of a key.
 """
@@ -32,62 +32,6 @@ from training.model.body import body_of
 from training.model.prefix import Copies, Plan
 
 SHARED_PREFIX = "pedigree_shared_prefix"
-VERIFIED = frozenset(
-    {
-        "apertus",
-        "arcee",
-        "cohere",
-        "cohere2",
-        "cwm",
-        "deepseek_v2",
-        "deepseek_v3",
-        "dots1",
-        "ernie4_5",
-        "ernie4_5_moe",
-        "exaone4",
-        "flex_olmo",
-        "gemma",
-        "gemma3_text",
-        "glm",
-        "glm4",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "gpt2",
-        "gpt_neox",
-        "granite",
-        "granitemoe",
-        "granitemoehybrid",
-        "granitemoeshared",
-        "helium",
-        "hunyuan_v1_dense",
-        "hunyuan_v1_moe",
-        "internlm3",
-        "llama",
-        "minimax_m2",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "nanochat",
-        "olmo",
-        "olmo2",
-        "olmo3",
-        "olmoe",
-        "opt",
-        "phi",
-        "phi3",
-        "phimoe",
-        "qwen2",
-        "qwen2_moe",
-        "qwen3",
-        "qwen3_moe",
-        "seed_oss",
-        "smollm3",
-        "starcoder2",
-    }
-)
-_SILENT = {"phimoe", "qwen2_moe"}  # their layers have windows that only transformers' own masks know of
-_LAYERS = {"full_attention", "sliding_attention"}
 _FORBIDDEN = ("softcap", "s_aux", "position_bias")
 _HALF = (torch.float16, torch.bfloat16)
 # What FlashAttention demands (flash_api.cpp of torch): Ampere or later, and heads of these sizes. Backward, those over 192 and
@@ -96,27 +40,6 @@ _CAPABILITY = (8, 0)
 _HEADS = frozenset({*range(8, 193, 8), *range(232, 257, 8)})
 # Fewer heads of keys than of queries; torch 2.11 takes them without being told, and has no such option.
 _IN_GROUPS = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
-
-
-def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
-    """Why sequences must not share a row in `model`; None if they may."""
-    body = body_of(model)
-    config = body.config
-    if config.model_type not in VERIFIED:
-        return f"models of type {config.model_type} are not among those verified to be exact with shared prefixes"
-    if training and (dropout := _attention_dropout(config)):
-        return f"attention dropout of {dropout} would not be drawn for each sequence"
-    if not getattr(body, "_supports_attention_backend", False):
-        return f"{type(body).__name__} does not let its attention be replaced"
-    if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
-        return f"layers of type {', '.join(sorted(unknown))} are not known"
-    if _has_silent_window(config):
-        return "attention is not told of the sliding window that its layers have"
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        return "attention scores are capped (attn_logit_softcapping)"
-    if found := _rope_types(config) & {"dynamic", "longrope"}:
-        return f"rotary positions of type {found.pop()} depend on the longest sequence of a row"
-    return None
 
 
 @contextlib.contextmanager
@@ -231,26 +154,6 @@ class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
         places_TC, nothing = ctx.copies.places_TC, upstream_KKD.new_zeros(1, *upstream_KKD.shape[1:])
         of_copies = torch.cat([upstream_KKD, nothing]).index_select(0, places_TC.flatten())
         return of_copies.unflatten(0, places_TC.shape).sum(dim=1), None
-
-
-def _attention_dropout(config: Any) -> float:
-    names = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    return max(float(getattr(config, name, None) or 0.0) for name in names)
-
-
-def _has_silent_window(config: Any) -> bool:
-    """Whether a layer's mask would have a window that the layer does not name when it calls for attention."""
-    silent, kinds = config.model_type in _SILENT, getattr(config, "layer_types", None)
-    if kinds is None:
-        return silent and getattr(config, "sliding_window", None) is not None
-    return "sliding_attention" in kinds and (silent or not getattr(config, "use_sliding_window", True))
-
-
-def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary positions, of the model or of each kind of its layers."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    return {part["rope_type"] for part in parts if isinstance(part.get("rope_type"), str)}
 
 
 # A plan is plain Python, over whose segments a compiler would unroll: compiled layers call `attend` as it is.

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -43,7 +42,7 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # transformers passes on whatever a config or a missing package makes its code raise
         raise ModelError(f"the model in {folder} {_why_not(error)}") from error
     problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if found := {name: keys for name, keys in problems.items() if keys}:
@@ -56,12 +55,18 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
 
 def _why_not(error: Exception) -> str:
     """The message of transformers, without its advice to run the code of a repository."""
-    if "trust_remote_code" not in str(error):
-        return f"cannot be loaded: {error}"
-    return (
-        "needs code of its own (`auto_map` in its config.json), which is never run; expected an architecture that "
-        "transformers has"
+    if "trust_remote_code" in str(error):
+        return (
+            "needs code of its own (`auto_map` in its config.json), which is never run; expected an architecture that "
+            "transformers has"
+        )
+    unknown = re.match(
+        r"Unrecognized configuration class <class '.*\.(\w+)'>", str(error)
+    )  # a list of 190 others follows
+    why = (
+        f"transformers has no causal language model for {unknown[1]}" if unknown else f"{type(error).__name__}: {error}"
     )
+    return f"cannot be loaded: {why}"
 
 
 def loader(config: PreTrainedConfig) -> Any:

@@ -23,10 +23,11 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
 from training.distributed import Group
-from training.model.attention import SHARED_PREFIX, use_attention, why_not_shared
+from training.model.attention import SHARED_PREFIX, use_attention
 from training.model.body import body_of
 from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, build_row
+from training.model.sharing import why_not_shared
 from training.model.tiles import token_logprobs, token_logprobs_and_collisions
 
 _HOOKED = "_pedigree_tokens"

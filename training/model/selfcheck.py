@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
-from training.model.attention import why_not_shared
 from training.model.body import text_config
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
+from training.model.sharing import why_not_shared
 
 _RMS_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _GROUPS = ((7, (5, 9, 2)), (4, (6, 3)))  # tokens of each prompt, and of the responses to it

@@ -270,3 +270,21 @@ def test_a_config_that_cannot_be_read_is_refused_by_name(model, content):
         (model / "config.json").write_bytes(content)
     with pytest.raises(ModelError, match=r"config\.json"):
         identity(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+        {"text_config": {"quantization_config": {"quant_method": "fp8"}}},
+    ],
+    ids=["all of it", "its language model"],
+)
+def test_quantized_weights_are_refused_by_their_method(model, config):
+    """transformers loads them as plain numbers, and saves them quantized again with a config that does not say so."""
+    configure(model, **config)
+    for reads in (weight_files, weights_identity):
+        with pytest.raises(ModelError, match=r"are quantized \(fp8\); expected float32, bfloat16 or float16"):
+            reads(model)
+    configure(model, quantization_config=None)
+    assert weight_files(model) == [model / "model.safetensors"]

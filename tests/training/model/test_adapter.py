@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from tests.training.model.test_architectures import GPT2, alone, build, gradients, groups
+from tests.training.model.architectures import GPT2, alone, build, gradients, groups
 from training.contract.errors import ModelError
 from training.contract.job import Input
 from training.contract.recipe import Adapter

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tests.training.model.test_architectures import build
+from tests.training.model.architectures import build
 from tests.training.runs import ALONE, settings
 from tests.training.worlds import VOCABULARY, TinyWorld
 from training.contract.errors import ModelError

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.training.model.test_architectures import VARIANTS, build
+from tests.training.model.architectures import MULTIMODAL, VARIANTS, build, build_multimodal
 from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
 from training.contract.errors import ModelError
@@ -192,10 +192,14 @@ def test_a_champion_and_the_reference_beside_it_are_in_shards(tmp_path: Path, fo
     assert found[0][0] != pytest.approx(np.log(2), abs=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "variant", "fields"), VARIANTS, ids=[f"{v[0]}-{v[1]}" for v in VARIANTS])
-def test_the_form_is_that_of_the_model(tmp_path: Path, kind: str, variant: str, fields: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("maker", "kind", "fields"),
+    [pytest.param(build, k, c, id=f"{k}-{v}") for k, v, c in VARIANTS]
+    + [pytest.param(build_multimodal, k, c, id=f"{k}-{v}") for k, v, c in MULTIMODAL],
+)
+def test_the_form_is_that_of_the_model(tmp_path: Path, maker: Any, kind: str, fields: dict[str, Any]):
     """Names, shapes and dtypes, and that a rank without numbers has made none: what ranks rely on in exchanging tensors."""
-    build(kind, fields).save_pretrained(tmp_path)
+    maker(kind, fields).save_pretrained(tmp_path)
     model, form = (load_model(tmp_path, "bfloat16", device) for device in (CPU, META))
     assert forms(form) == forms(model)
     assert {tensor.device for tensor in [*form.parameters(), *form.buffers()]} == {META}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.training.model.test_architectures import build
+from tests.training.model.architectures import build
 from training.contract.errors import ModelError
 from training.parallel.precision import AS_LOADED, Precision
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.training import runs
-from tests.training.model.test_architectures import build
+from tests.training.model.architectures import build
 from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world, write_reference
 from training.contract.store import Artifact
