@@ -60,13 +60,10 @@ def _why_not(error: Exception) -> str:
             "needs code of its own (`auto_map` in its config.json), which is never run; expected an architecture that "
             "transformers has"
         )
-    unknown = re.match(
-        r"Unrecognized configuration class <class '.*\.(\w+)'>", str(error)
-    )  # a list of 190 others follows
-    why = (
-        f"transformers has no causal language model for {unknown[1]}" if unknown else f"{type(error).__name__}: {error}"
-    )
-    return f"cannot be loaded: {why}"
+    said = " ".join(str(error).split())
+    if unknown := re.match(r"Unrecognized configuration class <class '.*\.(\w+)'>", said):  # and a list of 190 others
+        return f"cannot be loaded: transformers has no causal language model for {unknown[1]}"
+    return f"cannot be loaded: {type(error).__name__}: {said}"
 
 
 def loader(config: PreTrainedConfig) -> Any:
