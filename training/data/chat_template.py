@@ -21,7 +21,7 @@ from training.contract.fingerprint import fingerprint
 from training.data.messages import Message, message
 
 CLOCK = "strftime_now"
-_CLOSING_MARK = "closing-probe"
+_OPENING_MARK, _CLOSING_MARK = "opening-probe", "closing-probe"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _QUESTION, _ANSWER = message("user", "What is 6 x 7?"), message("assistant", "It is 42.\n\nFor sure: naïve 東京 👍")
@@ -60,7 +60,8 @@ class Rendered(TypedDict):
 class ChatTemplate:
     """Renders conversations as `tokenizer.apply_chat_template` does, with `template_kwargs`, and as on `date`.
 
-    `date` is in ISO format. Beside it there is no clock: a template that asks for the time fails.
+    `date` is in ISO format. Beside it there is no clock: a template that asks for the time fails. Templates of models that take
+    images may write what is said only where it is a list of parts (Idefics, SmolVLM, Llava): they get it so.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ChatTemplate:
         self.text, self.template_kwargs, self.date = tokenizer.chat_template, template_kwargs, date
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
         self._clock = "" if date is None else _clock_at(datetime.fromisoformat(date))
+        self._in_parts = not self._writes(in_parts=False) and self._writes(in_parts=True)
 
     @property
     def marks_turns(self) -> bool:
@@ -96,7 +98,7 @@ class ChatTemplate:
         names |= {"tools": tools} if tools else {}
         try:
             texts, spans = render_jinja_template(
-                [list(turns)],
+                [[_in_parts(turn) for turn in turns] if self._in_parts else list(turns)],
                 chat_template=self._clock + self.text,
                 return_assistant_tokens_mask=self.marks_turns,
                 add_generation_prompt=generation_prompt,
@@ -105,6 +107,17 @@ class ChatTemplate:
         except Exception as error:  # a template is a program: it may raise anything, and that is its answer
             raise Rejected(self._said(error), self._clock.count("\n")) from error
         return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
+
+    def _writes(self, in_parts: bool) -> bool:
+        """Whether what user and assistant say is in its text."""
+        self._in_parts = in_parts
+        try:
+            text = self.render((message("user", _OPENING_MARK), message("assistant", _CLOSING_MARK)), clock=True)[
+                "text"
+            ]
+        except Rejected:
+            return False
+        return all(mark in text.casefold() for mark in (_OPENING_MARK, _CLOSING_MARK))
 
     def _said(self, error: Exception) -> str:
         unclear = self.date is None and isinstance(error, TypeError) and CLOCK in self.text
@@ -130,6 +143,10 @@ def _answer(template: ChatTemplate, turns: Sequence[Message], generation_prompt:
         return template.render(turns, generation_prompt, clock)["text"]
     except Rejected as error:
         return f"rejected: {error}"
+
+
+def _in_parts(turn: Mapping[str, Any]) -> dict[str, Any]:
+    return {**turn, "content": [{"type": "text", "text": turn["content"]}]}
 
 
 def _clock_at(date: datetime) -> str:

@@ -90,8 +90,7 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
         )
     if missing := _left_out(template):
         raise TemplateError(
-            f"the chat template does not write {missing}; those of models with images may take content in parts alone, not as "
-            "text: set `tokenization.chat_template` to another .jinja file"
+            f"the chat template does not write {missing}: set `tokenization.chat_template` to another .jinja file"
         )
     if train_on == "assistant_turns" and not spans:
         raise TemplateError(

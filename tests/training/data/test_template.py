@@ -136,7 +136,6 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
     [
         (DATED, {}, r"strftime_now.*`tokenization\.date: \d{4}-\d\d-\d\d`"),
         ("{{ messages[0].content }}", {}, "does not write a message of the assistant"),
-        ("{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}|{% endfor %}", {}, "in parts"),
         ("{{ [1, 2, 3, 4] | random }}{{ messages[0]['content'] }}", {}, "another text each time"),
         (
             "{% for m in messages %}\n{% endif %}",
