@@ -11,9 +11,11 @@ from transformers import AutoConfig, PreTrainedModel
 
 from tests.training.model.architectures import (
     EXPERTS,
+    LINEAR,
     LOCAL,
     MIXED,
     MULTIMODAL,
+    SCALED,
     VARIANTS,
     WINDOW,
     alone,
@@ -74,11 +76,21 @@ LONG_ROPE: dict[str, Any] = {
     "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
     "short_factor": [1.0] * 4, "long_factor": [8.0] * 4,
 }  # fmt: skip
+MAMBA = {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {}, "gemma2"),
     ("gpt_oss", LOCAL, "gpt_oss"),
     ("mamba", {"state_size": 4, "time_step_rank": 2}, "mamba"),
     ("stablelm", {}, "stablelm"),
+    ("qwen3_next", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}, "qwen3_next"),
+    ("lfm2_moe", EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, "lfm2_moe"),
+    ("granitemoehybrid", SCALED | LOCAL | MAMBA | {"shared_intermediate_size": 16}, "linear_attention"),
+    (
+        "nemotron_h",
+        {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8}
+        | {"n_groups": 1, "chunk_size": 16},
+        "nemotron_h",
+    ),
     (
         "falcon_h1",
         {"lm_head_multiplier": 0.3, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_d_ssm": 64, "mamba_d_state": 8},
@@ -104,7 +116,7 @@ def test_every_window_that_a_config_can_ask_for_is_verified_or_refused():
     assert {kind for kind in VERIFIED if hasattr(AutoConfig.for_model(kind), "sliding_window")} <= tried
 
 
-@pytest.mark.parametrize(("kind", "changes", "why"), REFUSED, ids=[why for _, _, why in REFUSED])
+@pytest.mark.parametrize(("kind", "changes", "why"), REFUSED, ids=[f"{k}, {w}" for k, _, w in REFUSED])
 def test_what_cannot_share_runs_alone_with_the_same_result(kind: str, changes: dict[str, Any], why: str):
     model, sequences = build(kind, changes), [sequence for group in groups() for sequence in group]
     assert why in str(why_not_shared(model, training=True))
