@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.training.model.architectures import MULTIMODAL, build_multimodal
 from training.contract.errors import ModelError
@@ -133,6 +133,20 @@ def test_all_parts_of_a_model_are_loaded_and_saved(tmp_path, kind, changes):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "saved")]
     assert configs[0]["architectures"] == configs[1]["architectures"]
+
+
+def test_the_architecture_tells_whether_a_model_is_whole(tmp_path):
+    """Somebody may have taken the language model out of a larger one, and kept the larger one's config."""
+    changes = next(changes for kind, _, changes in MULTIMODAL if kind == "qwen3_5")
+    whole = build_multimodal("qwen3_5", changes)
+    whole.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    assert type(load_model(tmp_path, "float32", CPU)) is type(whole)
+    part = AutoModelForCausalLM.from_pretrained(tmp_path)
+    part.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    assert type(load_model(tmp_path, "float32", CPU)) is type(part) is not type(whole)
 
 
 def test_what_transformers_has_no_use_for_is_told(tmp_path):

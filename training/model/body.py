@@ -33,4 +33,5 @@ def freeze_other_parts(model: PreTrainedModel) -> None:
     """Ask for no gradient of what text does not go through."""
     trained = {id(parameter) for module in text_modules(model).values() for parameter in module.parameters()}
     for parameter in model.parameters():
-        parameter.requires_grad_(parameter.requires_grad and id(parameter) in trained)
+        if id(parameter) not in trained:
+            parameter.requires_grad_(False)

@@ -62,14 +62,15 @@ def _why_not(error: Exception) -> str:
         )
     said = " ".join(str(error).split())
     if unknown := re.match(r"Unrecognized configuration class <class '.*\.(\w+)'>", said):  # and a list of 190 others
-        return f"cannot be loaded: transformers has no causal language model for {unknown[1]}"
+        return f"cannot be loaded: transformers has no causal language model for {unknown[1]}; use another base model"
     return f"cannot be loaded: {type(error).__name__}: {said}"
 
 
 def loader(config: PreTrainedConfig) -> Any:
-    """The class of transformers that loads the whole model. For Qwen 3.5, say, it has another one that leaves out images."""
+    """The class of transformers that loads all of the model: of Qwen 3.5, for one, it also has a part without images."""
     whole = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    return AutoModelForMultimodalLM if whole in (config.architectures or ()) else AutoModelForCausalLM
+    is_whole = whole is not None and whole in (config.architectures or [whole])
+    return AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
 
 
 def _without_values(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
