@@ -13,13 +13,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.training.model.architectures import build_multimodal, groups
-from tests.training.runs import losses, published, settings, told, tune
+from tests.training.runs import ALONE, losses, published, settings, told, tune
 from tests.training.worlds import TinyWorld, build_world
 from training.contract.recipe import Adapter
 from training.generate import greedy
 from training.model.adapter import add_adapter
 from training.model.body import body_of, text_modules
 from training.model.load import load_model
+from training.model.sharing import why_not_shared
+from training.parallel.layout import Layout
+from training.parallel.models import TrainableModel
+from training.parallel.replicated import Replicated
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}
@@ -113,3 +117,15 @@ def test_it_answers_as_by_itself(worlds: tuple[TinyWorld, TinyWorld]):
     prompt = groups()[0][0].ids_T.remainder(60).tolist()
     assert greedy(larger, prompt, [], 8) == greedy(plain, prompt, [], 8) != []
     assert greedy(larger, prompt * 6, [], 80) == greedy(plain, prompt * 6, [], 80), "the language model's own room"
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_only_dropout_that_text_meets_counts(tmp_path: Path, rate: float):
+    """A config of the whole says nothing of either; training mode, in which prompts cannot be shared, is for text's alone."""
+    model = build_multimodal("internvl", {"model_type": "qwen2", "attention_dropout": rate})
+    model.config.vision_config.hidden_dropout_prob = 0.1
+    model.save_pretrained(tmp_path)
+    masters = Replicated(TrainableModel(tmp_path, "float32"), Layout(ALONE, copies=1))
+    assert any(isinstance(module, torch.nn.Dropout) and module.p for module in masters.model.modules())
+    assert masters.has_dropout == (rate > 0)
+    assert (why_not_shared(masters.model, training=True) is None) == (rate == 0)

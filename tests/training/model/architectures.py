@@ -171,6 +171,7 @@ LINEAR = {
     "linear_value_head_dim": 8,
 }
 MULTIMODAL: list[tuple[str, str, dict[str, Any]]] = [
+    ("deepseek_vl", "full", {"model_type": "llama"}),
     ("exaone4_5", "window", {"model_type": "exaone4"} | WINDOWED),
     ("gemma3", "window", WINDOWED | {"query_pre_attn_scalar": 8}),
     ("gemma4", "softcap", GEMMA4 | {"final_logit_softcapping": 2.0}),

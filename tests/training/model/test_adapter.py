@@ -190,6 +190,13 @@ def inputs(base: Path, adapter: Path) -> tuple[Input, Input]:
     return policy, Input(kind="reference_model", fingerprint=of_base, folder=base)
 
 
+def test_its_layers_are_written_as_the_recipe_names_them(saved):
+    """They are part of what identifies an adapter."""
+    _, adapter, _ = saved("llama", target_modules=("q_proj", "0.mlp.down_proj"))
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    assert written["target_modules"] == ["0.mlp.down_proj", "q_proj"]
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ("lm_head",)], ids=["layers", "head"])
 @pytest.mark.parametrize("name", ["llama", "llama, tied", "gpt2"])
 def test_an_adapter_that_was_written_is_the_one_that_ran_here_and_in_peft(saved, name: str, targets: Any):
