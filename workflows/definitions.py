@@ -9,7 +9,7 @@ import dagster as dg
 
 from training.contract.errors import RecipeError
 from workflows.component import DEFS
-from workflows.recipe_file import RECIPE_FILE
+from workflows.recipe_file import RECIPE_FILE, refuse_foreign_parts
 from workflows.recipes import extra_recipes, load_recipes
 from workflows.resources import services
 
@@ -26,6 +26,8 @@ def defs() -> dg.Definitions:
 
 def definitions_in(folder: Path) -> dg.Definitions:
     """What the folder `defs` in `folder` declares. Raises RecipeError in our words, where Dagster's would be pydantic's."""
+    for file in folder.glob(f"defs/**/{RECIPE_FILE}"):
+        refuse_foreign_parts(file)
     try:
         return dg.load_from_defs_folder(path_within_project=folder)
     except Exception:

@@ -15,6 +15,7 @@ from workflows.faults import faults
 
 TYPE = "workflows.PreferenceTuning"
 RECIPE_FILE = "defs.yaml"
+_FIELDS = ("type", "attributes")
 
 
 def refuse_no_recipe(file: Path) -> None:
@@ -24,6 +25,23 @@ def refuse_no_recipe(file: Path) -> None:
         return
     found = f"holds {types.count(TYPE)} of them" if TYPE in types else f"has {', '.join(types) or 'nothing in it'}"
     raise RecipeError(f"{file}: expected one document with `type: {TYPE}` and the recipe in `attributes:`; it {found}")
+
+
+def refuse_foreign_parts(file: Path) -> None:
+    """Raises RecipeError where there is more in a recipe's file than one document with `type` and `attributes`.
+
+    `pedigree` would not look at it, and Dagster's web server would run it: Jinja in other fields and in documents of other
+    types, and modules that they name.
+    """
+    documents = [document for document in _documents(file) if isinstance(document, yaml.MappingNode)]
+    fields = [(key, value) for document in documents for key, value in document.value]
+    if TYPE not in [value.value for key, value in fields if key.value == "type"]:
+        return
+    if foreign := [key for key, _ in fields if key.value not in _FIELDS] + documents[1:]:
+        raise RecipeError(
+            f"{file}:{foreign[0].start_mark.line + 1}: there is more here than a recipe, which is one document with `type` and "
+            "`attributes`: take it away"
+        )
 
 
 def refuse_repeated_keys(file: Path) -> None:

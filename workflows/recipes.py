@@ -16,7 +16,7 @@ from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
 from workflows.automation import retraining
 from workflows.component import DEFS, PreferenceTuning
-from workflows.recipe_file import RECIPE_FILE, explained, refuse_no_recipe
+from workflows.recipe_file import RECIPE_FILE, explained, refuse_foreign_parts, refuse_no_recipe
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
     Raises RecipeError with file, line and field of what is wrong.
     """
     refuse_no_recipe(folder / RECIPE_FILE)
+    refuse_foreign_parts(folder / RECIPE_FILE)
     place = ModuleType(folder.name)
     place.__path__ = [str(folder)]
     place.__file__ = None

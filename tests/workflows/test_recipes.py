@@ -274,6 +274,25 @@ def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
     assert error.value.__cause__ is None and error.value.__suppress_context__
 
 
+@pytest.mark.parametrize(
+    "beside",
+    [
+        "post_processing: {assets: [{attributes: {group_name: \"{{ cycler.__init__.__globals__.os.system('id') }}\"}}]}",
+        "template_vars_module: .code",
+        "---\ntype: dagster.DefinitionsComponent\nattributes: {path: code.py}",
+    ],
+)
+def test_what_stands_beside_a_recipe_is_not_run(tmp_path, beside):
+    """Dagster renders such Jinja outside of a sandbox, and imports such modules, before anybody has asked for a run."""
+    folder = write_recipe(tmp_path / "defs" / "other", ATTRIBUTES)
+    with open(folder / "defs.yaml", "a") as file:
+        line = 1 + len((folder / "defs.yaml").read_text().splitlines()) + beside.startswith("---")
+        file.write(f"{beside}\n")
+    for load in (lambda: load_recipe(folder), lambda: definitions_in(tmp_path)):
+        with pytest.raises(RecipeError, match=rf"defs\.yaml:{line}: there is more here than a recipe"):
+            load()
+
+
 def test_two_recipes_side_by_side(tmp_path):
     """Dagster takes no hyphen in the names of jobs, schedules and sensors, but in asset keys."""
     graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "my-model")))
