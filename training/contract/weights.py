@@ -45,6 +45,7 @@ _NO_ADAPTED_FUNCTION = {
 _INNER_MODELS = {"text_config", "vision_config", "audio_config"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 PROCESSORS = "*processor_config.json"  # what images and sounds become before a model takes them
+_OTHER_FILE = "transformers_weights"  # a field of a config, by which transformers loads another file than these
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft calls them
 
 
@@ -98,6 +99,11 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
         "bytes": sum(table["bytes"] for table in tables),
     }
     config = _read_object(folder / "config.json", "a model's config")
+    if _names_other_file(config):
+        raise ModelError(
+            f"{folder / 'config.json'} has a field {_OTHER_FILE}, so that other weights would be loaded than these; expected "
+            f"{_SINGLE} or {_INDEX} without it: load the model and save it again"
+        )
     return {"config": _function_fields(config), "weights": merged}
 
 
@@ -182,6 +188,12 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a JSON {type(content).__name__}; expected an object, {what}")
     return content
+
+
+def _names_other_file(config: dict[str, Any]) -> bool:
+    """Or that of a model which it holds does: transformers may load that alone."""
+    inner = (value for value in config.values() if isinstance(value, dict))
+    return _OTHER_FILE in config or any(map(_names_other_file, inner))
 
 
 def _function_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,16 @@ def configure(folder: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
+    "named", [{"transformers_weights": "other"}, {"text_config": {"transformers_weights": "other"}}]
+)
+def test_a_config_that_names_another_file_is_refused(model, named):
+    """transformers loads the file that `transformers_weights` names (modeling_utils.py) in place of these."""
+    configure(model, **named)
+    with pytest.raises(ModelError, match=r"config\.json has a field transformers_weights"):
+        weights_identity(model)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"hidden_size": 9},
