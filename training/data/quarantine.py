@@ -5,6 +5,7 @@ about that row.
 """
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
@@ -93,8 +94,7 @@ def strict_json(text: str) -> Any:
 def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(items)
     if len(unique) < len(items):
-        keys = [key for key, _ in items]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        [(twice, _)] = Counter(key for key, _ in items).most_common(1)
         raise Quarantined(Reason.DUPLICATE_KEY, f"the key {twice!r} appears twice")
     return unique
 

@@ -16,6 +16,7 @@ import json
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -151,7 +152,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
         try:
             header = next(reader, [])
             if len(set(header)) < len(header):
-                twice = next(name for name in header if header.count(name) > 1)
+                [(twice, _)] = Counter(header).most_common(1)
                 raise DataError(
                     f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one"
                 )

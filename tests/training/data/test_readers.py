@@ -1,9 +1,11 @@
 """Reading: what each kind of file holds, bad rows named by their line, and unusable places refused by name."""
 
+import contextlib
 import gzip
 import hashlib
 import json
 import re
+import sys
 from pathlib import Path
 
 import datasets
@@ -137,6 +139,33 @@ def test_a_bad_element_of_a_list_spoils_itself_only(tmp_path, line, reason):
     assert (first.value, last.value, last.line) == ({"a": 1}, {"a": 2}, 3)
     assert bad.problem is not None
     assert bad.problem.reason is reason
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+def test_which_name_stands_twice_is_found_in_one_pass(tmp_path, name):
+    """A row of 400,000 bytes, whose last key stood twice, took 11 seconds; one of ten times as many would take 18 minutes."""
+    names, calls = [f"k{n}" for n in range(1000)], []
+    for twice in (names[0], names[-1]):
+        row, header = json.dumps(dict.fromkeys(names))[:-1] + f', "{twice}": 1}}', ",".join([*names, twice])
+        (tmp_path / name).write_text(row if name.endswith("jsonl") else header)
+        calls.append(_calls_of_reading(tmp_path / name))
+    assert calls[0] == calls[1]
+
+
+def _calls_of_reading(path: Path) -> int:
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    sys.setprofile(count)
+    try:
+        with contextlib.suppress(DataError):
+            _records(path)
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
