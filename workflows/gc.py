@@ -11,7 +11,7 @@ versions that were downloaded from a server those stay that an alias points at, 
 
 The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each is removed
 under the lock of whoever would use it, so what came into use since it was found stays; downloads, which have none, stay if
-a run has begun since.
+a run has begun since. What lies behind a symbolic link stays too, wherever that is put.
 
 With it goes what Dagster noted of automation conditions, megabytes for each run they start, after 30 days. Dagster does that
 itself only where its daemon evaluates them, and ours are evaluated with the code of the recipes.
@@ -94,14 +94,14 @@ class Sweep:
         self._keys = {kind: keys_by_fingerprint(self._store, kind) for kind in _KINDS}
         # Listed before their users are: what appears later is no garbage.
         self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
-        self._jobs = _folders(services.home / "jobs")
+        self._jobs = _folders((services.home / "jobs").resolve())
         self._since = self._oldest_unfinished_run()
 
     def garbage(self) -> Iterator[Garbage]:
         for kind in _KINDS:
-            for fingerprint in self._store.fingerprints(kind):
-                if (kind, fingerprint) not in self.kept and not self._is_recent(kind, fingerprint):
-                    yield _garbage(kind, self._store.folder(kind, fingerprint))
+            for folder in _folders(self._store.root / kind):
+                if (kind, folder.name) not in self.kept and not self._is_recent(kind, folder.name):
+                    yield _garbage(kind, folder)
         for rule in _folders(self._store.root / "memo"):
             if rule.name not in self._kept_rules:
                 yield from (_garbage(f"memo/{rule.name}", shard) for shard in _folders(rule))
@@ -252,7 +252,10 @@ def _remove(folder: Path, locks: Sequence[Path] = (), still: Callable[[], bool] 
 
 
 def _folders(parent: Path) -> list[Path]:
-    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+    """None where `parent` is a link, and none that is one: what lies behind a link is not ours to remove."""
+    if parent.is_symlink() or not parent.is_dir():
+        return []
+    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
 
 
 def _references(inputs: Mapping[str, Source]) -> list[Reference]:

@@ -188,7 +188,7 @@ class Registry:
     def outdated_downloads(self) -> list[str]:
         """What of `downloads` are versions that no alias points at, as `name/folder`; they can be fetched again."""
         found: list[str] = []
-        for model in sorted(self.downloads.glob("[!.]*")):
+        for model in sorted(place for place in self.downloads.glob("[!.]*") if not place.is_symlink()):
             with self._connection.asking(f"look for the aliases of {model.name}") as client:
                 numbers = set((_registered(client, model.name) or {}).values())
                 named = {_place(_version(client.get_model_version(model.name, number))) for number in numbers}

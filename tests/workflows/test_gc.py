@@ -74,6 +74,19 @@ def test_what_is_referred_to_stays_and_the_rest_goes(looking):
     assert {asset.state for asset in found} == {"fresh"}
 
 
+def test_what_lies_behind_a_link_stays(looking, tmp_path):
+    """In place of a kind of artifact, a scoring rule, a model that was downloaded, or what was set aside."""
+    places = ["store/proof", f"store/memo/{'a' * 64}", "mlflow/downloads/other", "store/corrupt/policy"]
+    for number, place in enumerate(places):
+        (tmp_path / f"elsewhere{number}" / "folder").mkdir(parents=True)
+        (tmp_path / f"elsewhere{number}" / "folder" / "file").write_text("somebody else's")
+        (looking.home / place).parent.mkdir(parents=True, exist_ok=True)
+        (looking.home / place).symlink_to(tmp_path / f"elsewhere{number}")
+    found = collect(looking.services, looking.instance, delete=True)
+    assert {item.kind for item in found.garbage} == {"job"}
+    assert len(list(tmp_path.glob("elsewhere*/folder/file"))) == len(places)
+
+
 def test_records_that_are_corrupt_let_nothing_go(looking):
     """Their manifests say the same; where one does not, what the artifact was made from is unknown, and so what may go."""
     for path in looking.home.glob("store/keys/*/*.json"):
