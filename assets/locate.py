@@ -176,15 +176,21 @@ def _hub_identity(source: DataSource, repository: Repository) -> tuple[str, dict
 
 
 def _configs(card: str) -> Any:
-    """What the card says of configs and splits, in the YAML before its text; that YAML as it is where it cannot be read."""
+    """What the card says of configs and splits, in the YAML before its text; that YAML as it is where it cannot be read.
+
+    Or where it has aliases: with them, a few lines can say more than any memory holds.
+    """
     header = _HEADER.match(card)
     if header is None:
         return None
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(header[1])):
+            return header[1]
         said = yaml.safe_load(header[1])
-    except yaml.YAMLError:
+        configs = said.get("configs") if isinstance(said, dict) else None
+        return json.loads(json.dumps(configs, default=str, allow_nan=False, ensure_ascii=False).encode())
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return header[1]
-    return json.loads(json.dumps(said.get("configs"), default=str)) if isinstance(said, dict) else None
 
 
 def _named_model(recipe: Recipe) -> NamedModel:

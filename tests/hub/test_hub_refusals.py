@@ -213,3 +213,11 @@ def test_code_of_a_repository_is_never_run(
     error = resident.refusal(recipe("org/model", plain, tokenization={"tokenizer": "org/tokens"}), "tokenization_spec")
     assert "needs code of its own, which is never run" in error
     assert not (tmp_path / "ran").exists() and not hub.asked("mine.py")
+
+
+@pytest.mark.parametrize("configs", ["&all [*all]", "{2026-11-22: a.jsonl}", "2026-22-11", '"\\ud800"'])
+def test_a_card_that_is_no_json_is_taken_as_it_is_written(hub: Hub, resident: Resident, recipe, configs):
+    """With aliases, which JSON has not either, a card of 421 bytes said more than six gigabytes hold."""
+    hub.commit("datasets/org/odd", {"README.md": f"---\nconfigs: {configs}\n---\n", "train.jsonl": "{}"})
+    looked = resident.found("status", recipe("org/model", {"hub": "org/odd", "split": "train"}, name="odd"))
+    assert looked["preference_source"] == ["missing", "never materialized"]
