@@ -8,9 +8,9 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from model_registry.connection import is_server, note_address, page
@@ -42,6 +42,7 @@ class _Server:
     address: str
     probe: str
     log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def free_port(preferred: int) -> int:
@@ -65,12 +66,14 @@ def _dagster_server(home: Path, port: int) -> _Server:
 
 
 def _mlflow_server(home: Path, tracking_uri: str, port: int) -> _Server:
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", tracking_uri]
+    command = [sys.executable, "-m", "mlflow", "server"]
     command += ["--default-artifact-root", artifact_root(home).as_uri(), "--no-serve-artifacts"]
     command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
     command += ["--uvicorn-opts", shlex.join(["--app-dir", str(_SOURCE_ROOT)])]
     address = f"http://{_HOST}:{port}"
-    return _Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log")
+    # A command can be seen by every user of the machine, and the address of a database may hold a password.
+    store = {"MLFLOW_BACKEND_STORE_URI": tracking_uri}
+    return _Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log", store)
 
 
 @contextmanager
@@ -120,7 +123,7 @@ def _start(server: _Server) -> "subprocess.Popen[bytes]":
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **_ENVIRONMENT, **server.environment},
             start_new_session=True,
             preexec_fn=_prepare_child,
         )

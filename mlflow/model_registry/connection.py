@@ -57,7 +57,9 @@ class Connection:
             with contextlib.nullcontext() if patient else brief_patience():
                 yield self.client
         except (MlflowException, SQLAlchemyError, OSError) as error:
-            raise self._failure(what, error, time.monotonic() - started) from error
+            failure = self._failure(what, error, time.monotonic() - started)
+            # Dagster shows the words of every cause, and those of this one may have the password of the address.
+            raise failure from (error if shown(self.uri) == self.uri else None)
 
     def attempt(self, what: str, work: Callable[[MlflowClient], None], quiet: bool = False) -> bool:
         """Do `work` with short timeouts; returns whether it succeeded, and warns of a failure unless `quiet`."""

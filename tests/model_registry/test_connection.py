@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -123,6 +124,14 @@ def test_no_password_is_in_a_message():
         and shown("sqlite:////home/a@b/mlflow.db") == "sqlite:////home/a@b/mlflow.db"
     )
     assert reason(ValueError(f"cannot open {uri}"), uri, 1.0) == "cannot open postgresql://host/runs"
+
+
+def test_no_password_is_in_what_caused_an_error():
+    """Dagster stores and shows every cause. Port 9 of loopback refuses at once, and MLflow's own words have the address."""
+    connection = Connection("http://me:secret@127.0.0.1:9")
+    with pytest.raises(RegistryAway) as told, connection.asking("look for models") as client:
+        client.search_registered_models()
+    assert "secret" not in "".join(traceback.format_exception(told.value))
 
 
 def test_links_of_a_database_lead_where_its_pages_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """Both web servers, real ones, over a home in which a recipe was run: what a person sees there."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +95,16 @@ def test_dagster_shows_the_schedule_and_the_sensor(servers):
     assert sensors == dict.fromkeys(names, "RUNNING")
     types = {s["name"]: s["sensorType"] for s in repository["sensors"]}
     assert types["demo_automation"] == "AUTOMATION", "evaluated where our own condition is known"
+
+
+def test_no_command_has_the_address_of_the_database(servers):
+    """Every user of a machine sees all commands on it, and such an address may have a password."""
+    port, commands = servers[1].rpartition(":")[2], []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            commands.append(file.read_text(errors="replace"))
+    of_mlflow = [command for command in commands if f"--port\0{port}\0" in command]
+    assert of_mlflow and "mlflow.db" not in "".join(of_mlflow)
 
 
 def test_a_run_started_in_the_web_ui_reuses_everything(servers):
