@@ -6,12 +6,13 @@ else; where a command failed before it had a result, that object has an `error`.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any, ParamSpec
 
 import dagster as dg
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 from sqlalchemy.exc import OperationalError
 
@@ -23,8 +24,21 @@ from workflows.resources import pedigree_home
 
 P = ParamSpec("P")
 
-results = Console(highlight=False)
-people = Console(stderr=True, highlight=False)
+# Pictures of what would move the cursor, name the window or fill the clipboard; rich itself leaves most of it as it is.
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_PICTURES |= dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
+
+
+class Terminal(Console):
+    """Shows text that comes from data, templates or files, and obeys none of it."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=segment.text.translate(_PICTURES))
+
+
+results = Terminal(highlight=False)
+people = Terminal(stderr=True, highlight=False)
 
 
 def reporting(command: Callable[P, None]) -> Callable[P, None]:

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from assets.pipeline import Pipeline
 from tests.workflows.homes import ATTRIBUTES
@@ -18,6 +21,7 @@ from workflows.inspection import InspectedRow, InspectedSide
 from workflows.lineage import AssetStatus
 from workflows.plan import PlannedAsset
 from workflows.progress import Progress
+from workflows.reporting import Terminal
 from workflows.show import run_report
 from workflows.verify import Verification, VerifiedAsset
 
@@ -105,6 +109,20 @@ def test_in_a_terminal_one_line_tells_how_far_it_is():
             progress.hear({**event, "asset": "policy", "time": 1.0})
     last = written.getvalue().rpartition("policy ")[2]
     assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_text_of_others_commands_no_terminal(is_terminal):
+    """Sequences of ECMA-48 and xterm: name the window, clear it, fill the clipboard, colour (CSI as one character), return."""
+    told = "a\x1b]0;name\x07 b\x1b[2J c\x1b]52;c;eA==\x1b\\ d\x9b31m e\x7f\rf"
+    console = Terminal(force_terminal=is_terminal, width=100, file=(written := io.StringIO()))
+    console.print(told, markup=False)
+    console.print(Text.assemble(("error: ", "bold"), told), soft_wrap=True)
+    console.print(Table(told, title=told))
+    with Progress(console) as progress:
+        progress.hear({"event": "phase", "phase": told, "asset": "policy", "time": 1.0})
+    shown = re.sub(r"\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])|\r", "", written.getvalue())  # styles and bars of rich
+    assert "name" in shown and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
 
 
 FINGERPRINT = "0123456789ab" + "c" * 52
