@@ -78,7 +78,7 @@ def shown_changes(words: Sequence[str] | None) -> dg.MarkdownMetadataValue:
     """What changed since the latest materialization; None stands for an asset that never had one."""
     if not words:
         return dg.MetadataValue.md("first materialization" if words is None else "nothing")
-    return dg.MetadataValue.md(_verbatim(words))
+    return verbatim(words)
 
 
 def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
@@ -87,9 +87,10 @@ def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadata
         f"row {pair['row']}\n{pair['prompt']}\n--- chosen\n{pair['chosen']}\n--- rejected\n{pair['rejected']}"
         for pair in examples
     ]
-    return dg.MetadataValue.md(_verbatim(texts) or "none")
+    return verbatim(texts or ["none"])
 
 
-def _verbatim(texts: Sequence[str]) -> str:
+def verbatim(texts: Sequence[str], language: str = "text") -> dg.MarkdownMetadataValue:
     """Each text in a block of its own, in which nothing is taken for markup."""
-    return "\n\n".join(f"~~~~text\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts)
+    blocks = (f"~~~~{language}\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts)
+    return dg.MetadataValue.md("\n\n".join(blocks))

@@ -5,6 +5,7 @@ A run imports the definitions anew, so a file that is edited between two steps w
 
 import dagster as dg
 
+from assets.metadata import verbatim
 from assets.pipeline import Pipeline
 from assets.realize import Work, realize, realize_found
 from assets.step import Step
@@ -30,7 +31,7 @@ def tokenization_spec(step: Step) -> dg.MaterializeResult:
     return made.result(
         {
             "spec": dg.MetadataValue.json(spec),
-            "template": dg.MetadataValue.md(f"~~~~jinja\n{spec['template']}\n~~~~"),
+            "template": verbatim([spec["template"]], "jinja"),
         }
     )
 
