@@ -12,6 +12,7 @@ follows the prefix is the response:
 A pair that cannot be used is `Dropped`, with a reason that is counted and a detail that shows why.
 """
 
+import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -273,11 +274,10 @@ def fit(pair: EncodedPair, max_length: int, over_length: OverLength, bos: int | 
 
 def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
     """For each token, given by its characters [start, end): whether it overlaps one of the spans."""
-    if not offsets:
-        return []
-    first = offsets[0][0]
-    near = [(start, end) for start, end in spans if end > first]
-    return [any(start < end_ and end > start_ for start_, end_ in near) for start, end in offsets]
+    begun = sorted(spans)
+    starts = [start for start, _ in begun]
+    reach = [0, *itertools.accumulate((end for _, end in begun), max)]  # where the first n of them end at the latest
+    return [reach[bisect.bisect_left(starts, end)] > start for start, end in offsets]
 
 
 def _cut(response: Response, room: int) -> Response:
