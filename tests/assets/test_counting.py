@@ -1,6 +1,7 @@
 """The number of rows that people are shown, against the rows that reading gives."""
 
 import gzip
+import tracemalloc
 
 import pyarrow as pa
 import pytest
@@ -45,3 +46,26 @@ def test_what_cannot_be_read_is_not_counted(tmp_path):
     (tmp_path / "deep.json").write_bytes(b"[" * 100_000)
     names = ("cut.jsonl.gz", "plain.csv.gz", "a.parquet", "deep.json", "none.json")
     assert [count_rows(tmp_path / name) for name in names] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "megabytes", "rows"),
+    [
+        ("a.jsonl", b'{"a": 1}\n{"b": "', 64, 2),
+        ("b.csv", b'a\n"', 64, None),
+        ("c.json", b'["', 257, None),
+    ],
+)
+def test_a_line_of_any_length_is_not_held_in_memory(tmp_path, name, start, megabytes, rows):
+    """A .gz of four megabytes held a line of four gigabytes, with which the process of Dagster ran out of memory."""
+    with gzip.open(tmp_path / f"{name}.gz", "wb", compresslevel=1) as file:
+        file.write(start)
+        for _ in range(megabytes):
+            file.write(b"a" * (1 << 20))
+        file.write(b'"]' if name == "c.json" else b"\n \n")
+    tracemalloc.start()
+    try:
+        assert count_rows(tmp_path / f"{name}.gz") == rows
+        assert tracemalloc.get_traced_memory()[1] < (600 if name == "c.json" else 16) << 20
+    finally:
+        tracemalloc.stop()
