@@ -96,13 +96,16 @@ def torchrun(processes: int, grace: int, logs: Path) -> list[str]:
 def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
     """The environment `given`, and what a job's processes need; a user's own OMP_... settings stay.
 
-    Idle threads sleep (PASSIVE): by default they spin, which made jobs that share a machine several times slower.
+    Idle threads sleep (PASSIVE): by default they spin, which made jobs that share a machine several times slower. Compiled code
+    is kept in the user's own folder: torch takes one in /tmp by default, whoever has made it.
     """
     threads = max(1, cores() // processes)
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
+    home = given.get("HOME")
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/.cache/torchinductor"} if home else {}
     own = {name: value for name, value in given.items() if name not in _FOREIGN}
-    return {**parallel, **own, **_QUIET, **_PYTHON}
+    return {**parallel, **compiled, **own, **_QUIET, **_PYTHON}
 
 
 def _rendezvous_in(folder: Path) -> list[str]:

@@ -61,6 +61,20 @@ def test_what_a_user_sets_stays_but_for_the_rank_of_another_launcher() -> None:
     assert {name: found.get(name) for name in given} == {**given, "RANK": None}
 
 
+def test_compiled_code_is_the_users_own(tmp_path: Path) -> None:
+    """torch tells where its compiler keeps code that it loads; anybody can have made a folder of that name in /tmp."""
+    asked = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    given = {name: value for name, value in os.environ.items() if not name.startswith("TORCHINDUCTOR")}
+    for more, place in (
+        ({"HOME": str(tmp_path)}, tmp_path),
+        ({"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/a"}, tmp_path / "a"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", asked], env=environment(given | more, 1), capture_output=True, text=True, check=True
+        )
+        assert Path(done.stdout.strip()).is_relative_to(place)
+
+
 def test_the_processes_of_a_machine_share_its_cores() -> None:
     """As many as there are cores have a thread each, and so has one more."""
     cores = int(environment({}, 1)["OMP_NUM_THREADS"])
