@@ -15,11 +15,15 @@ from transformers import AutoModelForCausalLM
 from tests.training.model.architectures import build_multimodal, groups
 from tests.training.runs import ALONE, losses, published, settings, told, tune
 from tests.training.worlds import TinyWorld, build_world
-from training.contract.recipe import Adapter
+from training.contract.events import EventWriter
+from training.contract.recipe import Adapter, Compute, SupervisedTuning
 from training.generate import greedy
 from training.model.adapter import add_adapter
 from training.model.body import body_of, text_modules
 from training.model.load import load_model
+from training.model.logprobs import response_logprobs
+from training.model.prefix import TokenSequence
+from training.model.prepare import prepare_for_training
 from training.model.sharing import why_not_shared
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel
@@ -59,7 +63,7 @@ def test_it_is_trained_as_by_itself_and_the_rest_is_kept(worlds: tuple[TinyWorld
         worlds[1].model / "processor_config.json"
     ).read_bytes()
     trained, frozen = (sum(t.numel() for n, t in before.items() if (n in kept) is asked) for asked in (False, True))
-    [note] = [e["text"] for e in told(larger, "note") if "language model" in e["text"]]
+    [note] = [e["text"] for job in (plain, larger) for e in told(job, "note") if "language model" in e["text"]]
     assert f"{trained:,} parameters; the other {frozen:,}" in note
 
 
@@ -98,6 +102,26 @@ def test_a_run_that_stopped_goes_on(worlds: tuple[TinyWorld, TinyWorld], forker:
     assert forker.run(first, 1, stop=3) == [1]
     found = published(first, forker.run(first))
     assert found.fingerprint == expected.fingerprint
+
+
+@pytest.mark.slow
+def test_so_is_supervised_tuning(worlds: tuple[TinyWorld, TinyWorld], forker: Any):
+    fields = SupervisedTuning.model_validate({"epochs": 1, "batch_size": 8}).model_dump(mode="json")
+    plain, larger = (world.job("sft", fields) for world in worlds)
+    published(plain, forker.run(plain)), published(larger, forker.run(larger))
+    assert losses(larger) == losses(plain) and len(losses(plain)) == 5
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_the_same(worlds: tuple[TinyWorld, TinyWorld]):
+    sequences, model = (
+        [sequence for group in groups() for sequence in group],
+        load_model(worlds[1].model, "float32", CPU),
+    )
+    sequences = [TokenSequence(each.ids_T.remainder(60), each.mask_T) for each in sequences]
+    before = response_logprobs(model, sequences).tokens_N
+    prepare_for_training(model, Compute(device="cpu", compile=True), EventWriter(None), training=False)
+    torch.testing.assert_close(response_logprobs(model, sequences).tokens_N, before, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "lm_head")])

@@ -18,7 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,8 @@ ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.j
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold the model, in name order.
 
-    Raises ModelError if there are none, or not all, or an adapter beside them, or if they are quantized.
+    Raises ModelError if there are none, or not all, or an adapter beside them; if they are quantized, or not those that
+    transformers would load.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder; expected a Hugging Face model folder with config.json")
@@ -61,11 +62,8 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} has an {ADAPTER_CONFIG}; expected a model without an adapter, since transformers would add it "
             f"unasked: merge it into its base model (`merge_and_unload` of peft) and save that, or move it elsewhere"
         )
-    if method := _quantization(folder / "config.json"):
-        raise ModelError(
-            f"the weights in {folder} are quantized ({method}); expected float32, bfloat16 or float16, since what is trained "
-            f"has to be written as it is: use the model's release in bfloat16"
-        )
+    if (config := folder / "config.json").is_file():
+        _refuse_config(config)
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if (folder / _INDEX).is_file():
@@ -99,11 +97,6 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
         "bytes": sum(table["bytes"] for table in tables),
     }
     config = _read_object(folder / "config.json", "a model's config")
-    if _names_other_file(config):
-        raise ModelError(
-            f"{folder / 'config.json'} has a field {_OTHER_FILE}, so that other weights would be loaded than these; expected "
-            f"{_SINGLE} or {_INDEX} without it: load the model and save it again"
-        )
     return {"config": _function_fields(config), "weights": merged}
 
 
@@ -161,12 +154,28 @@ def _places(file: Path) -> list[TensorPlace]:
         ) from error
 
 
-def _quantization(path: Path) -> str | None:
-    """By which method the model of a config is quantized, or the language model in it; None if they are not."""
-    config = _read_object(path, "a model's config") if path.is_file() else {}
-    parts = [config, *(part for name in _INNER_MODELS if isinstance(part := config.get(name), dict))]
-    found = next((part["quantization_config"] for part in parts if part.get("quantization_config")), None)
-    return str(found.get("quant_method", found)) if isinstance(found, dict) else found and str(found)
+def _refuse_config(path: Path) -> None:
+    """Raises ModelError where weights are quantized, or others would be loaded than those that are hashed."""
+    for part in _objects_in(_read_object(path, "a model's config")):
+        if quantization := part.get("quantization_config"):
+            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+            raise ModelError(
+                f"the weights in {path.parent} are quantized ({method}); expected float32, bfloat16 or float16, since what is "
+                f"trained has to be written as it is: use the model's release in bfloat16"
+            )
+        if _OTHER_FILE in part:
+            raise ModelError(
+                f"{path} has a field {_OTHER_FILE}, so that other weights would be loaded than these; expected {_SINGLE} or "
+                f"{_INDEX} without it: load the model and save it again"
+            )
+
+
+def _objects_in(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config itself and all that it is made of: transformers may load the model of a part alone."""
+    yield config
+    for part in config.values():
+        if isinstance(part, dict):
+            yield from _objects_in(part)
 
 
 def _indexed_files(folder: Path) -> list[Path]:
@@ -188,12 +197,6 @@ def _read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a JSON {type(content).__name__}; expected an object, {what}")
     return content
-
-
-def _names_other_file(config: dict[str, Any]) -> bool:
-    """Or that of a model which it holds does: transformers may load that alone."""
-    inner = (value for value in config.values() if isinstance(value, dict))
-    return _OTHER_FILE in config or any(map(_names_other_file, inner))
 
 
 def _function_fields(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from training.data.messages import Message, message
 
 CLOCK = "strftime_now"
 _OPENING_MARK, _CLOSING_MARK = "opening-probe", "closing-probe"
+_SPELLED_OUT = re.compile(r"""['"]type['"]:""")
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _QUESTION, _ANSWER = message("user", "What is 6 x 7?"), message("assistant", "It is 42.\n\nFor sure: naïve 東京 👍")
@@ -109,7 +110,7 @@ class ChatTemplate:
         return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
 
     def _writes(self, in_parts: bool) -> bool:
-        """Whether what user and assistant say is in its text."""
+        """Whether what user and assistant say is in its text, and not as a list that is spelled out."""
         self._in_parts = in_parts
         try:
             text = self.render((message("user", _OPENING_MARK), message("assistant", _CLOSING_MARK)), clock=True)[
@@ -117,7 +118,8 @@ class ChatTemplate:
             ]
         except Rejected:
             return False
-        return all(mark in text.casefold() for mark in (_OPENING_MARK, _CLOSING_MARK))
+        folded = text.casefold()
+        return all(mark in folded for mark in (_OPENING_MARK, _CLOSING_MARK)) and not _SPELLED_OUT.search(folded)
 
     def _said(self, error: Exception) -> str:
         unclear = self.date is None and isinstance(error, TypeError) and CLOCK in self.text

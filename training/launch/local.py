@@ -103,7 +103,7 @@ def environment(given: Mapping[str, str], processes: int) -> dict[str, str]:
     parallel = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     parallel["TOKENIZERS_PARALLELISM"] = "false" if processes > 1 else "true"
     home = given.get("HOME")
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/.cache/torchinductor"} if home else {}
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": f"{home}/.cache/torchinductor"} if home and os.access(home, os.W_OK) else {}
     own = {name: value for name, value in given.items() if name not in _FOREIGN}
     return {**parallel, **compiled, **own, **_QUIET, **_PYTHON}
 

@@ -136,6 +136,13 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
     [
         (DATED, {}, r"strftime_now.*`tokenization\.date: \d{4}-\d\d-\d\d`"),
         ("{{ messages[0].content }}", {}, "does not write a message of the assistant"),
+        ("{{ messages[0].content + 1 }}", {}, r"fails on a question and an answer: can only concatenate str"),
+        (
+            "{% for m in messages %}{% if loop.first %}{% for p in m.content %}{{ p.text }}{% endfor %}{% else %}"
+            "{{ m.content }}{% endif %}{% endfor %}",
+            {},
+            "does not write a message of the user",
+        ),
         ("{{ [1, 2, 3, 4] | random }}{{ messages[0]['content'] }}", {}, "another text each time"),
         (
             "{% for m in messages %}\n{% endif %}",

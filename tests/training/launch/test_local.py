@@ -73,6 +73,7 @@ def test_compiled_code_is_the_users_own(tmp_path: Path) -> None:
             [sys.executable, "-c", asked], env=environment(given | more, 1), capture_output=True, text=True, check=True
         )
         assert Path(done.stdout.strip()).is_relative_to(place)
+    assert "TORCHINDUCTOR_CACHE_DIR" not in environment({"HOME": str(tmp_path / "nowhere")}, 1)
 
 
 def test_the_processes_of_a_machine_share_its_cores() -> None:

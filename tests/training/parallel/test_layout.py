@@ -1,6 +1,7 @@
 """Models that are only run, whole on each of several real ranks or in shards: the same bits, and one that reads for all."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,10 @@ def tuned(world: Any, forker: Any, ranks: int, parallel: str) -> list[float]:
     """The losses of an epoch of supervised tuning."""
     settings = SupervisedTuning.model_validate({"epochs": 1, "batch_size": 5}).model_dump(mode="json")
     job = world.job("sft", settings, f"{parallel}-{ranks}", parallel=parallel)
-    return losses(published(job, forker.run(job, ranks)))
+    published(job, forker.run(job, ranks))
+    found = losses(job)
+    assert len(found) == math.ceil(len(world.split("train")) / 5)
+    return found
 
 
 @pytest.mark.slow
