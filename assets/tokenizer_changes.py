@@ -42,7 +42,7 @@ def template_text(tokenizer: LocatedTokenizer) -> str | None:
     jinja = tokenizer.folder / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8", errors="replace")
-    for name in ("chat_template.json", "tokenizer_config.json"):
+    for name in ("tokenizer_config.json", "chat_template.json"):
         found = _object(tokenizer.folder / name).get("chat_template")
         if isinstance(found, list):
             found = next((entry["template"] for entry in found if entry["name"] == "default"), None)

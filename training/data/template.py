@@ -44,7 +44,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("checking the chat template")
     path = job.locations["chat_template"]
     with _blaming(job, "chat_template"):
-        tokenizer.chat_template = _template_text(tokenizer, path)
+        tokenizer.chat_template = _template_text(tokenizer, Path(job.locations["tokenizer"]), path)
         _check_files(job)
         template = ChatTemplate(tokenizer, job.settings["template_kwargs"], job.settings.get("date"))
         check_template(template, job.settings["train_on"], path or "the tokenizer's chat template")
@@ -114,15 +114,29 @@ def _blaming(job: Job, file: Literal["tokenizer", "chat_template"]) -> Iterator[
         raise TemplateError(f"{job.locations['named'][file]}: {error}") from error
 
 
-def _template_text(tokenizer: PreTrainedTokenizerFast, path: str | None) -> str | None:
-    """The chat template that counts: the recipe's, else the tokenizer's own; of several, the default one."""
+def _template_text(tokenizer: PreTrainedTokenizerFast, folder: Path, path: str | None) -> str | None:
+    """The chat template that counts: the recipe's, else the tokenizer's own in `folder`; of several, the default one."""
     if path is None:
-        own = tokenizer.chat_template
+        own = tokenizer.chat_template or _template_of_processor(folder / "chat_template.json")
         return own.get("default") if isinstance(own, dict) else own
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
+
+
+def _template_of_processor(file: Path) -> str | None:
+    """Models that take images may have theirs in a file that transformers reads for their processor alone."""
+    if not file.is_file():
+        return None
+    try:
+        text = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise TemplateError(
+            f'{file} cannot be read: {type(error).__name__}: {error}; expected {{"chat_template": ...}}, or set '
+            "`tokenization.chat_template` to a .jinja file"
+        ) from error
+    return text if isinstance(text, str) else None
 
 
 def _check_files(job: Job) -> None:

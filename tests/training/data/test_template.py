@@ -8,6 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
+from assets.locate import LocatedTokenizer
+from assets.tokenizer_changes import template_text
 from training.contract.errors import DataError, TemplateError
 from training.contract.fingerprint import hash_file
 from training.contract.recipe_files import tokenizer_files
@@ -161,6 +163,27 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
 def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write, template, settings, words):
     with pytest.raises(TemplateError, match=rf"^recipe\.yaml:7: tokenization\.chat_template: .*{words}"):
         workshop.tokenizer(tiny_chat, write(template), **settings)
+
+
+def test_the_template_of_a_processor_is_the_tokenizers(workshop, tiny_chat, copied):
+    """Of models that take images transformers reads it for the processor alone."""
+    folder = copied(remove_template=True)
+    text = (tiny_chat / "chat_template.jinja").read_text()
+    for content, said in (
+        ("{", "JSONDecodeError"),
+        ("[]", "TypeError"),
+        ("{}", "KeyError"),
+        ('{"chat_template": 1}', "no chat"),
+    ):
+        (folder / "chat_template.json").write_text(content)
+        with pytest.raises(
+            TemplateError, match=rf"tokenization\.chat_template: .*{said}.*`tokenization\.chat_template`"
+        ):
+            workshop.tokenizer(folder)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    assert workshop.tokenizer(folder).made.fingerprint == workshop.tokenizer(tiny_chat).made.fingerprint
+    located = LocatedTokenizer(folder, None, {})
+    assert template_text(located) == text
 
 
 def test_a_dated_template_is_fine_once_the_date_is_given(workshop, tiny_chat, write):
