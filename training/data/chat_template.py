@@ -112,13 +112,11 @@ class ChatTemplate:
     def _writes(self, in_parts: bool) -> bool:
         """Whether what user and assistant say is in its text, and not as a list that is spelled out."""
         self._in_parts = in_parts
+        turns = (message("user", _OPENING_MARK), message("assistant", _CLOSING_MARK))
         try:
-            text = self.render((message("user", _OPENING_MARK), message("assistant", _CLOSING_MARK)), clock=True)[
-                "text"
-            ]
+            folded = self.render(turns, clock=True)["text"].casefold()
         except Rejected:
             return False
-        folded = text.casefold()
         return all(mark in folded for mark in (_OPENING_MARK, _CLOSING_MARK)) and not _SPELLED_OUT.search(folded)
 
     def _said(self, error: Exception) -> str:

@@ -14,10 +14,12 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def takes_only_text(model: PreTrainedModel) -> bool:
+    """Whether its language model is all there is of `model`."""
     return text_config(model) is model.config
 
 
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The body of `model`, whose `last_hidden_state` the head turns into logits."""
     part = model if takes_only_text(model) else model.get_decoder()
     # llama4's `base_model_prefix` names none of its parts.
     return part.base_model if part.base_model is not part else getattr(part, "model", part)
