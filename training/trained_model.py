@@ -45,8 +45,8 @@ def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel,
         )
     if unused := left_out(model, trainable.folder):
         events.note(
-            f"transformers has no use for {len(unused)} tensors of the model that is trained, and they are not saved again: "
-            f"{', '.join(unused[:3])}{' ...' if len(unused) > 3 else ''}"
+            f"what transformers has no use for in the files of the model that is trained is not saved again: "
+            f"{', '.join(unused[:3])} ({len(unused)} in all)"
         )
 
 

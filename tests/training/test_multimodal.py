@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.training.model.architectures import build_multimodal, groups
+from tests.training.model.architectures import LINEAR, build_multimodal, groups
 from tests.training.runs import ALONE, losses, published, settings, told, tune
 from tests.training.worlds import TinyWorld, build_world
-from training.contract.events import EventWriter
+from training.contract.events import EventWriter, read_events
 from training.contract.recipe import Adapter, Compute, SupervisedTuning
 from training.generate import greedy
 from training.model.adapter import add_adapter
@@ -28,6 +28,7 @@ from training.model.sharing import why_not_shared
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel
 from training.parallel.replicated import Replicated
+from training.trained_model import load_for_training
 
 CPU = torch.device("cpu")
 LORA = {"rank": 2, "alpha": 4, "target_modules": ["q_proj", "down_proj", "lm_head"]}
@@ -141,6 +142,18 @@ def test_it_answers_as_by_itself(worlds: tuple[TinyWorld, TinyWorld]):
     prompt = groups()[0][0].ids_T.remainder(60).tolist()
     assert greedy(larger, prompt, [], 8) == greedy(plain, prompt, [], 8) != []
     assert greedy(larger, prompt * 6, [], 80) == greedy(plain, prompt * 6, [], 80), "the language model's own room"
+
+
+def test_what_is_not_saved_again_is_told(tmp_path: Path):
+    """Heads of Qwen 3.5 that predict several tokens at once, for example."""
+    build_multimodal("qwen3_5", LINEAR).save_pretrained(tmp_path)
+    file, events = tmp_path / "model.safetensors", tmp_path / "events.jsonl"
+    trainable = TrainableModel(tmp_path, "float32")
+    for more, told_of in (({}, []), ({"mtp.fc.weight": torch.ones(3)}, ["mtp.fc.weight (1 in all)"])):
+        save_file(load_file(file) | more, file, metadata={"format": "pt"})
+        load_for_training(trainable, Compute(device="cpu"), ALONE, EventWriter(events))
+        notes = [event["text"] for event in read_events(events) if event["event"] == "note"]
+        assert [text.rpartition(": ")[2] for text in notes if "not saved again" in text] == told_of
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
