@@ -165,6 +165,15 @@ def test_unusable_templates_are_refused_with_the_fix(workshop, tiny_chat, write,
         workshop.tokenizer(tiny_chat, write(template), **settings)
 
 
+def test_a_template_may_take_parts_from_the_user_alone(workshop, tiny_chat, write):
+    text = (
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    )
+    spec = read_spec(workshop.tokenizer(tiny_chat, write(text)).folder)
+    assert spec["end_of_turn"] == {"<|im_end|>": 1}
+
+
 def test_the_template_of_a_processor_is_the_tokenizers(workshop, tiny_chat, copied):
     """Of models that take images transformers reads it for the processor alone."""
     folder = copied(remove_template=True)
