@@ -37,10 +37,13 @@ def refuse_foreign_parts(file: Path) -> None:
     fields = [(key, value) for document in documents for key, value in document.value]
     if TYPE not in [value.value for key, value in fields if key.value == "type"]:
         return
-    if foreign := [key for key, _ in fields if key.value not in _FIELDS] + documents[1:]:
+    foreign = [(key, f"`{key.value}`") for key, _ in fields if key.value not in _FIELDS]
+    foreign += [(document, "another document") for document in documents[1:]]
+    if foreign:
+        node, what = foreign[0]
         raise RecipeError(
-            f"{file}:{foreign[0].start_mark.line + 1}: there is more here than a recipe, which is one document with `type` and "
-            "`attributes`: take it away"
+            f"{file}:{node.start_mark.line + 1}: there is more here than a recipe: {what}; expected one document with `type` "
+            "and `attributes` alone: take it away"
         )
 
 

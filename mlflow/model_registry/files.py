@@ -23,7 +23,7 @@ from training.contract.weights import PROCESSORS
 MODEL_FOLDER = "model"
 EVALUATION_FOLDER = "evaluation"
 _TOKENIZER_FOLDER = "components/tokenizer"
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", PROCESSORS)
+_ADOPTED = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", PROCESSORS)
 _CAUSE_CHARACTERS = 2000
 
 
@@ -99,6 +99,6 @@ def _add_tokenizer(tokenizer: Path, folder: Path) -> None:
 def _adopt_weights(policy: Path, model: Path) -> None:
     for saved in model.glob("*.safetensors*"):
         saved.unlink()
-    for pattern in _WEIGHTS:
+    for pattern in _ADOPTED:
         for file in policy.glob(pattern):
             link_or_copy(file, model / file.name)

@@ -63,6 +63,10 @@ def test_it_is_trained_as_by_itself_and_the_rest_is_kept(worlds: tuple[TinyWorld
     assert (larger.staging / "processor_config.json").read_bytes() == (
         worlds[1].model / "processor_config.json"
     ).read_bytes()
+    base, tuned = (load_model(folder, "float32", CPU) for folder in (worlds[1].model, larger.staging))
+    picture = torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)
+    seen = [model.get_image_features(picture, return_dict=True).pooler_output[0] for model in (base, tuned)]
+    assert len(seen[0]) and torch.equal(*seen), "it sees what the base sees"
     trained, frozen = (sum(t.numel() for n, t in before.items() if (n in kept) is asked) for asked in (False, True))
     [note] = [e["text"] for job in (plain, larger) for e in told(job, "note") if "language model" in e["text"]]
     assert f"{trained:,} parameters; the other {frozen:,}" in note

@@ -274,22 +274,30 @@ def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
     assert error.value.__cause__ is None and error.value.__suppress_context__
 
 
+RENDERED = (
+    "post_processing: {assets: [{attributes: {group_name: \"{{ cycler.__init__.__globals__.os.system('id') }}\"}}]}"
+)
+
+
 @pytest.mark.parametrize(
-    "beside",
+    ("beside", "what"),
     [
-        "post_processing: {assets: [{attributes: {group_name: \"{{ cycler.__init__.__globals__.os.system('id') }}\"}}]}",
-        "template_vars_module: .code",
-        "---\ntype: dagster.DefinitionsComponent\nattributes: {path: code.py}",
+        (
+            RENDERED,
+            "`post_processing`",
+        ),
+        ("template_vars_module: .code", "`template_vars_module`"),
+        ("---\ntype: dagster.DefinitionsComponent\nattributes: {path: code.py}", "another document"),
     ],
 )
-def test_what_stands_beside_a_recipe_is_not_run(tmp_path, beside):
+def test_what_stands_beside_a_recipe_is_not_run(tmp_path, beside, what):
     """Dagster renders such Jinja outside of a sandbox, and imports such modules, before anybody has asked for a run."""
     folder = write_recipe(tmp_path / "defs" / "other", ATTRIBUTES)
     with open(folder / "defs.yaml", "a") as file:
         line = 1 + len((folder / "defs.yaml").read_text().splitlines()) + beside.startswith("---")
         file.write(f"{beside}\n")
     for load in (lambda: load_recipe(folder), lambda: definitions_in(tmp_path)):
-        with pytest.raises(RecipeError, match=rf"defs\.yaml:{line}: there is more here than a recipe"):
+        with pytest.raises(RecipeError, match=rf"defs\.yaml:{line}: there is more here than a recipe: {what};"):
             load()
 
 
