@@ -119,11 +119,8 @@ def test_so_is_supervised_tuning(worlds: tuple[TinyWorld, TinyWorld], forker: An
 
 @pytest.mark.slow
 def test_compiled_layers_are_the_same(worlds: tuple[TinyWorld, TinyWorld]):
-    sequences, model = (
-        [sequence for group in groups() for sequence in group],
-        load_model(worlds[1].model, "float32", CPU),
-    )
-    sequences = [TokenSequence(each.ids_T.remainder(60), each.mask_T) for each in sequences]
+    model = load_model(worlds[1].model, "float32", CPU)
+    sequences = [TokenSequence(each.ids_T.remainder(60), each.mask_T) for group in groups() for each in group]
     before = response_logprobs(model, sequences).tokens_N
     prepare_for_training(model, Compute(device="cpu", compile=True), EventWriter(None), training=False)
     torch.testing.assert_close(response_logprobs(model, sequences).tokens_N, before, atol=1e-5, rtol=0)

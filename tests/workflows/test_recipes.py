@@ -282,10 +282,7 @@ RENDERED = (
 @pytest.mark.parametrize(
     ("beside", "what"),
     [
-        (
-            RENDERED,
-            "`post_processing`",
-        ),
+        (RENDERED, "`post_processing`"),
         ("template_vars_module: .code", "`template_vars_module`"),
         ("---\ntype: dagster.DefinitionsComponent\nattributes: {path: code.py}", "another document"),
     ],
