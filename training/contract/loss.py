@@ -66,6 +66,8 @@ class LossType(StrEnum):
     AOT = "aot", Traits(_SMOOTHED, couples_pairs=True, matches_pairs=True)
     AOT_UNPAIRED = "aot_unpaired", Traits(_SMOOTHED, couples_pairs=True, matches_pairs=True)
     DISCOPOP = "discopop", Traits(("tau",), compares_scores=True)
+    CPO = "cpo", Traits(_SMOOTHED, needs_reference=False)
+    ORPO = "orpo", Traits(needs_reference=False, averages_tokens=True)
     SIMPO = "simpo", Traits(("gamma",), needs_reference=False, averages_tokens=True)
     SFT = "sft", Traits(needs_reference=False, compares_responses=False)
     MIXTURE = "mixture", Traits(("of",))
@@ -151,6 +153,10 @@ class Loss(TypedLoss):
     @property
     def needs_reference(self) -> bool:
         return any(term.type.traits.needs_reference for term in self.terms)
+
+    @property
+    def averages_tokens(self) -> bool:
+        return any(term.type.traits.averages_tokens for term in self.terms)
 
     @property
     def couples_pairs(self) -> bool:

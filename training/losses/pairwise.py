@@ -17,6 +17,9 @@ from torch.nn.functional import logsigmoid
 from training.contract.loss import Term
 from training.losses.inputs import BatchContext, LossInputs, bounded_exp, difference
 
+# A mean log-prob of a token that is nearer to 0 is rounding: logits are float32, whose spacing at 8 is 2^-20.
+_CERTAIN = -(2.0**-20)
+
 
 def smoothed(margins_B: Tensor, smoothing: float) -> Tensor:
     """`-(1-e) log s(h) - e log s(-h)`: the label is taken to be swapped with probability e."""
@@ -106,12 +109,35 @@ def discopop(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     return (1 - modulation_B) * -logsigmoid(pairs.margins_B) + bounded_exp(exponents_B)
 
 
+def cpo(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
+    """`-log s(beta (log pi(c) - log pi(r)))`: DPO with a uniform reference.
+
+    Xu et al. 2024, "Contrastive Preference Optimization", arXiv 2401.08417; the paper's loss is a mixture with `sft`.
+    """
+    return smoothed(pairs.beta * difference(pairs.policy_B2), term.label_smoothing)
+
+
+def orpo(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
+    """`-beta log s(log odds(c) - log odds(r))`, where odds are p/(1-p) of a token's mean probability `p = pi(y)^(1/|y|)`.
+
+    Hong et al. 2024, "ORPO", arXiv 2403.07691, equation 7; beta is its lambda, and its loss is a mixture with `sft`.
+    """
+    return -pairs.beta * logsigmoid(difference(_log_odds(pairs.policy_B2 / pairs.tokens_B2)))
+
+
 def simpo(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     """`-log s(beta (log pi(c)/|c| - log pi(r)/|r|) - gamma)`, without a reference. Meng et al. 2024, arXiv 2405.14734.
 
     Gamma stands outside of beta, as in the paper and in TRL's `simpo_gamma`; a beta of 2 to 2.5 is usual.
     """
     return -logsigmoid(pairs.beta * difference(pairs.policy_B2 / pairs.tokens_B2) - term.gamma)
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """log(p/(1-p)) of log p, continued by its tangent where p is 1 but for rounding: so value and slope are finite."""
+    capped = logprobs.clamp(max=_CERTAIN)
+    others = -torch.expm1(capped)
+    return capped - others.log() + (logprobs - capped) / others
 
 
 def sft(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:

@@ -3,7 +3,8 @@
 Legend: B pairs; a last 2 stands for (chosen, rejected).
 
 Rewards are beta times the log-ratio, as the DPO paper defines them, whatever a loss does with log-ratios: so they can be
-compared among losses. Only where no term uses a reference (SimPO) are they beta times the mean log-prob of a token.
+compared among losses. Only where no term uses a reference are they beta times the log-prob (CPO), or the mean log-prob of a
+token where the loss is a function of that (ORPO, SimPO).
 """
 
 from collections.abc import Callable
@@ -43,6 +44,8 @@ LOSSES: dict[LossType, LossFunction] = {
     LossType.AOT: batchwise.aot,
     LossType.AOT_UNPAIRED: batchwise.aot_unpaired,
     LossType.DISCOPOP: pairwise.discopop,
+    LossType.CPO: pairwise.cpo,
+    LossType.ORPO: pairwise.orpo,
     LossType.SIMPO: pairwise.simpo,
     LossType.SFT: pairwise.sft,
 }
@@ -102,4 +105,4 @@ def _rewards(settings: Loss, logprobs: PairLogProbs) -> Tensor:
     policy_B2 = logprobs.policy_B2.detach()
     if settings.needs_reference:
         return settings.beta * (policy_B2 - logprobs.reference_B2)
-    return settings.beta * policy_B2 / logprobs.tokens_B2
+    return settings.beta * (policy_B2 / logprobs.tokens_B2 if settings.averages_tokens else policy_B2)

@@ -213,7 +213,8 @@ NEEDS = [
     ("{}", "reference"),
     ("{ld_alpha: 0.5}", "reference tokens"),
     ("{type: simpo}", ""),
-    ("{type: mixture, of: [{type: simpo}, {type: sft}]}", "batch"),
+    ("{type: cpo}", ""),
+    ("{type: mixture, of: [{type: orpo}, {type: sft}]}", "batch"),
     ("{type: aot}", "reference pairs batch"),
     ("{type: mixture, of: [{type: bco_pair}, {type: simpo}]}", "reference pairs state batch"),
 ]

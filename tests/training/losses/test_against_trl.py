@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from trl import DPOTrainer
 from trl.experimental.cpo import CPOTrainer
+from trl.experimental.orpo import ORPOTrainer
 
 BETA = 0.3
 
@@ -156,18 +157,45 @@ def test_bco_pair_is_trls_where_the_mean_reward_is_zero(ragged: Any) -> None:
     torch.testing.assert_close(gradient_N, expected_N)
 
 
-def test_simpo_is_trls(ragged: Any) -> None:
-    """`CPOTrainer.cpo_loss`, which is given log-probs that are means over tokens."""
-    pairs = ragged()
-    found = pairs.loss(type="simpo", beta=2.0, gamma=0.7)
+def without_reference(pairs: Any, averaged: bool) -> tuple[Tensor, Tensor]:
+    """What TRL's losses without a reference are functions of: log-probs summed or averaged over tokens."""
     sums_2B = torch.stack([part.sum() for part in pairs.policy_N.split(pairs.counts_2B)])
-    chosen_B, rejected_B = (sums_2B / torch.tensor(pairs.counts_2B)).chunk(2)
+    chosen_B, rejected_B = (sums_2B / torch.tensor(pairs.counts_2B) if averaged else sums_2B).chunk(2)
+    return chosen_B, rejected_B
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"type": "simpo", "gamma": 0.7}, {"loss_type": "simpo", "simpo_gamma": 0.7}),
+        ({"type": "cpo"}, {"loss_type": "sigmoid"}),
+        ({"type": "cpo", **SMOOTHED}, {"loss_type": "sigmoid", **SMOOTHED}),
+    ],
+    ids=["simpo", "cpo", "smoothed cpo"],
+)
+def test_losses_without_a_reference_are_those_of_trls_cpo(
+    ragged: Any, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    pairs = ragged()
+    found = pairs.loss(beta=2.0, **ours)
     trainer = SimpleNamespace(
-        **{"beta": 2.0, "simpo_gamma": 0.7, "alpha": 0.0, "label_smoothing": 0.0, "loss_type": "simpo"},
-        accelerator=SimpleNamespace(device="cpu"),
+        **{"beta": 2.0, "alpha": 0.0, "label_smoothing": 0.0} | theirs, accelerator=SimpleNamespace(device="cpu")
     )
-    losses_B, rewards_chosen_B, rewards_rejected_B = CPOTrainer.cpo_loss(trainer, chosen_B, rejected_B)
+    logprobs = without_reference(pairs, averaged=ours["type"] == "simpo")
+    losses_B, rewards_chosen_B, rewards_rejected_B = CPOTrainer.cpo_loss(trainer, *logprobs)
     torch.testing.assert_close(found.losses_B, losses_B)
     torch.testing.assert_close(found.rewards_B2, torch.stack([rewards_chosen_B, rewards_rejected_B], dim=1))
     gradients = [torch.autograd.grad(x.mean(), pairs.policy_N)[0] for x in (found.losses_B, losses_B)]
     torch.testing.assert_close(*gradients)
+
+
+def test_orpo_is_trls(ragged: Any) -> None:
+    """`ORPOTrainer.odds_ratio_loss`, in float32, whose sign is turned where it is added up."""
+    pairs = ragged()
+    found = pairs.loss(type="orpo", beta=BETA)
+    trainer = SimpleNamespace(beta=BETA, accelerator=SimpleNamespace(device="cpu"))
+    negated_B, *rewards, _, _ = ORPOTrainer.odds_ratio_loss(trainer, *without_reference(pairs, averaged=True))
+    torch.testing.assert_close(found.losses_B, -negated_B.double(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found.rewards_B2, torch.stack(rewards, dim=1).double(), rtol=1e-6, atol=0)
+    gradients = [torch.autograd.grad(x.mean(), pairs.policy_N)[0] for x in (found.losses_B, -negated_B)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)

@@ -116,6 +116,32 @@ def test_simpo_has_no_such_constant():
     assert found.rewards_B2.tolist() == [[-4.0, -6.0]]
 
 
+def test_cpo_by_hand():
+    """Sums, whatever the lengths: log(1 + exp(-0.5 * (-4 + 9))), and rewards of the log-probs themselves."""
+    found = loss_of(one_pair(-4, -9, -1, -1, tokens=(2, 3)), type="cpo", beta=0.5)
+    assert found.losses_B.item() == pytest.approx(math.log1p(math.exp(-2.5)), rel=1e-12)
+    assert found.rewards_B2.tolist() == [[-2.0, -4.5]]
+
+
+def test_orpo_by_hand():
+    """Tokens of probability 3/4 and 1/5 have odds of 3 and 1/4: s(log 12) is 12/13."""
+    pair = one_pair(2 * math.log(3 / 4), 3 * math.log(1 / 5), -1, -1, tokens=(2, 3))
+    found = loss_of(pair, type="orpo", beta=0.1)
+    assert found.losses_B.item() == pytest.approx(-0.1 * math.log(12 / 13), rel=1e-12)
+    assert found.rewards_B2[0].tolist() == pytest.approx([0.1 * math.log(3 / 4), 0.1 * math.log(1 / 5)])
+
+
+@pytest.mark.parametrize("certain", [0.0, 1e-7])
+def test_odds_of_what_is_certain_are_numbers(certain: float):
+    """A log-prob that rounding made 0 or more. The slope of log(p/(1-p)) is 1/(1-p), which ends at 2^20: a rejected response
+    that is certain is pushed down that hard."""
+    policy_B2 = tensor([-1, certain], [certain, -1]).requires_grad_()
+    found = loss_of(PairLogProbs(policy_B2, policy_B2.detach(), torch.ones(2, 2)), type="orpo", beta=1.0)
+    (gradient_B2,) = torch.autograd.grad(found.losses_B.sum(), policy_B2)
+    assert gradient_B2[0, 1].item() == pytest.approx(2**20, rel=1e-5)
+    assert found.losses_B.isfinite().all() and gradient_B2.isfinite().all()
+
+
 def test_a_pair_by_hand():
     """Rewards 0.5 * (-10 + 12) = 1 and 0.5 * (-20 + 14) = -3: margin 4, loss log(1 + e^-4) = 0.01815."""
     found = loss_of(one_pair(-10, -20, -12, -14), beta=0.5)
