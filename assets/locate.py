@@ -24,7 +24,14 @@ from training.contract.errors import DataError, ModelError
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hub import CARD, CARD_FILES, Emit, Repository
 from training.contract.recipe import DataSource, Recipe
-from training.contract.recipe_files import TOKENIZER_FILES, DataFile, data_files, is_readable, tokenizer_files
+from training.contract.recipe_files import (
+    TOKENIZER_FILES,
+    VOCABULARIES,
+    DataFile,
+    data_files,
+    is_readable,
+    tokenizer_files,
+)
 from training.contract.weights import weights_fingerprint, weights_identity
 
 _MODEL_FILES = ("*.safetensors", "*config.json", "*.safetensors.index.json")
@@ -137,7 +144,8 @@ def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
             _, folder = named.downloaded((*TOKENIZER_FILES, *_LOADED_WITH))
         else:
             folder = named.local_folder(registry)
-        if not tokenizer_files(folder):
+        # Without one transformers makes a tokenizer of its config alone, to which every text is unknown.
+        if not any(files <= tokenizer_files(folder).keys() for files in VOCABULARIES):
             wanted = "name a tokenizer that has it" if own else "name one in `tokenization.tokenizer`"
             raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json in it: {wanted}")
     return folder

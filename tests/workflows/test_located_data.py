@@ -1,12 +1,15 @@
-"""The files of a recipe's sources: what is hashed is what the job is told to read."""
+"""The files of a recipe's sources and of its tokenizer: what is hashed is what the job is told to read."""
 
 import hashlib
 
 import pytest
 
 from assets.data import preferences_work
+from assets.locate import locate_tokenizer
 from assets.world import find_data
+from model_registry.registry import Registry
 from tests.workflows.homes import ATTRIBUTES, write_recipe
+from training.contract.errors import ModelError
 from workflows.recipes import load_recipe
 
 
@@ -42,3 +45,28 @@ def test_files_in_another_order_are_other_data(tmp_path, paths):
             (rows / f"{number}.jsonl").write_text(f'{{"word": "{word}"}}\n')
         found.append(find_data(pipeline).fingerprint)
     assert found[0] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ("tokenizer_config.json", None),
+        ("tokenizer_config.json vocab.json", None),
+        ("tokenizer_config.json vocab.txt", "tokenizer_config.json vocab.txt"),
+        ("merges.txt tokenizer_config.json vocab.json README.md", "merges.txt tokenizer_config.json vocab.json"),
+    ],
+)
+def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, files, found):
+    """transformers would make one of its config, to which every text is unknown."""
+    pipeline = load_recipe(
+        write_recipe(tmp_path / "small", {**ATTRIBUTES, "tokenization": {"tokenizer": "./own"}})
+    ).pipeline
+    (own := tmp_path / "small" / "own").mkdir()
+    for name in files.split():
+        (own / name).write_text("{}")
+    registry = Registry("unused", tmp_path)
+    if found is None:
+        with pytest.raises(ModelError, match=r"defs\.yaml:\d+: tokenization\.tokenizer: .*own holds no tokenizer"):
+            locate_tokenizer(pipeline, registry)
+    else:
+        assert set(locate_tokenizer(pipeline, registry).identity["files"]) == set(found.split())

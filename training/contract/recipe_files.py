@@ -16,16 +16,26 @@ from training.contract.fingerprint import hash_file, short
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"
+# In each of these forms a tokenizer's vocabulary is published; transformers makes a fast tokenizer of any of them.
+VOCABULARIES = (
+    {"tokenizer.json"},
+    {"vocab.json", "merges.txt"},
+    {"tokenizer.model"},
+    {"tiktoken.model"},
+    {"tekken.json"},
+    {"spiece.model"},
+    {"sentencepiece.bpe.model"},
+    {"sentencepiece.model"},
+    {"spm.model"},
+    {"vocab.txt"},
+)
 TOKENIZER_FILES = (
-    "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    *sorted(set().union(*VOCABULARIES)),
 )
 _NUMBER_OF_NAMES = 5
 

@@ -11,15 +11,19 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, GPT2TokenizerFast, LlamaTokenizerFast, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers import tokenization_utils_base as library
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
-from training.contract.recipe_files import TOKENIZER_FILES
+from training.contract.fingerprint import hash_files
+from training.contract.recipe_files import TOKENIZER_FILES, VOCABULARIES, tokenizer_files
 from training.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_fingerprint
 
 Change = Callable[[dict[str, Any]], None]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("o", "w"), ("hell", "o")]
+# What Luke and Whisper have beside their vocabularies.
+OF_NO_TEXT = ("entity_vocab.json", "normalizer.json")
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
 
@@ -40,10 +44,25 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_file_that_makes_a_tokenizer_is_looked_at():
-    """By the library's own names of them, those of byte-level BPE and of SentencePiece among them."""
+    """By the library's own names of them: those of every fast tokenizer, and two that it converts."""
     named = {getattr(library, name) for name in dir(library) if name.endswith("_FILE")}
-    vocabularies = {*GPT2TokenizerFast.vocab_files_names.values(), *LlamaTokenizerFast.vocab_files_names.values()}
-    assert {*named, *vocabularies, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE} == set(TOKENIZER_FILES)
+    classes = {tokenizer_class_from_name(name) for name in TOKENIZER_MAPPING_NAMES.values() if name}
+    fast = [each for each in classes if each is not None and issubclass(each, PreTrainedTokenizerFast)]
+    vocabularies = {name for each in fast for name in each.vocab_files_names.values()} - {*named, *OF_NO_TEXT}
+    assert vocabularies | {"tekken.json", "tiktoken.model", "tokenizer.json"} == set().union(*VOCABULARIES)
+    assert {*named, *vocabularies, *set().union(*VOCABULARIES), LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE} == set(
+        TOKENIZER_FILES
+    )
+
+
+def test_a_tokenizer_of_a_bare_vocabulary_is_known_by_it(tmp_path: Path):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    found = []
+    for words in ("[PAD] [UNK] [CLS] [SEP] [MASK] a b", "[PAD] [UNK] [CLS] [SEP] [MASK] b a"):
+        (tmp_path / "vocab.txt").write_text(words.replace(" ", "\n"))
+        found.append((hash_files(list(tokenizer_files(tmp_path).values())), load_tokenizer(tmp_path)("a b").input_ids))
+    assert [ids for _, ids in found] == [[2, 5, 6, 3], [2, 6, 5, 3]]
+    assert found[0][0] != found[1][0]
 
 
 def identity(folder: Path) -> str:
