@@ -25,12 +25,15 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import TrainingSpec
 from training.contract.store import Made, write_json
 from training.data.packing import Batches, Positions, train_items
+from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
+from training.data.tokenizer import foreign_tokens, load_tokenizer
 from training.distributed import Group
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import load_frozen
@@ -74,19 +77,27 @@ class _Tuning:
         self.steps = settings.max_steps or settings.epochs * self.batches.steps_per_epoch
         everything = np.arange(len(self.pairs))
         self.reference = read_table(job, self.pairs, everything, settings.loss, group, events)
+        self.start = self._start()
         self.starts_as_reference = settings.champion is None and settings.precision == self.reference.dtype
         if self.record.resumed_step is None and not self.starts_as_reference:
             self._prove_apart()
-        self.start = self._start()
         self.masters = self._load()
         objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group)
         self.stepper = Stepper(self.masters, objective, self.batches, settings, self.steps)
         self.trainer = Trainer(job, events, self.stepper, self.record)
 
     def _start(self) -> Input:
+        """The model that becomes the policy. Raises TrainingError for a champion to which the pairs' tokens mean others."""
         if self.settings.champion is None:
             return self.job.inputs["reference_model"]
         folder = Path(self.job.locations["champion"])
+        tokenizer = load_tokenizer(self.job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER)
+        if foreign := foreign_tokens(tokenizer, load_tokenizer(folder)):
+            raise TrainingError(
+                f"the champion in {folder} was trained with another tokenizer: {len(foreign):,} of the {len(tokenizer):,} "
+                f"tokens of the pairs have another number there or none, first {foreign[0]!r}; set "
+                f"`training.start_from: reference` until there is a champion with this tokenizer"
+            )
         return Input(kind="champion", fingerprint=self.settings.champion, folder=folder)
 
     def _load(self) -> Masters:

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tests.training.runs import losses, naive_losses, settings, shift_reference, told, tune
+from tests.training.worlds import VOCABULARY, write_tokenizer
 from training.contract.errors import TrainingError
 from training.contract.job import Job
 
@@ -58,6 +59,27 @@ def test_a_run_that_goes_on_proves_nothing_again(tiny_world, champion):
     shutil.rmtree(job.checkpoints)
     with pytest.raises(TrainingError, match="row 100"):
         tune(job)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["w0", "w2", "w1", *(f"w{n}" for n in range(3, VOCABULARY))], "2 of the 64 .*first 'w1'"),
+        ([f"w{n}" for n in range(40)], "24 of the 64 .*first 'w40'"),
+    ],
+    ids=["other numbers", "fewer"],
+)
+def test_a_champion_to_which_tokens_mean_others_is_refused(tiny_world, champion, words: list[str], says: str):
+    write_tokenizer(champion[0], words)
+    with pytest.raises(TrainingError, match=says):
+        tune(starting_from(tiny_world, champion))
+
+
+def test_a_champion_that_knows_more_tokens_will_do(tiny_world, champion):
+    write_tokenizer(champion[0], [f"w{n}" for n in range(VOCABULARY + 3)])
+    job = starting_from(tiny_world, champion, max_steps=1)
+    tune(job)
+    assert len(losses(job)) == 1
 
 
 def test_an_adapter_on_the_champion_is_merged_into_the_champion(tiny_world, champion):

@@ -2,7 +2,7 @@
 
 import copy
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from training.contract.fingerprint import KEY_BYTES
 from training.contract.job import Input, Job, JobKind
@@ -129,11 +131,16 @@ def _random_examples(train: int, validation: int) -> list[dict[str, Any]]:
 
 
 def _write_pairs(world: TinyWorld) -> None:
-    (world.pairs / "tokenizer").mkdir(parents=True)
-    (world.pairs / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    write_tokenizer(world.pairs / "tokenizer", [f"w{number}" for number in range(VOCABULARY)])
     table = pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA)
     with pa.OSFile(str(world.pairs / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
         stream.write_table(table)
+
+
+def write_tokenizer(folder: Path, words: Sequence[str]) -> None:
+    """A tokenizer of `words`, whose numbers are their places."""
+    backend = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0]))
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(folder)
 
 
 def write_reference(world: TinyWorld, model: PreTrainedModel) -> None:

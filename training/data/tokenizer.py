@@ -62,6 +62,14 @@ def control_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     return {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
+def foreign_tokens(tokenizer: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> list[str]:
+    """The tokens of `tokenizer` that `other` does not know by the same number, in the order of their numbers."""
+    known = other.get_vocab()
+    return [
+        token for token, id_ in sorted(tokenizer.get_vocab().items(), key=lambda t: t[1]) if known.get(token) != id_
+    ]
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     return fingerprint(
         "tokenizer",
