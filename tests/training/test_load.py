@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.training.model.architectures import MULTIMODAL, build_multimodal
+from tests.training.model.architectures import GPT2, MULTIMODAL, build, build_multimodal
 from training.contract.errors import ModelError
 from training.model.load import left_out, load_model, save_model
 
@@ -156,6 +156,15 @@ def test_what_transformers_has_no_use_for_is_told(tmp_path):
     assert left_out(load_model(folder, "float32", CPU), folder) == []
     rewrite(folder, **{"mtp.fc.weight": torch.ones(3)})
     assert left_out(load_model(folder, "float32", CPU), folder) == ["mtp.fc.weight"]
+
+
+def test_of_gpt2_as_it_is_published_the_causal_masks_are_left_out(tmp_path):
+    """Its pattern for them, `attn.bias`, is also in the name of a bias that is loaded; names are those of the body."""
+    build("gpt2", GPT2).save_pretrained(folder := tmp_path / "model")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    assert "h.0.attn.c_attn.bias" in tensors
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, folder / WEIGHTS, metadata={"format": "pt"})
+    assert left_out(load_model(folder, "float32", CPU), folder) == ["h.0.attn.bias"]
 
 
 @pytest.mark.parametrize(
