@@ -31,6 +31,7 @@ class Trainer:
         self._every = job.compute.checkpoint_every
         self._saver = Saver(record.checkpoints, stepper.group)
         self._checkpoint_is_due = False
+        self._saved_step: int | None = None
         self._signals: list[str] = []
         self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
 
@@ -86,6 +87,7 @@ class Trainer:
             self._stepper.masters.update_model()
             observed = self._record.restore(found.facts)
             self._stepper.objective.restore(self._record.facts.get("objective", {}))
+        self._saved_step = step
         self._events.rewind(step)
         self._events.note(f"resumed from the checkpoint of step {step}")
         return step, observed
@@ -108,8 +110,9 @@ class Trainer:
     def _stop(self, step: int, observed: int) -> None:
         """Save and end the run. Raises TrainingError, or StoreError if that cannot be saved."""
         self._saver.finish()
-        self._save(step, observed)
-        self._saver.finish()
+        if self._saved_step != step:
+            self._save(step, observed)
+            self._saver.finish()
         raise TrainingError(
             f"stopped by {self._signals[-1] if self._signals else 'a signal to another rank'} after step {step} of "
             f"{self._stepper.steps}; checkpoint saved; run again to go on"
@@ -118,6 +121,7 @@ class Trainer:
     def _save(self, step: int, observed: int) -> None:
         with self._record.timed("checkpoints"):
             self._saver.start(step, self._state, self._record.to_save(observed))
+        self._saved_step = step
 
 
 @contextlib.contextmanager

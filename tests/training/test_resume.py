@@ -12,6 +12,7 @@ import pytest
 from tests.training.runs import published, timeless, told
 from tests.training.worlds import build_world
 from training.contract.job import Job
+from training.contract.manifest import read_manifest
 from training.contract.recipe import Training
 from training.contract.store import Artifact
 
@@ -108,6 +109,16 @@ def test_asked_to_stop_when_the_last_step_is_told_it_saves(world: Any, forker: A
     job = world.job("policy", SETTINGS, "stopped-late", **(COMPUTE | {"checkpoint_every": 100}))
     assert forker.run(job, stop=20) == [1]
     assert "stopped by SIGTERM after step 20 of 20; checkpoint saved" in job.error.read_text()
+    job.error.unlink()
+    assert_same(published(job, forker.run(job)), calm)
+
+
+def test_asked_to_stop_after_a_save_it_keeps_what_it_saved(world: Any, forker: Any, calm: Artifact):
+    """Another save of that step would first remove its checkpoint, the only one; each tells the seconds of those before."""
+    job = world.job("policy", SETTINGS, "stopped-saved", **(COMPUTE | {"checkpoint_every": 20, "keep_checkpoints": 1}))
+    assert forker.run(job, stop=20) == [1]
+    [checkpoint] = job.checkpoints.glob("*/step-????????")
+    assert "checkpoints" not in read_manifest(checkpoint).details["seconds"]
     job.error.unlink()
     assert_same(published(job, forker.run(job)), calm)
 
