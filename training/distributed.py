@@ -22,33 +22,31 @@ from training.contract.errors import TrainingError
 from training.contract.job import RENDEZVOUS
 from training.contract.recipe import DeviceName
 
-# How long one rank waits for the others: longer than any gap between two ranks' work, far less than gloo's 30 minutes.
-TIMEOUT = timedelta(minutes=5)
-# At a barrier longer, since one rank may have to write and hash all weights before it. One that dies is noticed at once.
-BARRIER_TIMEOUT = timedelta(hours=2)
+# How long one rank waits for the others: one may have to read, write or hash all weights alone, or to score a batch that the
+# others lack. One that dies is noticed at once.
+TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Group:
     """This process (`rank`) among `world`, on `nodes` machines, each with the same number of consecutive ranks.
 
-    Every method is collective: all ranks call it, in the same order. `patient` is a group for barriers.
+    Every method is collective: all ranks call it, in the same order.
     """
 
     rank: int
     world: int
     device: torch.device
     nodes: int = 1
-    patient: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Wait until every rank is here, even one that has long work to do alone."""
+        """Wait until every rank is here."""
         if self.world > 1:
-            dist.barrier(self.patient)
+            dist.barrier()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Replace `tensor` by its sum over the ranks, in place; it is also returned."""
@@ -105,7 +103,6 @@ def group(device: DeviceName) -> Iterator[Group]:
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    patient = None
     _compute_deterministically()
     own = _device(device)
     if world > 1:
@@ -118,8 +115,7 @@ def group(device: DeviceName) -> Iterator[Group]:
             timeout=TIMEOUT,
             device_id=own if on_gpu else None,
         )
-        patient = dist.new_group(backend="gloo", timeout=BARRIER_TIMEOUT)
-    yield Group(rank, world, own, nodes, patient)
+    yield Group(rank, world, own, nodes)
     # Not after an exception: closing the connection makes the other ranks fail, maybe before this one has written why.
     if world > 1:
         dist.destroy_process_group()

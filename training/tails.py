@@ -77,7 +77,6 @@ class _Tails:
             keys_2VK = np.concatenate([self.pairs.keys(side)[self.positions_V] for side in SIDES])
             common_V = self.table.tokens_P2[self.positions_V].min(axis=1).astype(np.int64)
             tails_2V = torch.from_numpy(self.memo.tail_sums(keys_2VK, np.tile(common_V, 2)))
-        self.group.barrier()  # patient: a large memo takes longer to open than ranks otherwise wait for each other
         found: Floats = self.group.broadcast_(tails_2V.to(self.group.device)).cpu().numpy()
         return found
 

@@ -133,7 +133,6 @@ def _load(load: Load, group: Group) -> PreTrainedModel:
         model = load(torch.device("cpu" if group.is_main else "meta"))
     except ModelError as error:
         problem = str(error)
-    group.barrier()  # patient: a large model takes longer to read than ranks otherwise wait for each other
     problems = list(filter(None, group.gather_texts(problem)))
     if model is None or problems:
         raise ModelError(problems[0])
