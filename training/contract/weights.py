@@ -119,9 +119,9 @@ def adapter_fingerprint(folder: Path, base: str) -> str:
 
 def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
     """For each file `tensors`, the sha256 of every tensor by name, and `bytes`, their size. Raises ModelError."""
+    work = [(file, tensor) for file in files for tensor in _places(file)]
     with contextlib.ExitStack() as stack:
         opened = {file: stack.enter_context(open(file, "rb", buffering=0)).fileno() for file in files}
-        work = [(file, tensor) for file in files for tensor in _places(file)]
         with ThreadPoolExecutor(hashers()) as pool:
             digests = list(pool.map(lambda of: _hash_tensor(opened[of[0]], *of), work))
     tables: dict[Path, dict[str, Any]] = {file: {"tensors": {}, "bytes": 0} for file in files}

@@ -240,6 +240,14 @@ def test_a_broken_file_is_refused_by_name(model, content):
         identity(model)
 
 
+def test_a_link_to_nothing_is_refused_by_name(model):
+    """So a cache looks out of which files were pruned."""
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to(model / "blobs" / "4f2a")
+    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
+        weights_identity(model)
+
+
 def test_a_cache_gives_the_same_and_sees_every_edit(model, tmp_path_factory):
     place = tmp_path_factory.mktemp("home") / "hashes.json"
 
