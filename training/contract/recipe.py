@@ -247,12 +247,12 @@ class Recipe(Section):
         Raises RecipeError where a name could mean a folder as well as a repository of the hub.
         """
         sources = tuple(
-            source.model_copy(update={"path": str(folder / source.path)}) if source.path else source
+            source.model_copy(update={"path": _absolute(source.path, folder)}) if source.path else source
             for source in self.data.sources
         )
         tokenization = {
             "tokenizer": _located(self.tokenization.tokenizer, self.tokenization.revision, folder),
-            "chat_template": self.tokenization.chat_template and str(folder / self.tokenization.chat_template),
+            "chat_template": self.tokenization.chat_template and _absolute(self.tokenization.chat_template, folder),
         }
         return self.model_copy(
             update={
@@ -277,4 +277,8 @@ def _located(model: str | None, revision: str | None, folder: Path) -> str | Non
             f"`{model}` with `revision: {revision}` names a repository of the hub, but {folder / model} is a folder: "
             f"write `./{model}` if the folder is meant, or else rename it"
         )
-    return str((folder / Path(model).expanduser()).resolve())
+    return str(Path(_absolute(model, folder)).resolve())
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return str(folder / Path(path).expanduser())

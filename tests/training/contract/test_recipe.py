@@ -272,6 +272,14 @@ def test_paths_are_taken_from_the_recipes_folder(tmp_path: Path):
     assert located.tokenization.tokenizer is None
 
 
+def test_paths_may_begin_with_a_home(tmp_path: Path):
+    text = "data: {sources: [{path: ~/pairs.jsonl}]}\ntokenization: {chat_template: ~/chat.jinja}\nreference: {model: ~/base}"
+    located = recipe(text).located_at(tmp_path)
+    assert located.data.sources[0].path == str(Path.home() / "pairs.jsonl")
+    assert located.tokenization.chat_template == str(Path.home() / "chat.jinja")
+    assert located.reference.model == str((Path.home() / "base").resolve())
+
+
 @pytest.mark.parametrize("model", ["org/name", "models:/other@champion"])
 def test_a_hub_id_and_a_registry_address_stay_as_they_are(tmp_path, model):
     assert recipe(f"reference: {{model: '{model}'}}").located_at(tmp_path).reference.model == model
