@@ -91,8 +91,9 @@ def _implicit_prompt(row: Row) -> Pair:
 
 
 def _strings(row: Row) -> Pair:
-    prompt = text_of(row, "prompt" if "prompt" in row else "question")
-    return _answers(row, (message("user", prompt),))
+    # A table of several sets has every field in every row.
+    name = "question" if row.get("prompt") is None and "question" in row else "prompt"
+    return _answers(row, (message("user", text_of(row, name)),))
 
 
 def _sharegpt(row: Row) -> Pair:
@@ -122,7 +123,7 @@ def _openai(row: Row) -> Pair:
 
 def _comparison(row: Row) -> Pair:
     chosen, rejected = (message("assistant", text) for text in winner_first(row))
-    prompt = text_of(row, "prompt") if "prompt" in row else _instruction(row)
+    prompt = _instruction(row) if row.get("prompt") is None and "instruction" in row else text_of(row, "prompt")
     return make_pair((message("user", prompt),), (chosen,), (rejected,))
 
 

@@ -29,6 +29,7 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
         {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
         {"prompt": "Why?", "question": "As it was asked at first", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": None, "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
     ],
     "sharegpt": [
         {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "Because."},
@@ -46,6 +47,7 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"instruction": "Why?", "input": "", "response1": "No idea.", "response2": "Because.",
          "annotator1": 2, "annotator2": 1, "annotator3": 2},
         {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1"},
+        {"prompt": None, "instruction": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1"},
         {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "winner": "response1"},
         {"prompt": "Why?", "response_0": "Because.", "response_1": "No idea.", "better_response_id": 0},
         {"prompt": "Why?", "response_a": "No idea.", "response_b": "Because.", "winner": "model_b"},
