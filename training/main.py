@@ -89,7 +89,7 @@ def _explained(job: Job, error: Exception) -> Exception:
     """The error; or, if a library ran out of disk, whatever it raised, or torch out of memory, one a person can act on."""
     text = "".join(traceback.format_exception(error))
     telling = [line for line in text.splitlines() if lacks_room(line)]
-    lacks_memory = isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))
+    lacks_memory = isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)))
     if isinstance(error, PedigreeError) or not (telling or lacks_memory):
         return error
     with contextlib.suppress(OSError):

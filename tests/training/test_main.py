@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 
 from tests.training.workshop import Workshop, locations_of
+from training.contract.errors import TrainingError
 from training.contract.events import read_events
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store import Store
-from training.main import WORK, main
+from training.main import WORK, _explained, main
 
 PAIR = {
     "prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -104,6 +106,15 @@ def test_a_programmers_mistake_is_told_with_its_traceback(make_job: MakeJob) -> 
     said = failure(make_job(validation_fraction="a tenth"))
     assert said.traceback.startswith("Traceback (most recent call last)")
     assert said.traceback.rstrip().endswith(f"{said.type}: {said.message}")
+
+
+def test_memory_that_numpy_lacks_is_told_with_advice(make_job: MakeJob) -> None:
+    """A petabyte, which no machine has: its error is of another kind than torch's."""
+    with pytest.raises(MemoryError) as lacking:
+        np.zeros(1 << 50, np.uint8)
+    told = _explained(make_job(), lacking.value)
+    assert isinstance(told, TrainingError)
+    assert "raw_preferences: Unable to allocate 1.00 PiB" in str(told) and "more memory" in str(told)
 
 
 def test_the_first_account_of_a_failure_stays(make_job: MakeJob, tmp_path: Path) -> None:
