@@ -43,6 +43,7 @@ from training.contract.manifest import (
     verify_files,
 )
 from training.distributed import Group
+from training.optim import Optimizers
 from training.pieces import LocalRows, Piece, PieceReader, piece_of
 
 _KIND = "checkpoint of pieces"
@@ -56,13 +57,13 @@ class State:
     """What a checkpoint keeps: parameters, the optimizer that steps them, and what of each this rank holds."""
 
     parameters: Mapping[str, Parameter]
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizers
     local_rows: Callable[[str], LocalRows]
 
     def pieces(self, main: bool) -> list[Piece]:
         """What this rank writes: views of the tensors, which must not change until they are written."""
         tensors = {f"{_WEIGHTS}/{name}": parameter.detach() for name, parameter in self.parameters.items()}
-        tensors |= optimizer_tensors(self.optimizer)
+        tensors |= self.optimizer.tensors()
         found = [self._piece(path, tensor, main) for path, tensor in tensors.items()]
         return [piece for piece in found if piece is not None]
 
@@ -72,7 +73,7 @@ class State:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._read(reader, f"{_WEIGHTS}/{name}"))
         states = [path for path in reader.shapes if not path.startswith(f"{_WEIGHTS}/")]
-        restore_optimizer(self.optimizer, {path: self._read(reader, path) for path in states})
+        self.optimizer.restore({path: self._read(reader, path) for path in states})
 
     def _piece(self, path: str, tensor: Tensor, main: bool) -> Piece | None:
         name = path.split("/", 1)[1]
@@ -177,24 +178,6 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         names = [p.name.removeprefix("step-") for p in self.folder.glob("step-*")]
         return sorted(int(name) for name in names if name.isdecimal())
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of an optimizer over named parameters, flat: `<state>/<parameter>`."""
-    saved = optimizer.state_dict()
-    names = [name for group in saved["param_groups"] for name in group["param_names"]]
-    return {f"{key}/{names[at]}": value for at, state in saved["state"].items() for key, value in state.items()}
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Give an optimizer the state that `optimizer_tensors` took from one built in the same way."""
-    groups = optimizer.state_dict()["param_groups"]
-    at = {name: index for index, name in enumerate(name for group in groups for name in group["param_names"])}
-    state: dict[int, dict[str, Tensor]] = {}
-    for path, value in tensors.items():
-        key, name = path.split("/", 1)
-        state.setdefault(at[name], {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _replace(source: Path, target: Path) -> Path:

@@ -18,8 +18,7 @@ one. After the warm-up it is what transformers' `get_scheduler` gives.
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +34,7 @@ _ROUNDING = 1e-9
 
 
 class Optimizers:
-    """Optimizers over disjoint named parameters, stepped as one.
-
-    `state_dict` has the form that one torch optimizer over all the groups would give, so it is saved in the same way.
-    """
+    """Optimizers over disjoint named parameters, stepped as one. State is kept by the parameters' names."""
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
         self._parts = parts
@@ -51,28 +47,24 @@ class Optimizers:
         for part in self._parts:
             part.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[int, dict[str, Tensor]] = {}
-        groups: list[dict[str, Any]] = []
-        for part, (start, _) in zip(self._parts, self._ranges(), strict=True):
-            own = part.state_dict()
-            state |= {start + at: of_one for at, of_one in own["state"].items()}
-            groups += [group | {"params": [start + at for at in group["params"]]} for group in own["param_groups"]]
-        return {"state": state, "param_groups": groups}
+    def tensors(self) -> dict[str, Tensor]:
+        """The state, flat: `<state>/<parameter>`."""
+        named = ((name, part.state[p]) for part, name, p in self._named() if p in part.state)
+        return {f"{key}/{name}": value for name, state in named for key, value in state.items()}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take what `state_dict` of Optimizers built in the same way gave."""
-        groups = iter(saved["param_groups"])
-        for part, (start, end) in zip(self._parts, self._ranges(), strict=True):
-            state = {at - start: of_one for at, of_one in saved["state"].items() if start <= at < end}
-            own = [next(groups) for _ in part.param_groups]
-            own = [group | {"params": [at - start for at in group["params"]]} for group in own]
-            part.load_state_dict({"state": state, "param_groups": own})
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take what `tensors` of Optimizers built in the same way gave."""
+        owners = {name: (part, p) for part, name, p in self._named()}
+        for path, value in tensors.items():
+            key, name = path.split("/", 1)
+            part, parameter = owners[name]
+            part.state[parameter][key] = value.to(parameter.device)
 
-    def _ranges(self) -> Iterable[tuple[int, int]]:
-        """The numbers of each part's parameters: from, and up to but not including."""
-        sizes = (sum(len(group["params"]) for group in part.param_groups) for part in self._parts)
-        return pairwise(accumulate(sizes, initial=0))
+    def _named(self) -> Iterator[tuple[torch.optim.Optimizer, str, Parameter]]:
+        for part in self._parts:
+            for group in part.param_groups:
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    yield part, name, parameter
 
 
 def build_optimizer(

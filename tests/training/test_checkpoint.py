@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch.nn import Parameter
 
 from tests.training.runs import ALONE, on_two_ranks
-from training.checkpoint import Checkpoint, Checkpoints, State, optimizer_tensors, restore_optimizer
+from training.checkpoint import Checkpoint, Checkpoints, State
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
 from training.contract.optimizer import AdamW
@@ -65,7 +65,7 @@ class Toy:
         return State(self.parameters, self.optimizer, self.held)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {n: p.detach() for n, p in self.parameters.items()} | optimizer_tensors(self.optimizer)
+        return {n: p.detach() for n, p in self.parameters.items()} | self.optimizer.tensors()
 
 
 def same(left: Toy, right: Toy) -> bool:
@@ -323,7 +323,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
     optimizers = [build_optimizer(settings, parameters, {}) for parameters in (straight, first, second)]
     take(optimizers[0], straight, range(4))
     take(optimizers[1], first, range(2))
-    restore_optimizer(optimizers[2], {name: t.clone() for name, t in optimizer_tensors(optimizers[1]).items()})
+    optimizers[2].restore({name: t.clone() for name, t in optimizers[1].tensors().items()})
     for name, parameter in second.items():
         parameter.data.copy_(first[name])
     take(optimizers[2], second, range(2, 4))
@@ -346,8 +346,8 @@ def test_the_state_of_an_optimizer_is_named_after_its_parameters():
     optimizer = build_optimizer(AdamW(), parameters, {})
     take(optimizer, parameters, range(1))
     names = {f"{key}/{name}" for key in ("step", "exp_avg", "exp_avg_sq") for name in parameters}
-    assert set(optimizer_tensors(optimizer)) == names
-    assert optimizer_tensors(optimizer)["exp_avg/b"] == pytest.approx(torch.full((3,), 0.03))
+    assert set(optimizer.tensors()) == names
+    assert optimizer.tensors()["exp_avg/b"] == pytest.approx(torch.full((3,), 0.03))
 
 
 def test_a_parameter_without_dimensions_comes_back(tmp_path: Path):
@@ -364,4 +364,4 @@ def test_a_parameter_without_dimensions_comes_back(tmp_path: Path):
     write_pieces(saved.pieces(main=True), tmp_path / "pieces")
     found.restore(PieceReader([tmp_path / "pieces"]))
     assert torch.equal(found.parameters["scale"], saved.parameters["scale"])
-    assert optimizer_tensors(found.optimizer) == optimizer_tensors(saved.optimizer)
+    assert found.optimizer.tensors() == saved.optimizer.tensors()

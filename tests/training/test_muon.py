@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from training.checkpoint import optimizer_tensors, restore_optimizer
 from training.contract.optimizer import AdamW, Muon
 from training.optim import Optimizers, build_optimizer, hidden_matrices, set_learning_rate
 
@@ -169,12 +168,12 @@ def test_muon_goes_on_as_if_it_had_not_stopped():
     optimizers = [build_optimizer(MUON, parameters, MATRICES) for parameters in (straight, first, second)]
     take(optimizers[0], straight, range(6))
     take(optimizers[1], first, range(3))
-    saved = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizers[1]).items()}
+    saved = {name: tensor.clone() for name, tensor in optimizers[1].tensors().items()}
     moments = {
         f"{state}/{name}" for state in ("step", "exp_avg", "exp_avg_sq") for name in SHAPES.keys() - set(MATRICES)
     }
     assert set(saved) == moments | {f"momentum_buffer/{name}" for name in MATRICES}
-    restore_optimizer(optimizers[2], saved)
+    optimizers[2].restore(saved)
     for name, parameter in second.items():
         parameter.data.copy_(first[name])
     take(optimizers[2], second, range(3, 6))
