@@ -6,7 +6,7 @@
     flags      whether any rank was asked to stop, still saves a checkpoint, or failed to save one
 
 So all ranks know the same and decide the same. On a GPU the numbers are fetched once, together with the norm of the gradient:
-within a step this is the only place where the processor waits for the device.
+here alone a step waits for the device (stepper.py).
 
 Legend: M values, F flags, R ranks.
 """

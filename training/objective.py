@@ -41,7 +41,7 @@ class Objective(ABC, Generic[Collated]):
     """
 
     def __init__(self, pairs: Pairs, names: tuple[str, ...]) -> None:
-        self.names, self.pairs, self._rows = names, pairs, pairs.rows
+        self.names, self.pairs = names, pairs
 
     @abstractmethod
     def count(self, items: Positions) -> int:
@@ -57,7 +57,7 @@ class Objective(ABC, Generic[Collated]):
 
     def rows(self, items: Positions) -> Positions:
         """The data rows of the items, for people."""
-        return self._rows[items]
+        return self.pairs.rows[items]
 
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
         """Called on every rank before its micro-batches `parts` of the global `batch` are run; it may run the model."""

@@ -3,7 +3,7 @@
 A manifest says what an artifact was made from, `recipe.json` with which settings. Here is the rest: the digest of this
 package's source, the libraries, and what decides the order of sums and with it the last bits: machine, threads, number of
 processes. An artifact's identity does not depend on where it was made, so none of this is in a fingerprint. Seconds and
-memory are recorded by the run itself (trainer.py).
+memory are recorded by the run itself (run_record.py).
 """
 
 import platform

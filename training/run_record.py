@@ -1,7 +1,7 @@
 """The record of a run: what it must remember besides weights and optimizer, and the checkpoint it resumes from.
 
-`facts` are plain JSON and go into every checkpoint. So a run that was killed and resumed ends with the same facts, except for
-the seconds, as one that was never interrupted.
+`facts` are plain JSON and go into every checkpoint. So a run that was killed and resumed ends with the same facts as one that
+was never interrupted, but for seconds and memory.
 
 The checkpoint is looked for before anything is loaded, since what has to be done before training depends on it.
 """

@@ -31,10 +31,11 @@ class ResponseObjective(Objective[CollatedRows]):
 
     def __init__(self, pairs: Pairs) -> None:
         super().__init__(pairs, ("loss",))
+        self._tokens = pairs.trained_lengths("chosen")
 
     def count(self, items: Positions) -> int:
         """Response tokens. None of them is the first of its sequence: every prompt has a token."""
-        return sum(int(self.pairs.sequence(int(item), "chosen").mask_T.sum()) for item in items)
+        return int(self._tokens[items].sum())
 
     def collate(self, model: PreTrainedModel, items: Positions) -> CollatedRows:
         return collate(model, [self.pairs.sequence(int(item), "chosen") for item in items])

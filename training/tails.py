@@ -2,7 +2,7 @@
 
 They are sums over some of a response's tokens. The table has sums over all tokens only, since no other option needs more;
 single tokens are in the memo. The memo is a cache: sequences that it lacks (collected, broken, or scored by another
-version) are scored again, as the `reference` job would.
+version) are scored again.
 
 Legend: P pairs, V those asked for. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """

@@ -29,7 +29,7 @@ Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
 ]
 Dtype = Literal["float32", "bfloat16"]
-# What a chat template is given anyway, and arguments of the function that renders it.
+# What every chat template gets without being asked for it, and arguments of the function that renders it.
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template", "strftime_now", "self", "conversations"}
 RESERVED |= {"continue_final_message", "return_assistant_tokens_mask"}
 Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]

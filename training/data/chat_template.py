@@ -37,7 +37,7 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 
 
 class Rejected(Exception):
-    """The template, after `lines_before` that are not its own, does not take a conversation; the text is what it says to it."""
+    """The template, before which stand `lines_before` that are not its own, does not take a conversation, and `said` why."""
 
     def __init__(self, said: str, lines_before: int = 0) -> None:
         super().__init__(said)

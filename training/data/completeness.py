@@ -41,7 +41,10 @@ class Completeness:
         return fault and self._fault_in(marked(given, in_ids=True), if_refused=fault)
 
     def _fault_in(self, test: Marked, if_refused: str | None) -> str | None:
-        """A template that refuses a copy may know which functions there are, or how long an id is."""
+        """The fault in how the copy is written; `if_refused` where the template refuses it.
+
+        It may know which functions there are, or how long an id is.
+        """
         try:
             rendered = self.render(test.copy)
         except Rejected:

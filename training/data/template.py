@@ -152,7 +152,7 @@ def _check_files(job: Job) -> None:
 
 
 def _left_out(template: ChatTemplate) -> str | None:
-    """What it does not write of a question and its answer; None as well where it refuses other words than it is used to."""
+    """What it does not write of a question and its answer; None too where it refuses them, as they are not in its own words."""
     test = marked(Conversation(list(PROBES[2]), answer=1), in_ids=False)
     try:
         return left_out(template.render(test.copy.turns)["text"], test.marks)

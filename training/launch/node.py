@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from training.contract.errors import NodesError
-from training.contract.fields import Section
+from training.contract.fields import Frozen
 from training.contract.fingerprint import short
 from training.contract.job import Job
 from training.contract.software import library_versions, source_digest
@@ -41,7 +41,7 @@ class Word(enum.StrEnum):
     ENDED = "ended"
 
 
-class Order(Section):
+class Order(Frozen):
     """The instructions for a node. `software`: that of the launching machine; `environment`: variables of its user.
 
     Variables that this machine sets itself, or the prefix by `env NAME=value`, take precedence.

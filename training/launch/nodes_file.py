@@ -33,7 +33,7 @@ from pydantic import (
 )
 
 from training.contract.errors import NodesError
-from training.contract.fields import Section
+from training.contract.fields import Frozen, Section
 
 NODES_FILE = "nodes.yaml"
 _HOST = "{host}"
@@ -115,7 +115,7 @@ class Hosts(Section):
         return names
 
 
-class Nodes(Section):
+class Nodes(Frozen):
     """Machines in the order of their ranks; torchrun's processes meet at `port` of the first one."""
 
     port: Port

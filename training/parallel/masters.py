@@ -18,6 +18,7 @@ float32, which the reference does not do.
 """
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class Masters(ABC):
         self.model, self.parameters, self.layout, self.group = model, parameters, layout, layout.group
         self.dtype = DTYPES[precision]
 
-    @property
+    @cached_property
     def has_dropout(self) -> bool:
         """Whether the model or an adapter has any dropout; else training mode, which would change nothing, is left off."""
         fields = text_config(self.model).to_dict().items()
