@@ -19,7 +19,6 @@ from assets.materialized import History, Materialization
 from assets.pipeline import Pipeline, Services
 from assets.release import is_decided
 from assets.world import ROOTS
-from model_registry.connection import brief_patience
 from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.fingerprint import short
 from training.contract.manifest import Derivation
@@ -82,8 +81,7 @@ class _Judge:
     def _released(self, key: str) -> AssetStatus:
         """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
-            with brief_patience():
-                decided = is_decided(self._services.registry, self._pipeline, key)
+            decided = is_decided(self._services.registry, self._pipeline, key)
         except RegistryError as error:
             return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
         if decided:

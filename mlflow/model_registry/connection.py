@@ -54,7 +54,7 @@ class Connection:
         """The client, with short timeouts unless `patient`, as for files. Raises RegistryError, RegistryAway."""
         started = time.monotonic()
         try:
-            with contextlib.nullcontext() if patient else brief_patience():
+            with contextlib.nullcontext() if patient else _brief_patience():
                 yield self.client
         except (MlflowException, SQLAlchemyError, OSError) as error:
             failure = self._failure(what, error, time.monotonic() - started)
@@ -67,7 +67,7 @@ class Connection:
         if started < self._away_until:
             return False
         try:
-            with brief_patience():
+            with _brief_patience():
                 work(self.client)
         except Exception as error:  # whatever a database, a network or a disk can do
             ended = time.monotonic()
@@ -98,7 +98,7 @@ def connect(uri: str) -> MlflowClient:
     return client
 
 
-def brief_patience() -> contextlib.AbstractContextManager[None]:
+def _brief_patience() -> contextlib.AbstractContextManager[None]:
     """Let MLflow's client give up after seconds, unless the user has set its timeouts. Not for uploads of models."""
     return _environment({name: value for name, value in _BRIEF.items() if name not in os.environ})
 
