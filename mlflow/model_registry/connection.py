@@ -153,7 +153,7 @@ def is_away(error: Exception) -> bool:
 
 def is_server(uri: str) -> bool:
     """Whether a server, not this process, decides where artifacts lie."""
-    return uri.startswith(("http://", "https://", "databricks"))
+    return uri.startswith(("http://", "https://"))
 
 
 def page(uri: str, path: str = "") -> str:

@@ -27,7 +27,7 @@ from training.contract.errors import UsageError
 KEY_TAG = "pedigree.key"
 _EVALUATION_TAG = "pedigree.evaluation"
 # What MLflow takes, with a registry; a folder of files only where a person has set MLFLOW_ALLOW_FILE_STORE.
-_KINDS = {"http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks", "databricks-uc"}
+_KINDS = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}
 _log = logging.getLogger(__name__)
 
 
