@@ -110,7 +110,7 @@ def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequen
     for (name, about), commit in zip(new.items(), commits, strict=True):
         if name not in old or old[name]["hub"] != about["hub"]:
             continue
-        was, now = old[name].get("files", {}), about["files"]  # older records have no list of files
+        was, now = old[name]["files"], about["files"]
         words = [
             f"{file} {'removed' if file not in now else 'added' if file not in was else 'differs'}"
             for file in sorted(was.keys() | now.keys())

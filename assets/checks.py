@@ -8,8 +8,6 @@ import dagster as dg
 from assets.pipeline import Pipeline
 from training.contract.store import Artifact
 
-_STEP0_TOLERANCE = 1e-3  # of policies from before jobs stated their own
-
 QUARANTINE = "quarantine_within_limit"
 RESPONSES = "no_empty_response"
 PREFIX = "prompt_is_token_prefix"
@@ -76,7 +74,7 @@ def prefix(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
 
 
 def complete(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
-    left_out, pairs = artifact.details.get("left_out", 0), artifact.details["counts"]["pairs"]  # earlier versions: none
+    left_out, pairs = artifact.details["left_out"], artifact.details["counts"]["pairs"]
     share = left_out / max(1, left_out + pairs)
     description = (
         f"{left_out:,} pairs ({share:.1%}) are refused by the chat template, or it leaves out a part of theirs, or does not "
@@ -87,8 +85,8 @@ def complete(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
 
 
 def _first(artifact: Artifact, name: str) -> str:
-    """What the job says of the first pair that it left out for a reason; earlier versions of it say nothing."""
-    return f". The first: {said}" if (said := artifact.details.get(name)) else ""
+    """What the job says of the first pair that it left out for a reason; nothing where there is none."""
+    return f". The first: {said}" if (said := artifact.details[name]) else ""
 
 
 def splits(artifact: Artifact) -> dg.AssetCheckResult:
@@ -103,8 +101,7 @@ def coverage(artifact: Artifact, pairs: int) -> dg.AssetCheckResult:
 
 
 def step0(artifact: Artifact) -> dg.AssetCheckResult:
-    found, expected = artifact.details["step0_loss"], artifact.details["step0_expected"]
-    allowed = artifact.details.get("step0_allowed", _STEP0_TOLERANCE)
+    found, expected, allowed = (artifact.details[f"step0_{name}"] for name in ("loss", "expected", "allowed"))
     description = f"the loss before the first update is {found:.6f}, expected {expected:.6f} within {allowed:.6f}"
     return _result(STEP0, abs(found - expected) <= allowed, description, loss=found, expected=expected)
 

@@ -35,7 +35,7 @@ def policy(step: Step) -> dg.MaterializeResult:
         **details["train"],
         **details.get("eval", {}),
         "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
-        "provenance": dg.MetadataValue.json(details.get("provenance", {})),
+        "provenance": dg.MetadataValue.json(details["provenance"]),
         **tracking.links(made.artifact),
     }
     return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])

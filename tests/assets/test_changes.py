@@ -1,6 +1,5 @@
-"""What is different in words, of records that an earlier version of the project wrote."""
+"""What is different in words, of records written by hand."""
 
-from dataclasses import replace
 from typing import Any
 
 from assets.changes import changes_since
@@ -14,24 +13,10 @@ from training.contract.store import Made, write_json
 
 
 def _source(hub: dict[str, Any]) -> FoundData:
-    identity = {"hub": "org/pairs", "config": None, "split": "train", **hub}
+    identity = {"hub": "org/pairs", "config": None, "split": "train", "configs": None, **hub}
     source = LocatedSource({"hub": "org/pairs", "split": "train", "revision": "c" * 40}, identity, [])
     how = derivation("preference_source", {}, {"sources": [identity]})
     return FoundData(how, "f" * 64, {"sources.json": []}, [source])
-
-
-def test_a_data_set_of_the_hub_that_was_known_by_its_commit_alone(tmp_path):
-    """Since then its files are part of its identity; whoever looks is told that it differs, and in what."""
-    services = services_in(tmp_path)
-    old = _source({"commit": "a" * 40})
-    made = record(services, old)
-    new = _source({"configs": None, "files": {"train.jsonl": "b" * 40}})
-    words = changes_since(services.store, made.artifact.derivation.key, replace(new, fingerprint="e" * 64))
-    assert words == [
-        f"hub data set.commit {'a' * 40} -> absent",
-        "hub data set.configs absent -> null",
-        "org/pairs at commit cccccccccccc: train.jsonl added",
-    ]
 
 
 def test_a_line_of_the_template_that_is_a_rule(tmp_path):
@@ -48,12 +33,12 @@ def test_a_line_of_the_template_that_is_a_rule(tmp_path):
 def test_the_files_of_a_data_set_of_the_hub_and_another_in_its_place(tmp_path):
     """Five files are named and the rest counted, by hand; of another data set no file is compared with any of the first."""
     services, digit = services_in(tmp_path), "ab"
-    old, new = (_source({"configs": None, "files": {f"{n}.csv": d * 40 for n in range(7)}}) for d in digit)
+    old, new = (_source({"files": {f"{n}.csv": d * 40 for n in range(7)}}) for d in digit)
     made = record(services, old)
     names = ", ".join(f"{n}.csv differs" for n in range(5))
     key = made.artifact.derivation.key
     assert changes_since(services.store, key, new) == [f"org/pairs at commit cccccccccccc: {names}, and 2 more"]
-    other = _source({"hub": "org/others", "configs": None, "files": {"8.csv": "d" * 40}})
+    other = _source({"hub": "org/others", "files": {"8.csv": "d" * 40}})
     assert changes_since(services.store, key, other) == ["hub data set.hub org/pairs -> org/others"]
 
 
