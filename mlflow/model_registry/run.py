@@ -76,18 +76,17 @@ class TrackedRun:
         if time.monotonic() >= self._next_delivery:
             self.flush()
 
-    def replay(self, events: Iterable[Event]) -> bool:
-        """Take many events at once, those of a file; returns whether the server has them all."""
+    def replay(self, events: Iterable[Event]) -> None:
+        """Take many events at once, those of a file."""
         for event in events:
             self._take(event)
-        return self.flush()
+        self.flush()
 
-    def flush(self) -> bool:
-        """Deliver what is pending; returns whether the server has everything."""
+    def flush(self) -> None:
+        """Deliver what is pending."""
         done = self._connection.attempt("log this run; training goes on, events are kept", self._deliver, self._warned)
         self._warned |= not done
         self._next_delivery = time.monotonic() + (_DELIVER_SECONDS if done else _RETRY_SECONDS)
-        return done
 
     def finish(self, status: str) -> None:
         """Deliver what is pending and set the run's final state: FINISHED, FAILED or KILLED."""
