@@ -185,14 +185,13 @@ def rollback(name: str, as_json: bool) -> None:
     settle(pedigree_home())
     services = build_services(pedigree_home())
     with sole_decision(services.store, name):
-        left = services.registry.champion(name)
-        restored = services.registry.rollback(name)
+        restored, left = services.registry.rollback(name)
     if as_json:
-        print_json({"model": name, "champion": restored.number, "rolled_back": left.number if left else None})
+        print_json({"model": name, "champion": restored.number, "rolled_back": left.number})
     else:
         people.print(
-            f"Version {restored.number} of {name} is champion again; version {left.number if left else '-'} is "
-            "marked as rolled back and is not promoted again.",
+            f"Version {restored.number} of {name} is champion again; version {left.number} is marked as rolled back and is not "
+            "promoted again.",
             markup=False,
         )
 

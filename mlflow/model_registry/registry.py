@@ -148,8 +148,8 @@ class Registry:
                 client.set_model_version_tag(version.name, str(version.number), name, value)
         return replace(version, tags={**version.tags, **added})
 
-    def rollback(self, name: str) -> Version:
-        """Make the champion's predecessor champion again, and mark the version it replaces as rolled back."""
+    def rollback(self, name: str) -> tuple[Version, Version]:
+        """Make the champion's predecessor champion again, and mark the champion as rolled back; gives both, in this order."""
         champion = self.champion(name)
         if champion is None:
             self._demand_registered(name)
@@ -163,7 +163,7 @@ class Registry:
             restored = _version(client.get_model_version(name, previous))
             client.set_model_version_tag(name, str(champion.number), ROLLED_BACK_TAG, "true")
             client.set_registered_model_alias(name, "champion", previous)
-        return restored
+        return restored, champion
 
     def resolve(self, address: str) -> Path:
         """The local folder of the Hugging Face model behind `models:/name@alias` or `models:/name/number`."""

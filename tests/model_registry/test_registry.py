@@ -192,12 +192,12 @@ def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry
         registry.nominate(versions[number - 1])
         assert registry.promote(versions[number - 1], over=registry.champion("demo"))
     assert registry.champion("demo").tags[PREVIOUS_TAG] == "2"
-    assert registry.rollback("demo").number == 2
+    assert [version.number for version in registry.rollback("demo")] == [2, 3]
     assert registry.champion("demo").number == 2
     assert registry.find_version("demo", {ROLLED_BACK_TAG: "true"}).number == 3
     for number in (1, 3):  # a candidate replaces nobody
         registry.nominate(versions[number - 1])
-    assert registry.rollback("demo").number == 1
+    assert [version.number for version in registry.rollback("demo")] == [1, 2]
     with pytest.raises(RegistryError, match="version 1 is the first champion of demo"):
         registry.rollback("demo")
     assert MlflowClient(uri).get_model_version_by_alias("demo", "candidate").version == 3
