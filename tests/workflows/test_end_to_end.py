@@ -50,32 +50,15 @@ def test_one_line_a_step(materialized):
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
-@pytest.fixture
-def run_otherwise(materialized, small_recipe, new_home, tmp_path):
-    """The recipe in another home, with other fields of `compute`: what is named is made again, the rest is there."""
-
-    def run(again, **compute):
-        folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {**ATTRIBUTES["compute"], **compute}})
-        for name in ("preferences.jsonl", "base"):
-            (folder / name).symlink_to(small_recipe / name)
-        other = new_home()
-        shutil.copytree(materialized[0].path / "store", other.path / "store", ignore=shutil.ignore_patterns(*again))
-        return other, other.run(str(folder), "--select", again[-1])
-
-    return run
-
-
-def test_one_and_two_processes_give_the_same_losses(materialized, run_otherwise):
-    losses = [
-        [e["loss"] for e in steps_of(*run)] for run in (materialized, run_otherwise(["policy"], processes_per_node=1))
-    ]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-
-
-def test_with_weights_in_shards_everything_is_what_it_was(materialized, run_otherwise):
-    """Every job of the GPU pool: the same bits where nothing was trained, the same losses where something was."""
+def test_with_weights_in_shards_everything_is_what_it_was(materialized, small_recipe, new_home, tmp_path):
+    """Every job of the GPU pool, in another home: the same bits where nothing was trained, the same losses elsewhere."""
+    folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {**ATTRIBUTES["compute"], "parallel": "fsdp"}})
+    for name in ("preferences.jsonl", "base"):
+        (folder / name).symlink_to(small_recipe / name)
     by_models = ["reference_logprobs", "policy", "evaluation"]
-    home, report = run_otherwise(["memo", *by_models], parallel="fsdp")
+    home, made_again = new_home(), shutil.ignore_patterns("memo", *by_models)
+    shutil.copytree(materialized[0].path / "store", home.path / "store", ignore=made_again)
+    report = home.run(str(folder), "--select", "evaluation")
     fingerprints = [{a["asset"]: a["fingerprint"] for a in r["assets"]} for r in (materialized[1], report)]
     for asset in by_models:
         assert {"asset": asset, "outcome": "computed"}.items() <= next(
