@@ -8,7 +8,6 @@ cause is what stdout holds and the exit code is 1.
 import argparse
 import importlib.metadata
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import mlflow.transformers
@@ -44,13 +43,13 @@ def _public_version(library: str) -> str:
     return importlib.metadata.version(library).partition("+")[0]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="model_registry.package", description="Package a policy as an MLflow model.")
     parser.add_argument("name", help="what the model is called, instead of the place it lay in")
     parser.add_argument("policy", type=Path, help="Hugging Face folder with config.json and *.safetensors")
     parser.add_argument("tokenizer", type=Path, help="folder of its tokenizer, with the chat template")
     parser.add_argument("out", type=Path, help="folder to make")
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     try:
         package(given.name, given.policy, given.tokenizer, given.out)
     except Exception as error:  # the parent process turns whatever it is into an error with its cause

@@ -62,7 +62,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path
     home = tmp_path_factory.mktemp("registered home")
     shutil.copy(migrated_database, home / "mlflow.db")
     uri = f"sqlite:///{home / 'mlflow.db'}"
-    run_id = new_run(Tracker(uri, home / "artifacts"), "a")
+    run_id = new_run(Tracker(uri, home / "artifacts"))
     registry = Registry(uri, home / "downloads")
     (elsewhere := tmp_path_factory.mktemp("elsewhere") / "model_registry.py").write_text("raise ImportError(__file__)")
     with chdir(elsewhere.parent):
@@ -73,16 +73,16 @@ def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path
     return Registered(uri, run_id, registry, version)
 
 
-def new_run(tracker: Tracker, key: str) -> str:
-    with tracker.run(experiment="demo", key=key, name=key, params={}, tags={}) as run:
+def new_run(tracker: Tracker) -> str:
+    with tracker.run(experiment="demo", key="a", name="a", params={}, tags={}) as run:
         pass
     assert run.run_id is not None
     return run.run_id
 
 
-def add_versions(uri: str, run_id: str, count: int) -> None:
+def add_versions(tracker: Tracker, count: int) -> None:
     """Versions of `demo` without files: enough for what only moves aliases."""
-    client = MlflowClient(uri)
+    client, run_id = MlflowClient(tracker.tracking_uri), new_run(tracker)
     client.create_registered_model("demo")
     source = f"{client.get_run(run_id).info.artifact_uri}/policy"
     for number in range(1, count + 1):
@@ -166,14 +166,14 @@ def test_a_version_carries_its_lineage_and_is_registered_once(registered: Regist
 
 def test_a_folder_that_is_no_model_is_refused_with_the_cause(registry: Registry, tracker: Tracker, tmp_path: Path):
     (tmp_path / "broken").mkdir()
-    run_id = new_run(tracker, "a")
+    run_id = new_run(tracker)
     with pytest.raises(RegistryError, match=r"broken cannot be packaged as an MLflow model: .*config.json"):
         registry.register("demo", tmp_path / "broken", run_id, identity=IDENTITY, tags={})
     assert registry.find_version("demo", IDENTITY) is None
 
 
 def test_the_latest_version_with_all_tags_is_found(registry: Registry, uri: str, tracker: Tracker):
-    add_versions(uri, new_run(tracker, "a"), 11)
+    add_versions(tracker, 11)
     for number in (2, 10):
         MlflowClient(uri).set_model_version_tag("demo", str(number), "same", "yes")
     found = registry.find_version("demo", {"same": "yes"})
@@ -185,7 +185,7 @@ def test_the_latest_version_with_all_tags_is_found(registry: Registry, uri: str,
 
 def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry, uri: str, tracker: Tracker):
     assert registry.champion("demo") is None
-    add_versions(uri, new_run(tracker, "a"), 3)
+    add_versions(tracker, 3)
     assert registry.champion("demo") is None
     versions = sorted(registry.versions(), key=lambda version: version.number)
     for number in (1, 2, 2, 3):
@@ -207,7 +207,7 @@ def test_a_version_is_promoted_only_over_the_champion_it_was_compared_with(
     registry: Registry, uri: str, tracker: Tracker, tmp_path: Path
 ):
     """Another registry is another home, that asked in between."""
-    add_versions(uri, new_run(tracker, "a"), 3)
+    add_versions(tracker, 3)
     first, second, third = sorted(registry.versions(), key=lambda version: version.number)
     assert not registry.promote(second, over=first), "there is none yet"
     assert Registry(uri, tmp_path / "elsewhere").promote(first, over=None)
@@ -220,14 +220,14 @@ def test_a_version_is_promoted_only_over_the_champion_it_was_compared_with(
     assert PREVIOUS_TAG not in registry.find_version("demo", third.tags).tags
 
 
-def test_what_is_not_there_is_said(registry: Registry, uri: str, tracker: Tracker):
+def test_what_is_not_there_is_said(registry: Registry, tracker: Tracker):
     with pytest.raises(UnknownModel, match=r"no model demo is registered in .*, where there is none; "):
         registry.rollback("demo")
     with pytest.raises(RegistryError, match="expected models:/name@champion"):
         registry.resolve("demo@champion")
     with pytest.raises(UnknownModel, match="no model demo is registered"):
         registry.resolve("models:/demo@champion")
-    add_versions(uri, new_run(tracker, "a"), 1)
+    add_versions(tracker, 1)
     with pytest.raises(RegistryError, match="demo has no champion"):
         registry.rollback("demo")
     registry.nominate(registry.find_version("demo", {}))
