@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -32,10 +31,10 @@ _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """Its commits, each with the bytes of its files, and where its branches are; `token`: without it nobody may read."""
+    """Its commits, each with the bytes of its files, and which is the head of `main`; `token`: without it nobody may read."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
-    branches: dict[str, str] = field(default_factory=dict)
+    head: str = ""
     token: str | None = None
     gated: bool = False
 
@@ -81,23 +80,20 @@ class Hub:
         finally:
             self.server.deaf = False
 
-    def commit(self, name: str, files: Mapping[str, bytes | str] | Path, branch: str = "main") -> str:
-        """Make `files`, or those of a folder, the head of `branch` of `name`, `models/ORG/NAME` or `datasets/ORG/NAME`."""
-        if isinstance(files, Path):
-            files = {p.relative_to(files).as_posix(): p.read_bytes() for p in files.rglob("*") if p.is_file()}
+    def commit(self, name: str, files: Mapping[str, bytes | str]) -> str:
+        """Make `files` the head of `name`, `models/ORG/NAME` or `datasets/ORG/NAME`."""
         content = {path: data.encode() if isinstance(data, str) else data for path, data in files.items()}
         repository = self.repositories.setdefault(name, Repository())
         told = [name, len(repository.commits), sorted((path, _blob(data)) for path, data in content.items())]
         commit = hashlib.sha1(json.dumps(told).encode()).hexdigest()
         repository.commits[commit] = content
-        repository.branches[branch] = commit
+        repository.head = commit
         return commit
 
-    def amend(self, name: str, changes: Mapping[str, bytes | str | None], branch: str = "main") -> str:
-        """A commit on `branch` with some files changed, added or (None) removed."""
+    def amend(self, name: str, changes: Mapping[str, bytes | str]) -> str:
+        """A commit with some files changed or added."""
         repository = self.repositories[name]
-        files: dict[str, Any] = repository.commits[repository.branches[branch]] | dict(changes)
-        return self.commit(name, {path: data for path, data in files.items() if data is not None}, branch)
+        return self.commit(name, {**repository.commits[repository.head], **changes})
 
     def asked(self, part: str = "") -> list[str]:
         """The requests whose path holds `part`, in order, as `METHOD path`."""
@@ -215,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(401, "GatedRepo", f"Access to {name} is restricted. You must have access to it.")
         if repository is None or repository.token not in (None, bearer):
             raise _Refused(401, "RepoNotFound", "Repository not found")
-        commit = repository.branches.get(revision, revision)
+        commit = repository.head if revision == "main" else revision
         if commit not in repository.commits:
             raise _Refused(404, "RevisionNotFound", f"Invalid rev id: {revision}")
         return commit, repository.commits[commit]

@@ -137,13 +137,13 @@ def test_other_rows_of_the_same_files_are_other_data(
 ):
     """By the recipe's fields, and by either file in which a data set says what its configs and splits are."""
     repository = hub.repositories["datasets/org/lines"]
-    before, of_recipe = repository.branches["main"], change.keys() <= {"config", "split"}
+    before, of_recipe = repository.head, change.keys() <= {"config", "split"}
     if not of_recipe:
         hub.amend("datasets/org/lines", change)
     source = SOURCES[0] | change if of_recipe else SOURCES[0]
     edited = recipe("org/sharded", [source, *SOURCES[1:]], tokenization={"tokenizer": "org/tokenizer"})
     looked = resident.found("status", edited)
-    repository.branches["main"] = before
+    repository.head = before
     [state, cause] = looked["preference_source"]
     assert state == "stale" and told in cause
     assert looked["raw_preferences"] == ["stale", f"preference_source: {cause}"]
@@ -159,7 +159,7 @@ def test_data_of_another_split_are_read_and_lead_to_nothing(hub: Hub, resident: 
 
 
 def test_new_rows_and_new_weights_are_told_with_their_commits(hub: Hub, resident: Resident, made: Path, whole: Path):
-    old = hub.repositories["datasets/org/table"].branches["main"]
+    old = hub.repositories["datasets/org/table"].head
     table = hub.repositories["datasets/org/table"].commits[old]["train.csv"].decode()
     new = hub.amend("datasets/org/table", {"train.csv": table + '"Say more.",Much.,Little.\n'})
     causes = resident.found("status", whole)
@@ -183,7 +183,7 @@ def test_without_a_network_what_is_cached_serves(
 ):
     """A pinned recipe asks nothing at all; a branch is taken to be where it was; HF_HUB_OFFLINE is the same by intention."""
     looked = resident.found("status", whole)
-    heads = {name: repository.branches["main"] for name, repository in hub.repositories.items()}
+    heads = {name: repository.head for name, repository in hub.repositories.items()}
     pinned = recipe(
         "org/sharded",
         [{**source, "revision": heads[f"datasets/{source['hub']}"]} for source in SOURCES],
