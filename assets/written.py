@@ -45,11 +45,10 @@ def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
 
 def _node(file: Path, path: Sequence[str]) -> yaml.Node | None:
     try:
-        documents = list(yaml.compose_all(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
+        document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError):
         return None
-    found = (_below(document, ("attributes", *path)) for document in documents)
-    return next((node for node in found if node is not None), None)
+    return _below(document, ("attributes", *path))
 
 
 def _below(node: yaml.Node | None, path: Sequence[str]) -> yaml.Node | None:

@@ -60,8 +60,7 @@ def refuse_repeated_keys(file: Path) -> None:
 def variant_names(file: Path) -> list[str]:
     """The variants that another recipe's file names; none where that cannot be read, which is told when it is loaded."""
     try:
-        documents = list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
-        return [str(name) for document in documents for name in document["attributes"]["variants"]]
+        return [str(name) for name in yaml.safe_load(file.read_text(encoding="utf-8"))["attributes"]["variants"]]
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
         return []
 

@@ -60,15 +60,6 @@ def test_a_file_that_is_gone_meanwhile_is_named_all_the_same(pipelines):
         raise ModelError("gone")
 
 
-def test_of_several_documents_the_one_that_says_it_is_told(pipelines):
-    pipelines[None].file.write_text(f"type: elsewhere.Other\n---\n{RECIPE}")
-    with (
-        pytest.raises(ModelError, match=r"defs\.yaml:10: reference\.model: "),
-        written(pipelines[None], "reference.model"),
-    ):
-        raise ModelError("gone")
-
-
 def test_a_server_that_is_away_is_not_the_recipes_fault(pipelines):
     with pytest.raises(RegistryAway, match=r"^no answer$"), written(pipelines[None], "reference.model"):
         raise RegistryAway("no answer")
