@@ -4,7 +4,6 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,9 @@ ABOUT: dict[str, Any] = {"experiment": "remote", "name": "policy", "params": {"s
 
 
 @pytest.fixture
-def events(tmp_path: Path) -> Iterator[EventWriter]:
+def events(tmp_path: Path) -> EventWriter:
     """What a job of training writes, to `events.jsonl`."""
-    yield EventWriter(tmp_path / "events.jsonl")
+    return EventWriter(tmp_path / "events.jsonl")
 
 
 def steps(client: MlflowClient, run_id: str) -> list[tuple[int, float]]:
@@ -139,7 +138,7 @@ def test_training_outlives_the_server_and_is_replayed(
     assert [(point.step, point.value) for point in client.get_metric_history(run.run_id, "eval/loss")] == [(5, 0.5)]
 
 
-def test_events_are_kept_while_no_run_could_even_be_made(tmp_path: Path, warnings: list[str]):
+def test_events_are_kept_while_no_run_could_even_be_made(warnings: list[str]):
     """Port 9 of loopback refuses at once."""
     with Tracker("http://user:secret@127.0.0.1:9", None, warnings.append).run(key="c", **ABOUT) as run:
         for number in range(1, 1000):

@@ -134,7 +134,7 @@ def test_both_exports_are_the_policy_that_was_evaluated(tiny_world, exported):
         assert sum(logps) / len(logps) == pytest.approx(told(alone, "eval")[-1]["eval/logps/chosen"], abs=1e-4)
 
 
-def test_an_exported_adapter_is_small_and_merged_later_gives_the_merged_export(tiny_world, exported):
+def test_an_exported_adapter_is_small_and_merged_later_gives_the_merged_export(exported):
     """To the last bit: both have the same fingerprint."""
     (merged, of_merged), (alone, of_alone) = exported["merged"], exported["adapter"]
     assert {p.name for p in alone.staging.glob("*.safetensors")} == {"adapter_model.safetensors"}

@@ -186,7 +186,7 @@ def start(script: str, job: Job, *arguments: str) -> "subprocess.Popen[str]":
 
 
 @pytest.fixture(scope="module")
-def few(oracle: Oracle, last_response: tuple[Artifact, Artifact], tmp_path_factory) -> Path:
+def few(last_response: tuple[Artifact, Artifact], tmp_path_factory) -> Path:
     """The first hundred pairs, as a folder."""
     folder = tmp_path_factory.mktemp("few")
     with pa.ipc.open_stream(last_response[0].folder / PAIRS_FILE) as stream:
@@ -301,7 +301,7 @@ def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_worl
 
 
 @pytest.mark.parametrize("change", ["dtype", "weights"])
-def test_another_dtype_or_other_weights_know_nothing_of_each_other(tiny_world, workshop, tmp_path, change):
+def test_another_dtype_or_other_weights_know_nothing_of_each_other(tiny_world, workshop, change):
     workshop.do(tiny_job(tiny_world, workshop))
     job = tiny_job(tiny_world, workshop, "bfloat16" if change == "dtype" else "float32")
     if change == "weights":

@@ -1,7 +1,6 @@
 """Pairs scored again beside the table: against plain transformers, and against a table that was tampered with."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ def test_an_unknown_row_is_wrong_use(tiny_world: Any) -> None:
         rescored(tiny_world, [100, 7])
 
 
-def test_spread(tmp_path: Path) -> None:
+def test_spread() -> None:
     assert evenly_spaced(np.arange(0), 16).tolist() == []
     assert evenly_spaced(np.array([4, 7, 9]), 16).tolist() == [4, 7, 9]
     assert evenly_spaced(np.arange(101), 3).tolist() == [0, 50, 100]

@@ -141,7 +141,7 @@ def test_the_accuracy_is_that_of_the_evaluation(ground: Ground, comparison: Comp
         assert beta * each.means["margin"] == pytest.approx(metrics["eval/rewards/margins"].value, abs=1e-6)
 
 
-def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, reports: list[RunReport], tmp_path):
+def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, reports: list[RunReport]):
     folder = ground.folders["sweep"]
     before = (folder / "defs.yaml").read_text()
     try:

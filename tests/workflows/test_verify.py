@@ -70,7 +70,7 @@ def test_flipped_bits_and_lost_files(looking, materialized):
     assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file ")
 
 
-def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, materialized, small_recipe):
+def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, materialized):
     """A table with one wrong value and a manifest that fits it: as a wrong mask or precision would have made it."""
     folder = folder_of(looking, materialized, "reference_logprobs")
     table = LogProbTable.read(folder, 160)

@@ -98,7 +98,7 @@ def test_the_format_is_that_of_most_rows_and_not_of_the_first(workshop):
     assert done.details["reasons"] == {"missing field": 1}
 
 
-def test_the_fingerprint_is_of_the_pairs_and_not_of_the_files(workshop, tmp_path):
+def test_the_fingerprint_is_of_the_pairs_and_not_of_the_files(workshop):
     conversation = {
         "prompt": [{"role": "user", "content": "Why?"}], "rejected": [{"role": "assistant", "content": "No idea."}],
         "chosen": [{"role": "assistant", "content": "Because."}],

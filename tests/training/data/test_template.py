@@ -313,7 +313,7 @@ def test_a_tokenizer_that_saving_would_change_is_refused(tmp_path, tiny_chat):
         _write(tmp_path, load_tokenizer(tiny_chat), {"tokenizer_fingerprint": "0" * 64})
 
 
-def test_a_refused_role_carries_the_templates_own_words(tiny_chat, write):
+def test_a_refused_role_carries_the_templates_own_words(tiny_chat):
     tokenizer = load_tokenizer(tiny_chat)
     tokenizer.chat_template = GEMMA_LIKE
     with pytest.raises(Rejected, match="System role not supported"):
