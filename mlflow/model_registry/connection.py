@@ -161,7 +161,7 @@ def page(uri: str, path: str = "") -> str:
 
     `workflowType` chooses MLflow's layout for training runs over the one for chat traces.
     """
-    address = shown(uri).rstrip("/") if is_server(uri) else _served_at(uri)
+    address = shown(uri) if is_server(uri) else _served_at(uri)
     return f"{address.rstrip('/')}/#/{path}?workflowType=machine_learning"
 
 
