@@ -19,8 +19,19 @@ PROCESS_TAG = "pedigree/process"
 
 def sign(context: dg.AssetExecutionContext, home: Path) -> None:
     """Tag the run of `context` with this process, unless the command that started the run has done so."""
-    if PROCESS_TAG not in context.run.tags:
-        context.instance.add_run_tags(context.run.run_id, {PROCESS_TAG: this_process(home)})
+    if process_of(context.run) is None:
+        context.instance.add_run_tags(context.run.run_id, signature(context.run.run_id, home))
+
+
+def signature(run_id: str, home: Path) -> dict[str, str]:
+    """The tag of a run that this process works on; it names the run too, since Dagster copies tags to a re-execution."""
+    return {PROCESS_TAG: f"{run_id} {this_process(home)}"}
+
+
+def process_of(run: dg.DagsterRun) -> str | None:
+    """The process that has signed this run itself."""
+    signed, _, process = run.tags.get(PROCESS_TAG, "").partition(" ")
+    return process if signed == run.run_id else None
 
 
 def this_process(home: Path) -> str:

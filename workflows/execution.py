@@ -2,17 +2,18 @@
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import dagster as dg
 
 from assets.graph import GPU_POOL, GRAPH
 from assets.materialized import Materialization, latest
 from assets.pipeline import Pipeline, Services
-from assets.process import PROCESS_TAG, is_alive, this_process
+from assets.process import is_alive, process_of, signature
 from training.contract.errors import PedigreeError
 from workflows.names import claim
 from workflows.recipes import LoadedRecipe
@@ -88,11 +89,9 @@ def materialize(
     close_dead_runs(instance, services.home)
     wait_for_pools({pool for name in selected if (pool := GRAPH[name].pool)}, instance, services.home)
     result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
-        instance=instance,
         asset_selection=[pipeline.key(name) for name in selected],
-        tags={PROCESS_TAG: this_process(services.home)},
-        run_config=_QUIET,
         raise_on_error=False,
+        **_signed_run(services, instance),
     )
     done = _materialized(result)
     evaluated = done.get("evaluation", Materialization()).fingerprint
@@ -126,8 +125,15 @@ def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, wor
     job = dg.GraphDefinition(f"{name}_job", node_defs=[step]).to_job(executor_def=dg.in_process_executor)
     close_dead_runs(instance, services.home)
     wait_for_pools({GPU_POOL}, instance, services.home)
-    job.execute_in_process(instance=instance, tags={PROCESS_TAG: this_process(services.home)}, run_config=_QUIET)
+    job.execute_in_process(**_signed_run(services, instance))
     return given[0]
+
+
+def _signed_run(services: Services, instance: dg.DagsterInstance) -> dict[str, Any]:
+    """What `execute_in_process` needs for a run that everybody sees this process work on from its beginning."""
+    run_id = str(uuid.uuid4())
+    tags = signature(run_id, services.home)
+    return {"instance": instance, "run_id": run_id, "tags": tags, "run_config": _QUIET}
 
 
 def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
@@ -136,7 +142,7 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
     A killed process cannot do so itself: its run would count as started, and its slot in the pool `gpu` as taken, for ever.
     """
     for run in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
-        if PROCESS_TAG in run.tags and not is_alive(run.tags[PROCESS_TAG], home):
+        if (process := process_of(run)) is not None and not is_alive(process, home):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 

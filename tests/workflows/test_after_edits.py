@@ -16,7 +16,7 @@ from assets.changes import NO_RECORD
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.pipeline import Pipeline
-from assets.process import PROCESS_TAG, is_alive
+from assets.process import is_alive, process_of
 from assets.realize import Work, describe_job
 from assets.world import look
 from model_registry.registry import Registry
@@ -257,7 +257,7 @@ def test_a_selected_asset_comes_with_what_it_is_made_of(ground: Ground, world: W
 def test_a_run_that_no_command_started_is_signed_by_its_process(ground: Ground, world: World, asset: str):
     """Whatever it materializes, a download of the base model too: a run that is killed has to be found dead by the next."""
     run = materialize_alone(asset, load_recipe(world.folder), ground)
-    assert is_alive(run.tags[PROCESS_TAG], ground.home)
+    assert is_alive(process_of(run), ground.home)
 
 
 def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):

@@ -188,8 +188,8 @@ def test_a_job_that_cannot_be_read_keeps_its_folder_for_a_day_and_while_it_runs(
 
 def test_what_a_run_in_progress_has_made_stays(looking):
     """Nothing stays for a run whose process is gone, though it counts as started until somebody looks."""
-    tags = {PROCESS_TAG: f"elsewhere 1 {looking.home / 'processes' / 'gone.lock'}"}
-    looking.instance.add_run(dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED, tags=tags))
+    tags = {PROCESS_TAG: f"killed elsewhere 1 {looking.home / 'processes' / 'gone.lock'}"}
+    looking.instance.add_run(dg.DagsterRun("small", "killed", status=dg.DagsterRunStatus.STARTED, tags=tags))
     orphan = publish(looking, "before")
     old = orphan.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
     (orphan.folder / "manifest.json").write_bytes(old.sealed())

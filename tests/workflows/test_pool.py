@@ -1,6 +1,7 @@
 """Work outside of a recipe's run that needs the GPU: it takes its place in the pool, waits for it, and gives it back."""
 
 import threading
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,10 +9,10 @@ import dagster as dg
 import pytest
 
 from assets.pipeline import Services
-from assets.process import PROCESS_TAG, this_process
+from assets.process import PROCESS_TAG, is_alive, process_of, sign, this_process
 from training.contract.errors import StoreError
 from training.contract.staging import claim_folder
-from workflows.execution import in_gpu_pool
+from workflows.execution import close_dead_runs, in_gpu_pool
 from workflows.resources import build_services, settle
 
 
@@ -38,7 +39,7 @@ def test_work_has_a_place_while_it_runs_and_no_longer(services, instance):
     assert in_gpu_pool("verify", services, instance, lambda: places_taken(instance)) == 1
     assert places_taken(instance) == 0
     [run] = instance.get_runs()
-    assert (run.status, run.tags[PROCESS_TAG]) == (dg.DagsterRunStatus.SUCCESS, this_process(services.home))
+    assert (run.status, process_of(run)) == (dg.DagsterRunStatus.SUCCESS, this_process(services.home))
 
 
 def test_what_work_raises_is_what_is_raised(services, instance):
@@ -53,9 +54,7 @@ def test_what_work_raises_is_what_is_raised(services, instance):
 def test_work_waits_for_whoever_has_the_pool_and_says_so(services, instance, caplog):
     """The other has the place until it has seen that somebody waits; so the order is sure without a clock."""
     order = []
-    other = instance.create_run_for_job(
-        dg.GraphDefinition("other").to_job(), tags={PROCESS_TAG: this_process(services.home)}
-    )
+    other = instance.create_run_for_job(dg.GraphDefinition("other").to_job())
     instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
     instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
 
@@ -76,9 +75,9 @@ def test_work_waits_for_whoever_has_the_pool_and_says_so(services, instance, cap
 def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, caplog):
     """In whichever state its run is then. A run that no process of ours has signed may be at work for all that is known."""
     job, claim = dg.GraphDefinition("other").to_job(), claim_folder(services.home / "processes")
-    tags = {PROCESS_TAG: f"elsewhere 1 {claim.lock.name}"}
     unsigned = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
-    dying = instance.create_run_for_job(job, tags=tags, status=dg.DagsterRunStatus.CANCELING)
+    dying = instance.create_run_for_job(job, status=dg.DagsterRunStatus.CANCELING)
+    instance.add_run_tags(dying.run_id, {PROCESS_TAG: f"{dying.run_id} elsewhere 1 {claim.lock.name}"})
     instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
     instance.event_log_storage.claim_concurrency_slot("gpu", dying.run_id, "train")
 
@@ -93,3 +92,20 @@ def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, cap
     thread.join()
     found = [instance.get_run_by_id(run.run_id).status for run in (unsigned, dying)]
     assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE]
+
+
+def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_it_first(services, instance):
+    """Dagster gives it the tags of the first, whose process is gone; it is at work, in whatever state, before it has signed."""
+    seen, dead = [], {PROCESS_TAG: f"{uuid.uuid4()} elsewhere 1 {services.home / 'processes' / 'gone.lock'}"}
+
+    @dg.asset
+    def again(context: dg.AssetExecutionContext) -> None:
+        close_dead_runs(instance, services.home)
+        sign(context, services.home)
+        close_dead_runs(instance, services.home)
+        seen.append(is_alive(process_of(instance.get_run_by_id(context.run.run_id)), services.home))
+
+    job = dg.GraphDefinition("other").to_job()
+    starting = instance.create_run_for_job(job, tags=dead, status=dg.DagsterRunStatus.STARTING)
+    assert dg.materialize([again], instance=instance, tags=dead).success and seen == [True]
+    assert instance.get_run_by_id(starting.run_id).status == dg.DagsterRunStatus.STARTING
