@@ -141,8 +141,11 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
 
     A killed process cannot do so itself: its run would count as started, and its slot in the pool `gpu` as taken, for ever.
     """
-    for run in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
-        if (process := process_of(run)) is not None and not is_alive(process, home):
+    for begun in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
+        if (process := process_of(begun)) is None or is_alive(process, home):
+            continue
+        # Asked again now that nobody works on it: its process may have ended it since the runs were listed.
+        for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 

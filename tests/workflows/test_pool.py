@@ -109,3 +109,23 @@ def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_
     starting = instance.create_run_for_job(job, tags=dead, status=dg.DagsterRunStatus.STARTING)
     assert dg.materialize([again], instance=instance, tags=dead).success and seen == [True]
     assert instance.get_run_by_id(starting.run_id).status == dg.DagsterRunStatus.STARTING
+
+
+def test_a_run_that_ends_while_somebody_looks_keeps_its_end(services, instance, monkeypatch):
+    """It succeeds, and its process ends, after the runs were listed and before anybody asks for the process."""
+    claim = claim_folder(services.home / "processes")
+    run = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
+    instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {claim.lock.name}"})
+    get_runs = instance.get_runs
+
+    def list_and_end(filters):
+        if found := get_runs(filters):
+            instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, "other"), run.run_id)
+            claim.give_up()
+        return found
+
+    monkeypatch.setattr(instance, "get_runs", list_and_end)
+    close_dead_runs(instance, services.home)
+    told = [entry.dagster_event.event_type_value for entry in instance.all_logs(run.run_id) if entry.dagster_event]
+    assert "PIPELINE_SUCCESS" in told and "PIPELINE_FAILURE" not in told
+    assert instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.SUCCESS
