@@ -116,7 +116,7 @@ def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artif
     """
     store, kind, key = services.store, derivation.kind, derivation.key
     try:
-        return store.find(kind, key)
+        return store.reuse(kind, key)
     except CorruptRecord as error:
         log.warning(f"{error}. Set aside in {store.mend_record(kind, key)}; the manifest of its artifact is used.")
         return find_sound(services, derivation, log)

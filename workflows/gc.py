@@ -3,8 +3,8 @@
 Kept is what is referred to by
 * a version of any model in the registry: its tags hold the fingerprints of its lineage;
 * the latest materialization of any asset of any recipe that this Dagster instance knows, fresh or stale;
-* a job in progress, that is, one whose key's lock is held; and whatever was made since the oldest unfinished run began,
-  since it may be published and not yet recorded by Dagster;
+* a job in progress, that is, one whose key's lock is held; and whatever was made, or found in the store and used, since the
+  oldest unfinished run began, since Dagster may not have recorded it yet;
 with all its ancestors. The memo of a kept model is kept whole: it is what makes scoring cheap. An interrupted job keeps its
 folder as long as that has checkpoints to resume from, and a job whose description cannot be read keeps it for a day. Of
 versions that were downloaded from a server those stay that an alias points at, and all while a run is unfinished.
@@ -47,6 +47,7 @@ from workflows.execution import BEGUN, close_dead_runs
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
+_MEMO = "memo/"
 _UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.NOT_STARTED, *BEGUN])
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
@@ -91,20 +92,17 @@ class Sweep:
 
     def __init__(self, services: Services, instance: dg.DagsterInstance):
         self._services, self._store, self._instance = services, services.store, instance
+        # Listed before their users are: what appears, or comes into use, later is no garbage.
+        self._used = {found: self._store.used(*found) for found in self._artifacts()}
         self._keys = {kind: keys_by_fingerprint(self._store, kind) for kind in _KINDS}
-        # Listed before their users are: what appears later is no garbage.
         self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
         self._jobs = _folders((services.home / "jobs").resolve())
         self._since = self._oldest_unfinished_run()
 
     def garbage(self) -> Iterator[Garbage]:
-        for kind in _KINDS:
-            for folder in _folders(self._store.root / kind):
-                if (kind, folder.name) not in self.kept and not self._is_recent(kind, folder.name):
-                    yield _garbage(kind, folder)
-        for rule in _folders(self._store.root / "memo"):
-            if rule.name not in self._kept_rules:
-                yield from (_garbage(f"memo/{rule.name}", shard) for shard in _folders(rule))
+        for kind, name in self._used:
+            if (kind, name) not in self.kept and kind.removeprefix(_MEMO) not in self._kept_rules:
+                yield _garbage(kind, self._store.folder(kind, name))
         yield from (_garbage("job", folder) for folder in self._jobs if self._is_over(folder))
         yield from (_garbage("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder))
         yield from (_garbage("corrupt", folder) for folder in self._folders["corrupt"])
@@ -131,13 +129,14 @@ class Sweep:
         if item.kind not in self._keys:
             self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
         keys = self._keys[item.kind].get(item.fingerprint, [])
-        return remove_artifact(self._store, item.kind, item.fingerprint, keys)
+        used = self._used[item.kind, item.fingerprint]
+        return remove_artifact(self._store, item.kind, item.fingerprint, keys, used)
 
     @cached_property
     def kept(self) -> set[Reference]:
         """Every artifact that is referred to, and its ancestors."""
         kept: set[Reference] = set()
-        waiting = [*self._registered(), *self._materialized(), *self._in_progress()]
+        waiting = [*self._registered(), *self._materialized(), *self._in_progress(), *self._recent()]
         while waiting:
             reference = waiting.pop()
             if reference in kept:
@@ -146,6 +145,10 @@ class Sweep:
             if (manifest := self._manifest(*reference)) is not None:
                 waiting += _references(manifest.made_from.inputs)
         return {(kind, fingerprint) for kind, fingerprint in kept if self._store.folder(kind, fingerprint).is_dir()}
+
+    def _artifacts(self) -> Iterator[Reference]:
+        rules = [f"{_MEMO}{rule.name}" for rule in _folders(self._store.root / "memo")]
+        yield from ((kind, folder.name) for kind in (*_KINDS, *rules) for folder in _folders(self._store.root / kind))
 
     def _registered(self) -> Iterator[Reference]:
         for version in self._services.registry.versions():
@@ -180,6 +183,12 @@ class Sweep:
             if job is not None and is_held(self._store.lock_file(job.artifact, job.derivation.key)):
                 yield from _references(job.inputs)
 
+    def _recent(self) -> Iterator[Reference]:
+        """What an unfinished run may have made, or found and used, before Dagster has recorded it."""
+        if self._since is not None:
+            began = int(self._since.timestamp()) * 10**9
+            yield from (found for found, used in self._used.items() if used is not None and used >= began)
+
     @cached_property
     def _kept_rules(self) -> set[str]:
         """The scoring rules of all kept models, and those of kept tables."""
@@ -197,11 +206,6 @@ class Sweep:
     def _oldest_unfinished_run(self) -> datetime | None:
         records = self._instance.get_run_records(_UNFINISHED_RUNS)
         return min((record.create_timestamp.astimezone(UTC) for record in records), default=None)
-
-    def _is_recent(self, kind: str, fingerprint: str) -> bool:
-        if self._since is None or (manifest := self._manifest(kind, fingerprint)) is None:
-            return False
-        return datetime.fromisoformat(manifest.created) >= self._since.replace(microsecond=0)
 
     def _is_over(self, folder: Path) -> bool:
         return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)

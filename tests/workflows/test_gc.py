@@ -31,6 +31,7 @@ from workflows.lineage import status
 from workflows.recipes import load_recipe
 
 pytestmark = pytest.mark.slow
+YEARS_AGO = 1_577_836_800
 
 
 def named(looking, kind, delete=False):
@@ -175,6 +176,44 @@ def test_what_came_into_use_since_it_was_named_stays(looking):
     assert job.folder.is_dir() and not job.staging.exists() and not aside.exists()
 
 
+@pytest.mark.parametrize("text", ["old", "new"], ids=["found in the store", "made again in another way"])
+def test_what_was_used_since_it_was_named_stays(looking, text):
+    """Though nobody holds its lock any more: a run that took it may begin and end while others are removed."""
+    orphan, left = publish(looking, "old"), publish(looking, "left")
+    sweep = Sweep(looking.services, looking.instance)
+    items = {item.fingerprint: item for item in sweep.garbage() if item.kind == "training_spec"}
+    assert set(items) == {orphan.fingerprint, left.fingerprint}
+    used = publish(looking, text)
+    assert used.folder == orphan.folder
+    assert not sweep.remove(items[orphan.fingerprint]) and sweep.remove(items[left.fingerprint])
+    for derivation in (orphan.derivation, used.derivation):
+        assert looking.services.store.find("training_spec", derivation.key) is not None
+    assert named(looking, "training_spec", delete=True) == [orphan.fingerprint]
+
+
+def test_what_somebody_publishes_just_now_stays(looking):
+    """In a way that nobody knows of yet: the record of its key is written last."""
+    orphan = publish(looking, "old")
+    with holding([looking.services.store.lock_file("training_spec", orphan.fingerprint)]):
+        assert named(looking, "training_spec", delete=True) == []
+    assert named(looking, "training_spec", delete=True) == [orphan.fingerprint]
+
+
+def test_what_a_run_in_progress_has_found_in_the_store_stays(looking):
+    """With what it was made from. Dagster learns of it at the end of the step."""
+    below = publish(looking, "below")
+    orphan = publish(looking, "old", training_spec=Source(kind="training_spec", fingerprint=below.fingerprint))
+    for artifact in (below, orphan):
+        os.utime(artifact.folder, (YEARS_AGO, YEARS_AGO))
+    run = dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED)
+    looking.instance.add_run(run)
+    assert named(looking, "training_spec") == sorted([below.fingerprint, orphan.fingerprint])
+    publish(looking, "old", training_spec=Source(kind="training_spec", fingerprint=below.fingerprint))
+    assert named(looking, "training_spec", delete=True) == []
+    looking.instance.report_run_failed(run)
+    assert named(looking, "training_spec") == sorted([below.fingerprint, orphan.fingerprint])
+
+
 def test_a_job_that_cannot_be_read_keeps_its_folder_for_a_day_and_while_it_runs(looking):
     job = job_of(looking, "policy")
     job.path.write_text(job.path.read_text()[:100])
@@ -191,8 +230,7 @@ def test_what_a_run_in_progress_has_made_stays(looking):
     tags = {PROCESS_TAG: f"killed elsewhere 1 {looking.home / 'processes' / 'gone.lock'}"}
     looking.instance.add_run(dg.DagsterRun("small", "killed", status=dg.DagsterRunStatus.STARTED, tags=tags))
     orphan = publish(looking, "before")
-    old = orphan.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
-    (orphan.folder / "manifest.json").write_bytes(old.sealed())
+    os.utime(orphan.folder, (YEARS_AGO, YEARS_AGO))
     run = dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED)
     looking.instance.add_run(run)
     recent = publish(looking, "while it runs")
@@ -204,8 +242,7 @@ def test_what_a_run_in_progress_has_made_stays(looking):
 def test_what_a_run_in_progress_goes_on_from_stays(looking):
     """It took an artifact of before, and another run has recorded another one since."""
     orphan, key, seen = publish(looking, "before"), looking.pipeline.key("training_spec"), []
-    old = orphan.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
-    (orphan.folder / "manifest.json").write_bytes(old.sealed())
+    os.utime(orphan.folder, (YEARS_AGO, YEARS_AGO))
     current = latest(looking.instance, key).tags
 
     @dg.asset(key=key)

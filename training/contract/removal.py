@@ -1,7 +1,10 @@
-"""Removing artifacts from a store while other processes use it: one that is made or read under a key's lock stays.
+"""Removing artifacts from a store while other processes use it: one that came into use since it was looked at stays.
 
-First its keys are removed, so that no key leads to a missing artifact; then it is renamed away in one step, so that nobody
-ever sees half of one.
+Whoever makes an artifact, or finds it in order to go on from it, does so under the lock of its key and marks it as used: the
+lock keeps that and the removal from happening at once, and the mark tells the removal that it has happened.
+
+First the artifact's keys are removed, so that no key leads to a missing artifact; then it is renamed away in one step, so that
+nobody ever sees half of one.
 """
 
 import contextlib
@@ -22,10 +25,13 @@ def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
     return found
 
 
-def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str]) -> bool:
-    """Remove an artifact with the records of its `keys`; False, and nothing is removed, if one of them is in use."""
-    with holding(store.lock_file(kind, key) for key in keys) as free:
-        if not free:
+def remove_artifact(store: Store, kind: str, fingerprint: str, keys: list[str], used: int | None) -> bool:
+    """Remove an artifact with the records of its `keys`; False, and nothing is removed, if it is in use.
+
+    `used` is what the store said of it before its `keys` were read: another way that led to it since counts as use.
+    """
+    with holding(store.lock_file(kind, name) for name in (*keys, fingerprint)) as free:
+        if not free or store.used(kind, fingerprint) != used:
             return False
         for key in keys:
             store.record_file(kind, key).unlink(missing_ok=True)

@@ -3,6 +3,7 @@
     store/<kind>/<fingerprint>/...        the files of an artifact and its manifest.json
     store/keys/<kind>/<key>.json          the derivation of that key, the fingerprint it gave, and details of that way
     store/locks/<kind>-<key>.lock         held by the process that is making that key
+    store/locks/<kind>-<fingerprint>.lock held while contents are published, or removed
     store/staging/<name>/, <name>.lock    an artifact that is being written; its process holds the lock as long as it lives
     store/corrupt/<kind>/...              artifacts that were set aside
 
@@ -138,6 +139,19 @@ class Store:
         artifact = self.open(kind, record.fingerprint, hashes, cache)
         return replace(artifact, derivation=record.derivation, details=record.details)
 
+    def reuse(self, kind: str, key: str) -> Artifact | None:
+        """`find` for whoever goes on from what is found, and holds the lock of `key`; `used` is then this moment."""
+        if (found := self.find(kind, key)) is not None:
+            os.utime(found.folder)
+        return found
+
+    def used(self, kind: str, fingerprint: str) -> int | None:
+        """When the artifact was last published or found for use, in nanoseconds; None where there is none."""
+        try:
+            return self.folder(kind, fingerprint).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
     def record(self, kind: str, key: str) -> Record | None:
         """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptRecord."""
         path = self.record_file(kind, key)
@@ -212,7 +226,7 @@ class Store:
         If the same contents were published before and are whole, they stay and only the key is recorded. Raises
         StoreError with the path and the free bytes if the disk refuses it; what was there is untouched.
         """
-        with self._refused(f"publish {derivation.kind}"):
+        with self._refused(f"publish {derivation.kind}"), self.lock(derivation.kind, made.fingerprint):
             return self._publish(staging, derivation, made)
 
     def adopt(self, staging: Path, kind: str, fingerprint: str) -> Artifact:
@@ -257,6 +271,7 @@ class Store:
             with contextlib.suppress(FileNotFoundError):  # another publisher was first
                 self.set_aside(kind, fingerprint)
             return False
+        os.utime(self.folder(kind, fingerprint))
         return True
 
     def _write_record(self, derivation: Derivation, made: Made) -> None:
