@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.workflows.homes import PEDIGREE
+from tests.workflows.homes import PEDIGREE, ROOT
 from tests.workflows.test_recipes import EXPECTED
 from workflows.servers import free_port
 
 pytestmark = pytest.mark.slow
+LOCATION = "workflows.definitions"
 
 QUERY = """{
   assetNodes { assetKey { path } staleStatus
@@ -111,7 +112,7 @@ def test_a_run_started_in_the_web_ui_reuses_everything(servers):
     launch = """mutation ($params: ExecutionParams!) { launchPipelineExecution(executionParams: $params) {
       __typename ... on LaunchRunSuccess { run { runId } } } }"""
     selector = {
-        "repositoryLocationName": "workflows.definitions",
+        "repositoryLocationName": LOCATION,
         "repositoryName": "__repository__",
         "jobName": "small_retrain",
     }
@@ -136,6 +137,37 @@ def test_a_run_started_in_the_web_ui_reuses_everything(servers):
         if entry["label"] == "outcome"
     ]
     assert labels == ["reused"] * len(EXPECTED)
+
+
+@pytest.mark.parametrize("command", ["dagster", "dg"])
+def test_the_code_location_has_one_name_whoever_serves_it(command, new_home):
+    """Dagster knows a schedule that a person stopped, and how far a sensor is, by that name and their own."""
+    home, port = new_home(), free_port(3000)
+    environment = home.environment | {"DAGSTER_HOME": str(home.path), "DO_NOT_TRACK": "1"}
+    with open(home.path / "server.log", "wb") as log:
+        process = subprocess.Popen(
+            [Path(PEDIGREE).with_name(command), "dev", "--port", str(port)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    try:
+        assert names(f"http://127.0.0.1:{port}", process) == [LOCATION]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def names(address, process):
+    """Those of the code locations that the server shows, once it answers."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            found = graphql(address, "{ workspaceOrError { ... on Workspace { locationEntries { name } } } }")
+            return [entry["name"] for entry in found["workspaceOrError"]["locationEntries"]]
+        time.sleep(0.5)
+    raise AssertionError(f"ended with {process.returncode}")
 
 
 @pytest.mark.parametrize(
