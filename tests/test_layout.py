@@ -5,6 +5,8 @@ and everything that logs or registers would break.
 """
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +51,21 @@ def test_import_mlflow_finds_the_installed_library(stand: str, tmp_path: Path):
 def test_importing_it_leaves_torch_out(modules: list[str]):
     loaded = answer(f"HEAVY, NAMES = {HEAVY}, {modules}\n{IMPORT_ALL}", ROOT)
     assert json.loads(loaded) == {name: [] for name in modules}
+
+
+def test_torch_behind_a_module_of_ours_is_seen_where_it_may_not_be(tmp_path: Path):
+    """The contracts of `make check`, over a copy in which an asset takes in a module that imports it."""
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for package in ("workflows", "assets", "training", "mlflow"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()", "--no-cache"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(tmp_path / "mlflow")])}
+    outcomes = []
+    for added in ("", "\nimport training.checkpoint\n"):
+        with open(tmp_path / "assets" / "page.py", "a") as file:
+            file.write(added)
+        outcomes.append(subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True))
+    clean, dirty = (done.stdout for done in outcomes)
+    contract = "No torch in Dagster's process"
+    assert f"{contract} KEPT" in clean
+    assert f"{contract} BROKEN" in dirty and "assets.page -> training.checkpoint" in dirty
