@@ -15,7 +15,7 @@ from assets.pipeline import Listener, Services, ignore
 from model_registry.moved import follow_move
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, tracking_uri
-from training.contract.durable import share_databases
+from training.contract.durable import share_databases, write_durably
 from training.contract.errors import StoreError
 from training.contract.locks import locked
 from training.contract.store import Store
@@ -53,7 +53,7 @@ def settle(home: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         if not (dagster_home / "dagster.yaml").exists():
-            (dagster_home / "dagster.yaml").write_text(_DAGSTER_YAML, encoding="utf-8")
+            write_durably(dagster_home / "dagster.yaml", _DAGSTER_YAML.encode())
     except OSError as error:
         raise StoreError(
             f"{home} cannot be used: {error}; set PEDIGREE_HOME (and DAGSTER_HOME, if you use it) to a folder you may write to"

@@ -61,6 +61,18 @@ def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypa
     assert len(databases) >= 3 and all(path.stat().st_mode & 0o020 for path in databases), "the group writes them too"
 
 
+def test_dagsters_settings_are_never_seen_in_part(tmp_path: Path):
+    """By another command that begins just then, or by the next one, where the disk refuses what is more than ten bytes."""
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)); import workflows.resources as r\n"
+    )
+    script += "from pathlib import Path; r.settle(Path(sys.argv[1]))"
+    environment = {name: value for name, value in os.environ.items() if name != "DAGSTER_HOME"}
+    command = [sys.executable, "-B", "-c", script, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "cannot be used" in done.stderr and list((tmp_path / "dagster").iterdir()) == []
+
+
 def test_artifacts_follow_a_home_that_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Oracle: MLflow, asked where the run, the version and the next run lie."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
