@@ -35,7 +35,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PlannedAsset:
-    """`causes` say why it is computed; `work` counts what is to be done, or reused, by names that depend on the asset."""
+    """`causes` say why it is computed, or what could not be asked of one that is reused.
+
+    `work` counts what is to be done, or reused, by names that depend on the asset.
+    """
 
     asset: str
     action: Action
@@ -102,8 +105,9 @@ class _Planner:
     outcomes: Outlook
 
     def planned(self, judged: AssetStatus) -> PlannedAsset:
-        if self._is_there(judged.asset):
-            return PlannedAsset(judged.asset, "reuse", (), self._work(judged.asset))
+        is_fresh = judged.state == "fresh"
+        if is_fresh or self._is_there(judged.asset):
+            return PlannedAsset(judged.asset, "reuse", judged.causes if is_fresh else (), self._work(judged.asset))
         return PlannedAsset(judged.asset, "compute", judged.causes, self._work(judged.asset))
 
     def _is_there(self, asset: str) -> bool:
