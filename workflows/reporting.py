@@ -14,7 +14,7 @@ import dagster as dg
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import DatabaseError
 
 from training.contract.durable import free_bytes
 from training.contract.errors import PedigreeError
@@ -62,7 +62,7 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
             raise
         except OSError as error:
             message = _refused(str(error))
-        except OperationalError as error:
+        except DatabaseError as error:
             message = _refused(f"a database refuses: {error.orig}")
         if kwargs.get("as_json"):
             print_json({"error": message})

@@ -78,11 +78,17 @@ def test_a_home_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
     assert f"{tmp_path / 'home'} cannot be used" in done.stderr and "set PEDIGREE_HOME" in done.stderr
 
 
-def test_a_database_that_is_none_is_told_without_a_traceback(tmp_path):
-    (tmp_path / "dagster" / "history" / "runs.db").mkdir(parents=True)
+@pytest.mark.parametrize("words", ["unable to open database file", "file is not a database"])
+def test_a_database_that_is_none_is_told_without_a_traceback(tmp_path, words):
+    database = tmp_path / "dagster" / "history" / "runs.db"
+    if words.startswith("unable"):
+        database.mkdir(parents=True)
+    else:
+        database.parent.mkdir(parents=True)
+        database.write_bytes(b"no database" * 1000)
     done = Home(tmp_path).invoke("gc")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
-    assert "a database refuses: unable to open database file; PEDIGREE_HOME is" in done.stderr
+    assert f"a database refuses: {words}; PEDIGREE_HOME is" in done.stderr
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "http"])
