@@ -46,7 +46,7 @@ def settle(home: Path) -> None:
     Raises StoreError where nothing can be written.
     """
     os.environ["PEDIGREE_HOME"] = str(home)
-    dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster")
+    dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster").expanduser().absolute()
     os.environ["DAGSTER_HOME"] = str(dagster_home)
     try:
         for folder in (home, dagster_home):

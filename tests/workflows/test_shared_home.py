@@ -61,6 +61,17 @@ def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypa
     assert len(databases) >= 3 and all(path.stat().st_mode & 0o020 for path in databases), "the group writes them too"
 
 
+@pytest.mark.parametrize("told", ["dagster's", "~/dagster's"])
+def test_dagsters_home_may_be_told_from_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str):
+    """Or from the user's own folder, as Dagster itself takes it."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("HOME", str(tmp_path)), ("PEDIGREE_HOME", str(tmp_path / "home")), ("DAGSTER_HOME", told)):
+        monkeypatch.setenv(name, value)
+    with dagster_instance() as instance:
+        assert Path(instance.root_directory) == tmp_path / "dagster's"
+    assert {path.name for path in tmp_path.iterdir()} == {"home", "dagster's"}
+
+
 def test_dagsters_settings_are_never_seen_in_part(tmp_path: Path):
     """By another command that begins just then, or by the next one, where the disk refuses what is more than ten bytes."""
     script = (
