@@ -1,6 +1,6 @@
 """What a person runs: recipes as Dagster components, the definitions object, and the command `pedigree`.
 
-component, recipes, names            from a defs.yaml to pipelines, found by name or path
+component, recipes                   from a defs.yaml to pipelines, found by name or path
 recipe_file, faults, trl_names       what is wrong in a defs.yaml, with its line and what was meant
 definitions, automation, resources   what Dagster loads; scaffold: what `dg scaffold` writes
 cli, reporting, progress, show       the command: what is typed, how it ends, its bars, its tables

@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from assets.graph import GRAPH
+from assets.names import refuse_namesake
 from assets.page import write_page
 from assets.release import sole_decision
 from model_registry.connection import connect
@@ -23,7 +24,6 @@ from workflows.execution import RunReport, materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
-from workflows.names import refuse_namesake
 from workflows.plan import plan as make_plan
 from workflows.progress import Progress
 from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_folders
@@ -248,5 +248,5 @@ def _found(recipe: str) -> list[LoadedRecipe]:
     """The recipe and its variants, which are the ones that this home knows by their names."""
     found = find_recipes(recipe)
     for loaded in found:
-        refuse_namesake(pedigree_home(), loaded)
+        refuse_namesake(pedigree_home(), loaded.pipeline)
     return found

@@ -12,10 +12,10 @@ import dagster as dg
 
 from assets.graph import GPU_POOL, GRAPH
 from assets.materialized import Materialization, latest
+from assets.names import claim
 from assets.pipeline import Pipeline, Services
 from assets.process import is_alive, process_of, signature
 from training.contract.errors import PedigreeError
-from workflows.names import claim
 from workflows.recipes import LoadedRecipe
 
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -81,7 +81,7 @@ def materialize(
 ) -> RunReport:
     """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception."""
     pipeline = loaded.pipeline
-    claim(services.home, loaded)
+    claim(services.home, pipeline)
     selected = _with_upstream(asset, pipeline)
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)

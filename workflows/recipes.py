@@ -23,7 +23,6 @@ from workflows.recipe_file import RECIPE_FILE, explained, refuse_foreign_parts, 
 class LoadedRecipe:
     """`automation`: jobs, schedule and sensors of the pipeline."""
 
-    folder: Path
     pipeline: Pipeline
     automation: dg.Definitions
 
@@ -81,7 +80,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
     try:
         components = tree.get_all_components(of_type=PreferenceTuning)
         pipelines = [pipeline for component in components for pipeline in component.pipelines]
-        found = [LoadedRecipe(folder, pipeline, retraining(pipeline)) for pipeline in pipelines]
+        found = [LoadedRecipe(pipeline, retraining(pipeline)) for pipeline in pipelines]
     except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
         raise RecipeError(explained(folder / RECIPE_FILE, error)) from error
     return found

@@ -236,12 +236,21 @@ def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: Worl
         assert latest(ground.instance, loaded.pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]
 
 
-def test_a_name_is_that_of_the_recipe_that_was_run(ground: Ground, world: World):
+@pytest.mark.parametrize("by_command", [True, False], ids=["by the command", "in Dagster's UI"])
+def test_a_name_is_that_of_the_recipe_that_was_run(ground: Ground, world: World, by_command: bool):
     """Another folder of that name, for another model, while the first is still there."""
-    materialize(load_recipe(ground.folders["plain"]), ground.services, ground.instance, "training_spec")
+
+    def run_spec(folder: Path) -> None:
+        if by_command:
+            materialize(load_recipe(folder), ground.services, ground.instance, "training_spec")
+        else:
+            materialize_alone("training_spec", load_recipe(folder), ground)
+
+    (ground.home / "names" / "plain.json").unlink()
+    run_spec(ground.folders["plain"])
     field("release.model_name", "another")(world)
     with pytest.raises(UsageError, match=f"recipe in {ground.folders['plain']}, .* the one in {world.folder} releases"):
-        materialize(load_recipe(world.folder), ground.services, ground.instance, "training_spec")
+        run_spec(world.folder)
 
 
 @pytest.mark.parametrize("tuned", [False, True], ids=["plain reference", "tuned reference"])
