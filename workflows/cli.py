@@ -27,7 +27,7 @@ from workflows.lineage import status as look
 from workflows.plan import plan as make_plan
 from workflows.progress import Progress
 from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_folders
-from workflows.reporting import people, print_json, reporting, results
+from workflows.reporting import JsonGroup, people, print_json, reporting, results
 from workflows.resources import build_services, dagster_instance, pedigree_home, settle
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
@@ -37,7 +37,7 @@ _recipe = click.argument("recipe")
 _port = click.IntRange(1, 65535)
 
 
-@click.group()
+@click.group(cls=JsonGroup)
 @click.version_option(package_name="pedigree")
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.

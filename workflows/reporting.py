@@ -1,15 +1,17 @@
 """How a command ends: what it found on stdout, what people read meanwhile on stderr, and an exit code.
 
-Exit codes: 0 done, 1 failed, 2 wrong use, such as a wrong recipe. With `--json`, stdout holds one JSON object and nothing
-else; where a command failed before it had a result, that object has an `error`.
+Exit codes: 0 done, 1 failed, 2 wrong use, such as a wrong recipe or option. With `--json`, stdout holds one JSON object and
+nothing else; where a command failed before it had a result, that object has an `error`.
 """
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec
 
+import click
 import dagster as dg
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -39,6 +41,29 @@ class Terminal(Console):
 
 results = Terminal(highlight=False)
 people = Terminal(stderr=True, highlight=False)
+
+
+class JsonGroup(click.Group):
+    """Commands whose wrong use, as click tells it on stderr, is an object on stdout too if `--json` is among the words."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        with _told_in_json(args):
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _told_in_json(ctx.args):
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _told_in_json(words: Sequence[str]) -> Iterator[None]:
+    wants_json = "--json" in words  # before click takes them
+    try:
+        yield
+    except click.UsageError as error:
+        if wants_json:
+            print_json({"error": error.format_message()})
+        raise
 
 
 def reporting(command: Callable[P, None]) -> Callable[P, None]:

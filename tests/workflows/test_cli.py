@@ -32,6 +32,25 @@ def test_with_json_a_failure_is_json_as_well(home, words, code):
     assert words[1] in told["error"] and told["error"] in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["status", "demo", "--json", "--variant"], "--variant"),
+        (["run", "--json", "demo", "--select", "polcy"], "polcy"),
+        (["inspect", "demo", "--row", "-1", "--json"], "-1"),
+        (["plan", "--json"], "RECIPE"),
+        (["sttus", "demo", "--json"], "sttus"),
+        (["--quiet", "status", "demo", "--json"], "--quiet"),
+    ],
+)
+def test_with_json_a_slip_is_json_as_well(home, words, named):
+    done = home.invoke(*words)
+    told = json.loads(done.stdout)
+    assert done.exit_code == 2 and told.keys() == {"error"}
+    assert named in told["error"] and told["error"] in done.stderr
+    assert home.invoke(*(word for word in words if word != "--json")).stdout == ""
+
+
 def test_ctrl_c_ends_the_imports_without_a_word():
     """They take seconds; the library that is mapped when the signal is sent is one of the first."""
     process = subprocess.Popen(
