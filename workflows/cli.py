@@ -20,7 +20,7 @@ from training.contract.errors import UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
-from workflows.execution import RunReport, materialize
+from workflows.execution import RunReport, materialize, warn_of_unlimited_gpu
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
@@ -236,8 +236,9 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         load_recipes(folder)
     tracking = build_services(home).tracker.tracking_uri
     # The servers' processes would make the tables of a new home all at once.
-    with dagster_instance():
+    with dagster_instance() as instance:
         connect(tracking)
+        warn_of_unlimited_gpu(instance)
     with web_servers(home, tracking, port, mlflow_port, people.print) as (dagster, mlflow):
         people.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
         with suppress(KeyboardInterrupt):

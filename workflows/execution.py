@@ -1,5 +1,6 @@
 """Materializing a recipe in this process, as a run that Dagster's UI shows like any other."""
 
+import functools
 import logging
 import time
 import uuid
@@ -87,7 +88,10 @@ def materialize(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
     )
     close_dead_runs(instance, services.home)
-    wait_for_pools({pool for name in selected if (pool := GRAPH[name].pool)}, instance, services.home)
+    pools = {pool for name in selected if (pool := GRAPH[name].pool)}
+    if GPU_POOL in pools and pipeline.recipe.compute.device != "cpu":
+        warn_of_unlimited_gpu(instance)
+    wait_for_pools(pools, instance, services.home)
     result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
         asset_selection=[pipeline.key(name) for name in selected],
         raise_on_error=False,
@@ -148,6 +152,21 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
         for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+
+
+def warn_of_unlimited_gpu(instance: dg.DagsterInstance) -> None:
+    """Say once what is missing in a dagster.yaml of the user's own where nothing limits the pool `gpu`."""
+    limited = {limit.name for limit in instance.event_log_storage.get_pool_limits()}
+    if instance.global_op_concurrency_default_limit is None and GPU_POOL not in limited:
+        _warn_once(
+            f"{Path(instance.root_directory) / 'dagster.yaml'} sets no limit for pools, so two runs may use the same GPU at "
+            "once; add\nconcurrency:\n  pools: {granularity: op, default_limit: 1}"
+        )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)
 
 
 def wait_for_pools(pools: set[str], instance: dg.DagsterInstance, home: Path) -> None:

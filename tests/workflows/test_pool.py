@@ -12,7 +12,7 @@ from assets.pipeline import Services
 from assets.process import PROCESS_TAG, is_alive, process_of, sign, this_process
 from training.contract.errors import StoreError
 from training.contract.staging import claim_folder
-from workflows.execution import close_dead_runs, in_gpu_pool
+from workflows.execution import close_dead_runs, in_gpu_pool, warn_of_unlimited_gpu
 from workflows.resources import build_services, settle
 
 
@@ -129,3 +129,33 @@ def test_a_run_that_ends_while_somebody_looks_keeps_its_end(services, instance, 
     told = [entry.dagster_event.event_type_value for entry in instance.all_logs(run.run_id) if entry.dagster_event]
     assert "PIPELINE_SUCCESS" in told and "PIPELINE_FAILURE" not in told
     assert instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit", "warnings"),
+    [
+        ("telemetry: {enabled: false}", None, 1),
+        ("telemetry: {enabled: false}", 2, 0),
+        ("concurrency: {pools: {default_limit: 3}}", None, 0),
+    ],
+    ids=["none", "of the pool's own", "of all pools"],
+)
+def test_a_pool_without_a_limit_is_told_once_with_what_to_add(tmp_path, caplog, settings, limit, warnings):
+    """In a dagster.yaml that is not ours. Oracle: with the lines that are told, Dagster gives the second run no place."""
+    (tmp_path / "dagster.yaml").write_text(settings)
+    with dg.DagsterInstance.from_config(str(tmp_path)) as found:
+        if limit is not None:
+            found.event_log_storage.set_concurrency_slots("gpu", limit)
+        warn_of_unlimited_gpu(found)
+        warn_of_unlimited_gpu(found)
+        limits = [(each.name, each.limit) for each in found.event_log_storage.get_pool_limits()]
+    assert limits == ([] if limit is None else [("gpu", limit)]), "what a person has set stays"
+    assert [record.message.split(" sets no limit")[0] for record in caplog.records] == [
+        f"{tmp_path}/dagster.yaml"
+    ] * warnings
+    if warnings:
+        (tmp_path / "dagster.yaml").write_text(caplog.text.partition("add\n")[2])
+        with dg.DagsterInstance.from_config(str(tmp_path)) as found:
+            found.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+            claims = [found.event_log_storage.claim_concurrency_slot("gpu", run, "train") for run in ("a", "b")]
+        assert [claim.is_claimed for claim in claims] == [True, False]
