@@ -6,6 +6,7 @@ from functools import cached_property
 import dagster as dg
 
 from assets.graph import GRAPH, Settings
+from assets.kinship import demand_one_lineage
 from assets.materialized import History, input_version_tag
 from assets.pipeline import Pipeline, Services
 from training.contract.store import Artifact
@@ -38,8 +39,13 @@ class Step:
         return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id)
 
     def inputs(self) -> dict[str, Artifact]:
-        """The artifacts that the asset is made from in this recipe, verified. Raises UsageError for one that never was made."""
-        return {name: self.history.artifact(name) for name in self._names()}
+        """The artifacts that the asset is made from in this recipe, verified.
+
+        Raises UsageError for one that never was made, StoreError where they do not go together.
+        """
+        found = {name: self.history.artifact(name) for name in self._names()}
+        demand_one_lineage(self.history, self.asset, {name: artifact.fingerprint for name, artifact in found.items()})
+        return found
 
     def provenance(self) -> dict[str, str]:
         """Tags with the data versions that it was made from, in the place of Dagster's: those of the latest materializations.

@@ -3,7 +3,7 @@
 import math
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,7 @@ from assets.realize import Work, describe_job
 from assets.world import look
 from model_registry.registry import Registry
 from tests.workflows import edits
-from tests.workflows.edits import World, data_lines, field, fields, retokenizer, template
+from tests.workflows.edits import Edit, World, data_lines, field, fields, retokenizer, template
 from tests.workflows.homes import flip
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN
@@ -209,16 +209,17 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     assert registry.promote(second, over=first)
     assert causes(pipeline, ground)["training_spec"] == (f"champion {short(weights)} -> {short(made.fingerprint)}",)
     with pytest.raises(StoreError, match=f"champion with the weights {short(weights)}, and now it has the weights"):
-        materialize_alone("policy", loaded, ground)
+        select(["policy"], loaded, ground)
     assert registry.promote(first, over=second)
     assert {a.state for a in status(pipeline, ground.services, ground.instance)} == {"fresh"}
 
 
-def materialize_alone(asset: str, loaded: LoadedRecipe, ground: Ground) -> dg.DagsterRun:
-    """What is above stays as it was last materialized, as by a click in Dagster's UI. Raises what the asset's body raises."""
+def select(assets: Sequence[str], loaded: LoadedRecipe, ground: Ground) -> dg.DagsterRun:
+    """What is above stays as it was last materialized, as by a click in Dagster's UI. Raises what an asset's body raises."""
     here = dg.Definitions(resources={"services": ground.services}, executor=dg.in_process_executor)
     job = dg.Definitions.merge(loaded.definitions, here).resolve_implicit_global_asset_job_def()
-    done = job.execute_in_process(instance=ground.instance, asset_selection=[loaded.pipeline.key(asset)])
+    keys = [loaded.pipeline.key(asset) for asset in assets]
+    done = job.execute_in_process(instance=ground.instance, asset_selection=keys)
     return done.dagster_run
 
 
@@ -227,13 +228,61 @@ def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: Worl
     field("training.loss.beta", 0.9)(world)
     data_lines(edits.reword(HELD_OUT))(world)
     loaded = load_recipe(world.folder)
-    materialize_alone("policy", loaded, ground)
+    select(["policy"], loaded, ground)
     with pytest.raises(DataError, match="they changed since; materialize preference_source together with raw_pref"):
-        materialize_alone("raw_preferences", loaded, ground)
+        select(["raw_preferences"], loaded, ground)
     edits.flip_a_bit(world)
-    materialize_alone("reference_model", loaded, ground)
+    select(["reference_model"], loaded, ground)
     for asset in ("policy", "reference_model"):
         assert latest(ground.instance, loaded.pipeline.key(asset)).fingerprint == ground.fingerprints["plain"][asset]
+
+
+@pytest.mark.parametrize(
+    ("edit", "first", "then", "told", "together"),
+    [
+        pytest.param(
+            field("training.seed", 7),
+            ["training_spec", "policy"],
+            "released_model",
+            "evaluation {evaluation} was made from policy {policy}, and plain/policy is {now} now",
+            "plain/evaluation and plain/released_model",
+            id="a policy that was not evaluated",
+        ),
+        pytest.param(
+            data_lines(edits.swap_sides(HELD_OUT)),
+            ["preference_source", "raw_preferences", "tokenized_pairs"],
+            "evaluation",
+            "policy {policy} was made from tokenized_pairs {tokenized_pairs}, and plain/tokenized_pairs is {now} now",
+            "plain/reference_logprobs, plain/policy and plain/evaluation",
+            id="log-probs of other pairs",
+        ),
+        pytest.param(
+            template(lambda text: "To whom it may concern: " + text),
+            ["tokenization_spec"],
+            "released_model",
+            "tokenized_pairs {tokenized_pairs} was made from tokenization_spec {tokenization_spec}, "
+            "and plain/tokenization_spec is {now} now",
+            "plain/tokenized_pairs, plain/reference_logprobs, plain/policy, plain/evaluation and plain/released_model",
+            id="a tokenizer that the policy was not trained with",
+        ),
+    ],
+)
+def test_what_was_not_made_from_one_another_is_refused(
+    ground: Ground, world: World, edit: Edit, first: list[str], then: str, told: str, together: str
+):
+    """A person materializes some assets, then one below; what the refusal names makes them fit together."""
+    edit(world)
+    loaded, versions = load_recipe(world.folder), ground.services.registry.versions()
+    select(first, loaded, ground)
+    now = short(latest(ground.instance, loaded.pipeline.key(first[-1])).fingerprint)
+    words = told.format(now=now, **{asset: short(found) for asset, found in ground.fingerprints["plain"].items()})
+    with pytest.raises(StoreError, match=re.escape(f"{words}; materialize {together} in one run")):
+        select([then], loaded, ground)
+    assert ground.services.registry.versions() == versions
+    assets = [name.removeprefix("plain/") for name in re.split(", | and ", together)]
+    select(assets, loaded, ground)
+    made = {asset: state for asset, state in causes(loaded.pipeline, ground).items() if asset in (*first, *assets)}
+    assert made == dict.fromkeys(made, ())
 
 
 @pytest.mark.parametrize("by_command", [True, False], ids=["by the command", "in Dagster's UI"])
@@ -244,7 +293,7 @@ def test_a_name_is_that_of_the_recipe_that_was_run(ground: Ground, world: World,
         if by_command:
             materialize(load_recipe(folder), ground.services, ground.instance, "training_spec")
         else:
-            materialize_alone("training_spec", load_recipe(folder), ground)
+            select(["training_spec"], load_recipe(folder), ground)
 
     (ground.home / "names" / "plain.json").unlink()
     run_spec(ground.folders["plain"])
@@ -265,7 +314,7 @@ def test_a_selected_asset_comes_with_what_it_is_made_of(ground: Ground, world: W
 @pytest.mark.parametrize("asset", ["preference_source", "released_model"])
 def test_a_run_that_no_command_started_is_signed_by_its_process(ground: Ground, world: World, asset: str):
     """Whatever it materializes, a download of the base model too: a run that is killed has to be found dead by the next."""
-    run = materialize_alone(asset, load_recipe(world.folder), ground)
+    run = select([asset], load_recipe(world.folder), ground)
     assert is_alive(process_of(run), ground.home)
 
 
@@ -330,7 +379,7 @@ def test_a_corrupt_model_is_refused(ground: Ground, world: World):
     assert causes(loaded.pipeline, ground)["policy"] == (words,)
     report = materialize(loaded, ground.services, ground.instance)
     with pytest.raises(CorruptArtifact, match=f"{weights} has sha256"):
-        materialize_alone("evaluation", loaded, ground)
+        select(["evaluation"], loaded, ground)
     flip(weights)
     assert [asset.asset for asset in report.assets if asset.outcome == "failed"] == ["policy"]
     told = str(report.assets[-1].error)
