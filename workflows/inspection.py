@@ -95,12 +95,18 @@ def _table_of(pairs: Artifact, history: History) -> Artifact | None:
 
 
 def _evaluated(row: int, keys: tuple[str, str] | None, history: History) -> tuple[float, float] | None:
-    """The policy's log-probs of the pair, unless the row had other tokens when the policy was evaluated."""
+    """The latest policy's log-probs of the pair, unless the evaluation is of another policy, or of other tokens of the row."""
     evaluation = history.find("evaluation")
-    found = None if evaluation is None else _row(pq.read_table(evaluation.file("pairs.parquet")), row)
+    if evaluation is None or _evaluated_policy(evaluation, history) != history.latest("policy").fingerprint:
+        return None
+    found = _row(pq.read_table(evaluation.file("pairs.parquet")), row)
     if found is None or (found["chosen_key"], found["rejected_key"]) != keys:
         return None
     return found["policy_chosen_logprob"], found["policy_rejected_logprob"]
+
+
+def _evaluated_policy(evaluation: Artifact, history: History) -> str:
+    return history.derivation("evaluation", evaluation.fingerprint).inputs["policy"].fingerprint
 
 
 def _scoring_inputs(row: int, pairs: Artifact, history: History) -> dict[str, Artifact]:

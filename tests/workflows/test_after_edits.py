@@ -151,6 +151,19 @@ def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world
         inspect_row(pipeline, ground.services, ground.instance, HELD_OUT, score=True)
 
 
+def test_a_policy_that_was_not_evaluated_has_no_log_prob_of_the_one_before(ground: Ground, world: World):
+    """Asked for a score, it is scored itself: by other weights, to other log-probs than the evaluation has."""
+    pipeline = load_recipe(world.folder).pipeline
+    before = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT).chosen.policy_logprob
+    field("training.optimizer.learning_rate", 0.02)(world)
+    pipeline = run(ground, world, "policy").pipeline
+    assert inspect_row(pipeline, ground.services, ground.instance, HELD_OUT).chosen.policy_logprob is None
+    scored = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT, score=True).chosen.policy_logprob
+    run(ground, world, "evaluation")
+    evaluated = inspect_row(pipeline, ground.services, ground.instance, HELD_OUT).chosen.policy_logprob
+    assert scored == pytest.approx(evaluated, abs=1e-4) and abs(evaluated - before) > 1e-2
+
+
 def test_the_messages_of_a_row_are_those_of_its_tokens(ground: Ground, world: World):
     """Rows in another order were read, and nothing was made of them yet."""
     data_lines(lambda rows: rows[::-1])(world)
