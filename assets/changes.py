@@ -99,8 +99,13 @@ def _data_changes(record: Record, found: FoundData) -> Iterator[str]:
             rows = rows or found.count_rows()
             yield f"{name} differs{_row_counts(known.get(name), rows[name])}"
     yield from _hub_changes(_by_number(old), _by_number(new), [source["revision"] for source in found.hubs])
-    if old_files.keys() == new_files.keys() and list(old_files) != list(new_files):
-        yield "the order of the files changed"
+    if old_files.keys() == new_files.keys() and _divided(old) != _divided(new):
+        yield "the order of the files, or how the sources divide them, changed"
+
+
+def _divided(sources: list[Any]) -> list[list[str] | None]:
+    """The names of each source's files, in order; None for a data set of the hub."""
+    return [[file["name"] for file in source] if isinstance(source, list) else None for source in sources]
 
 
 def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequence[str]) -> Iterator[str]:

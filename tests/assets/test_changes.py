@@ -56,7 +56,7 @@ def test_files_of_one_name_and_their_order(tmp_path):
             staging, found(("a.jsonl", "1"), ("b.jsonl", "2")).derivation, Made("f" * 64)
         ).derivation.key
     assert changes_since(services.store, key, found(("b.jsonl", "2"), ("a.jsonl", "1"))) == [
-        "the order of the files changed"
+        "the order of the files, or how the sources divide them, changed"
     ]
     more = found(("a.jsonl", "1"), ("b.jsonl", "2"), ("a.jsonl", "3"))
     assert changes_since(services.store, key, more) == ["a.jsonl (2) added"]

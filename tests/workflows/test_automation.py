@@ -12,6 +12,7 @@ from assets.materialized import input_version_tag, latest, latest_of
 from assets.world import find_tokenizer
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.store import Made, write_json
+from workflows.lineage import status
 from workflows.recipes import load_recipe
 from workflows.resources import build_services, pedigree_home, services
 
@@ -97,6 +98,28 @@ def test_a_file_of_another_name_is_the_same_data(sensed):
     sensed = Sensed(sensed.folder, sensed.instance)
     sensed.look()
     (sensed.folder / "data" / "monday.jsonl").rename(sensed.folder / "data" / "tuesday.jsonl")
+    assert sensed.requests() == 0
+
+
+@pytest.mark.parametrize(
+    "paths", [["a.jsonl", "b.jsonl"], ["b.jsonl", "a.jsonl"]], ids=["two sources", "another order"]
+)
+def test_the_same_files_as_other_sources_are_other_data(sensed, paths):
+    """A source has settings of its own, and the order of the rows decides what a batch is made of."""
+    for name in "ab":
+        sensed.write(f"{name}?")
+        (sensed.folder / "preferences.jsonl").rename(sensed.folder / f"{name}.jsonl")
+    write_recipe(sensed.folder, {**ATTRIBUTES, "data": {"sources": [{"path": "[ab].jsonl"}]}})
+    sensed = Sensed(sensed.folder, sensed.instance)
+    sensed.look()
+    write_recipe(sensed.folder, {**ATTRIBUTES, "data": {"sources": [{"path": path} for path in paths]}})
+    sensed = Sensed(sensed.folder, sensed.instance)
+    [request] = sensed.tick().run_requests
+    cause = "preference_source: the order of the files, or how the sources divide them, changed"
+    assert request.tags["pedigree/cause"] == cause
+    found = status(sensed.pipeline, build_services(pedigree_home()), sensed.instance)[0]
+    assert f"{found.asset}: {'; '.join(found.causes)}" == cause
+    sensed.look()
     assert sensed.requests() == 0
 
 
