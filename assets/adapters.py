@@ -27,5 +27,5 @@ def plain_model(step: Step, policy: Artifact) -> Artifact:
     base = base_of(policy, step.services.store)
     if base is None:
         return policy
-    inputs = {"policy": policy, "reference_model": base}
+    inputs = {"policy": policy.fingerprint, "reference_model": base.fingerprint}
     return make(step.pipeline, step.services, MERGED, Work("merge", {}), inputs, step.context.log).artifact

@@ -106,13 +106,17 @@ class History:
         found = self.latest(asset).fingerprint
         return None if found is None else self.store.open(asset, found)
 
-    def artifact(self, asset: str) -> Artifact:
-        """The same. Raises UsageError if it never was materialized, StoreError."""
-        if (found := self.find(asset)) is None:
+    def fingerprint(self, asset: str) -> str:
+        """That of the latest materialization. Raises UsageError if there is none."""
+        if (found := self.latest(asset).fingerprint) is None:
             raise UsageError(
                 f"{self.pipeline.name}/{asset} was never materialized; run `pedigree run {self.pipeline.argument}` first"
             )
         return found
+
+    def artifact(self, asset: str) -> Artifact:
+        """The artifact of `asset` as last materialized, verified. Raises UsageError if it never was, StoreError."""
+        return self.store.open(asset, self.fingerprint(asset))
 
     def derivation(self, asset: str, fingerprint: str) -> Derivation:
         """How the artifact `fingerprint` of `asset` was made when it was last materialized.

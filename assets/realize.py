@@ -16,7 +16,7 @@ import dagster as dg
 
 from assets.changes import found_changes, input_changes
 from assets.event_log import with_log
-from assets.graph import GRAPH
+from assets.graph import derivation
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
 from assets.pipeline import Listener, Pipeline, Services, ignore
@@ -80,17 +80,20 @@ def realize_found(step: Step, found: Found) -> Realized:
 
 
 def make(
-    pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact], log: Logger
+    pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, str], log: Logger
 ) -> Realized:
-    """`asset` made from `inputs`, in the store; Dagster is told nothing."""
-    started = time.monotonic()
-    job = describe_job(pipeline, services, asset, work, inputs)
-    derivation = job.derivation
-    with services.store.lock(derivation.kind, derivation.key) as lock:
-        known = find_sound(services, derivation, log)
-        if known is None:
-            log.info(f"{derivation.kind}: nothing of key {short(derivation.key)} in the store; job in {job.folder}")
-        artifact = known or run_work(services, job, work, lock, log)
+    """`asset` made from `inputs` (fingerprints by name), in the store; Dagster is told nothing.
+
+    Inputs, and the base model where it lies, are read and hashed only if a job is to read them.
+    """
+    started, how = time.monotonic(), derivation(asset, dict(inputs), work.settings)
+    with services.store.lock(asset, how.key) as lock:
+        known = artifact = find_sound(services, how, log)
+        if artifact is None:
+            verified = {name: services.store.open(name, found) for name, found in inputs.items()}
+            job = describe_job(pipeline, services, asset, work, verified)
+            log.info(f"{asset}: nothing of key {short(how.key)} in the store; job in {job.folder}")
+            artifact = run_work(services, job, work, lock, log)
     return Realized(artifact, reused=known is not None, seconds=time.monotonic() - started)
 
 
@@ -141,20 +144,20 @@ def is_irreplaceable(derivation: Derivation) -> bool:
 
 
 def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact]) -> Job:
-    """The job that makes `asset`: one of the graph, or another kind of artifact such as a merged policy."""
-    job = Job(
+    """The job that makes `asset` from verified `inputs`: one of the graph, or another kind of artifact."""
+    how = derivation(asset, {name: artifact.fingerprint for name, artifact in inputs.items()}, work.settings)
+    return Job(
         kind=work.kind,
         artifact=asset,
-        code_version=GRAPH[asset].version if asset in GRAPH else "1",
+        code_version=how.code_version,
         inputs={name: _input(pipeline, services, name, artifact) for name, artifact in inputs.items()},
         settings=work.settings,
         locations=work.locations,
         compute=pipeline.recipe.compute,
         recipe=pipeline.recipe.model_dump(mode="json"),
         store=services.store.root,
-        folder=services.home / "jobs",
+        folder=services.home / "jobs" / f"{asset}-{short(how.key)}",
     )
-    return job.model_copy(update={"folder": job.folder / f"{asset}-{short(job.derivation.key)}"})
 
 
 def _input(pipeline: Pipeline, services: Services, name: str, artifact: Artifact) -> Input:

@@ -61,10 +61,10 @@ class _Released:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A policy that is to be released; `above` are the artifacts that `released_model` is made from."""
+    """A policy that is to be released; `inputs` are what `released_model` is made from: fingerprints by name."""
 
     step: Step
-    above: dict[str, Artifact]
+    inputs: dict[str, str]
 
     @property
     def name(self) -> str:
@@ -80,14 +80,17 @@ class _Candidate:
 
     @cached_property
     def derivation(self) -> Derivation:
-        inputs = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        return derivation("released_model", inputs, self.step.settings)
+        return derivation("released_model", self.inputs, self.step.settings)
+
+    @cached_property
+    def above(self) -> dict[str, Artifact]:
+        """The artifacts behind `inputs`, verified. A version that is there already needs none of them."""
+        return {name: self.store.open(name, found) for name, found in self.inputs.items()}
 
     @cached_property
     def lineage(self) -> dict[str, str]:
         """The fingerprints, by kind, of all artifacts that it was made from, directly or not."""
-        heads = {name: artifact.fingerprint for name, artifact in self.above.items()}
-        found = self.step.history.ancestry(heads)
+        found = self.step.history.ancestry(self.inputs)
         return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
 
 

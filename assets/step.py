@@ -9,7 +9,6 @@ from assets.graph import GRAPH, Settings
 from assets.kinship import demand_one_lineage
 from assets.materialized import History, input_version_tag
 from assets.pipeline import Pipeline, Services
-from training.contract.store import Artifact
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,13 @@ class Step:
         """As it was when the step first asked: a spec and the inputs that go with it are then of one moment."""
         return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id)
 
-    def inputs(self) -> dict[str, Artifact]:
-        """The artifacts that the asset is made from in this recipe, verified.
+    def inputs(self) -> dict[str, str]:
+        """The artifacts that the asset is made from in this recipe: fingerprints by name. Nothing of them was read yet.
 
         Raises UsageError for one that never was made, StoreError where they do not go together.
         """
-        found = {name: self.history.artifact(name) for name in self._names()}
-        demand_one_lineage(self.history, self.asset, {name: artifact.fingerprint for name, artifact in found.items()})
+        found = {name: self.history.fingerprint(name) for name in self._names()}
+        demand_one_lineage(self.history, self.asset, found)
         return found
 
     def provenance(self) -> dict[str, str]:

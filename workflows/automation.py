@@ -1,6 +1,7 @@
 """When a recipe is materialized automatically: on a schedule, and when its content changes.
 
-* The schedule requests the whole graph. Every asset asks the store first, so an unchanged asset costs a look-up.
+* The schedule requests the whole graph. Every asset asks the store first; what is there is only read, once, to see that it
+  is whole.
 * The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
   from its latest materialization, the sensor requests the assets that record it, and no others.
 * The automation condition of every asset (`assets.conditions`) does the rest: recorded content that changed, or a code

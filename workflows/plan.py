@@ -89,8 +89,10 @@ class _Cheap:
             record(services, look(pipeline, services, asset))
         spec = make(pipeline, services, "tokenization_spec", tokenizer_work(pipeline, tokenizer), {}, _LOG)
         reading = preferences_work(pipeline, data)
-        rows = make(pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact}, _LOG)
-        above = {"raw_preferences": rows.artifact, "tokenization_spec": spec.artifact}
+        rows = make(
+            pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact.fingerprint}, _LOG
+        )
+        above = {"raw_preferences": rows.artifact.fingerprint, "tokenization_spec": spec.artifact.fingerprint}
         pairs = make(pipeline, services, "tokenized_pairs", pairs_work(pipeline), above, _LOG)
         if pipeline.recipe.reference.sft is None:
             point_to(services, base_model.artifact.fingerprint)

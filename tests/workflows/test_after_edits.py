@@ -3,7 +3,9 @@
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ from tests.workflows.test_truth_table import HELD_OUT, PLAIN
 from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
+from training.contract.weights import weights_identity
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
 from workflows.lineage import AssetStatus, status
@@ -391,12 +394,62 @@ def test_a_corrupt_model_is_refused(ground: Ground, world: World):
     )
     assert causes(loaded.pipeline, ground)["policy"] == (words,)
     report = materialize(loaded, ground.services, ground.instance)
-    with pytest.raises(CorruptArtifact, match=f"{weights} has sha256"):
-        select(["evaluation"], loaded, ground)
+    field("evaluation.max_new_tokens", 4)(world)
+    field("release.model_name", "elsewhere")(world)
+    edited, versions = load_recipe(world.folder), ground.services.registry.versions()
+    for assets in (["evaluation_spec", "evaluation"], ["released_model"]):
+        with pytest.raises(CorruptArtifact, match=f"{weights} has sha256"):
+            select(assets, edited, ground)
     flip(weights)
+    assert ground.services.registry.versions() == versions
     assert [asset.asset for asset in report.assets if asset.outcome == "failed"] == ["policy"]
     told = str(report.assets[-1].error)
     assert f"{weights} has sha256" in told and f"restore {weights.parent} from a backup, or move it away" in told
+
+
+def test_what_a_job_is_to_read_is_read_first(ground: Ground, world: World):
+    """An input of a single asset, whose own artifact is not there yet; the inputs of one that is are left alone."""
+    pairs = ground.services.store.folder("tokenized_pairs", ground.fingerprints["plain"]["tokenized_pairs"] or "")
+    flip(pairs / "pairs.arrow")
+    select(["evaluation"], load_recipe(world.folder), ground)
+    field("evaluation.max_new_tokens", 5)(world)
+    with pytest.raises(CorruptArtifact, match=f"{pairs / 'pairs.arrow'} has sha256"):
+        select(["evaluation_spec", "evaluation"], load_recipe(world.folder), ground)
+    flip(pairs / "pairs.arrow")
+
+
+def test_what_is_there_is_read_once(ground: Ground, world: World):
+    """However many assets are made of it; 16 GB of weights take a minute each time. Python itself tells what is opened.
+
+    A page for people shows a few of the pairs, so those are read once more.
+    """
+    with opened(world.base / "model.safetensors") as once:
+        weights_identity(world.base)
+    files = {"base": world.base / "model.safetensors"}
+    for asset, name in (("policy", "model.safetensors"), ("tokenized_pairs", "pairs.arrow")):
+        files[asset] = ground.services.store.folder(asset, ground.fingerprints["plain"][asset] or "") / name
+    with opened(*files.values()) as seen:
+        report = materialize(load_recipe(world.folder), ground.services, ground.instance)
+    assert {asset.outcome for asset in report.assets} == {"reused"}
+    assert {of: seen.count(file) for of, file in files.items()} == {
+        "base": len(once),
+        "policy": 1,
+        "tokenized_pairs": 2,
+    }
+
+
+@contextmanager
+def opened(*files: Path) -> Iterator[list[Path]]:
+    """Which of the files are opened within the block, as often as they are, in the order in which they are."""
+    found, wanted, watching = list[Path](), {str(file): file for file in files}, True
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if watching and event == "open" and (file := wanted.get(str(arguments[0]))) is not None:
+            found.append(file)
+
+    sys.addaudithook(note)  # for the rest of the process: there is no way to take it away
+    yield found
+    watching = False
 
 
 def test_after_an_edit_the_record_of_before_may_be_corrupt_or_gone(ground: Ground, world: World):
