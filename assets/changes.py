@@ -20,12 +20,13 @@ from assets.graph import GRAPH
 from assets.step import Step
 from assets.tokenizer_changes import tokenizer_changes
 from assets.world import Found, FoundData, FoundModel, FoundTokenizer, named_files
-from training.contract.errors import StoreError
+from training.contract.errors import CorruptRecord, StoreError
 from training.contract.fingerprint import short, shortened
 from training.contract.manifest import Derivation
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
+CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 _LONGEST_SECTION = 160
 _MOST_FILES = 5
 
@@ -54,7 +55,10 @@ def input_changes(step: Step) -> list[str] | None:
 
 def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     """How `found` differs from the artifact of the same asset whose derivation has `key`; empty if in nothing."""
-    record = None if key is None else store.record(found.asset, key)
+    try:
+        record = None if key is None else store.record(found.asset, key)
+    except CorruptRecord:
+        return [CORRUPT_RECORD]
     if record is None:
         return [NO_RECORD]
     words = list(_code_version(record.derivation, found.derivation.code_version))

@@ -13,7 +13,7 @@ from typing import Literal
 
 import dagster as dg
 
-from assets.changes import NO_RECORD, changes_since, own_changes
+from assets.changes import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH
 from assets.materialized import History, Materialization
 from assets.pipeline import Pipeline, Services
@@ -22,7 +22,7 @@ from assets.world import ROOTS
 from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.fingerprint import short
 from training.contract.manifest import Derivation
-from workflows.outlook import CORRUPT_RECORD, Outlook, outlook
+from workflows.outlook import Outlook, outlook
 
 State = Literal["fresh", "stale", "missing"]
 
@@ -159,5 +159,6 @@ class _Judge:
         except StoreError:
             return []
         if found is not None:
-            return [(name, words) for words in changes_since(store, before.key, found) if words != NO_RECORD]
+            told = changes_since(store, before.key, found)
+            return [(name, words) for words in told if words not in (NO_RECORD, CORRUPT_RECORD)]
         return [*((name, words) for words in self._own_changes(name, before)), *self._inherited(name, before)]

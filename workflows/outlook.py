@@ -6,6 +6,7 @@ compute it. While an input has yet to be made its fingerprint is unknown, and so
 
 from dataclasses import dataclass, replace
 
+from assets.changes import CORRUPT_RECORD
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services
 from assets.realize import is_irreplaceable
@@ -14,8 +15,6 @@ from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation, read_manifest
 from training.contract.store import Store
-
-CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 
 
 @dataclass(frozen=True)

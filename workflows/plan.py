@@ -15,6 +15,7 @@ from typing import Any, Literal
 import dagster as dg
 import numpy as np
 
+from assets.changes import CORRUPT_RECORD
 from assets.data import pairs_work, preferences_work
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, find_sound, make, record
@@ -27,7 +28,7 @@ from training.contract.fingerprint import KEY_BYTES
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Artifact
 from workflows.lineage import AssetStatus, judge
-from workflows.outlook import CORRUPT_RECORD, Outlook, outlook
+from workflows.outlook import Outlook, outlook
 
 Action = Literal["compute", "reuse"]
 _LOG = logging.getLogger(__name__)

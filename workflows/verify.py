@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 
 from assets.adapters import MERGED
-from assets.changes import NO_RECORD, changes_since
+from assets.changes import CORRUPT_RECORD, NO_RECORD, changes_since
 from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline, Services
@@ -26,7 +26,7 @@ from training.contract.store import Artifact
 from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.execution import in_gpu_pool
 from workflows.lineage import LOST
-from workflows.outlook import CORRUPT_RECORD, corrupt_file
+from workflows.outlook import corrupt_file
 
 _OUTSIDE = ("preference_source", "base_model")
 _SCORED_WITH = ("tokenized_pairs", "reference_model")

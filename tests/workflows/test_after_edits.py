@@ -14,7 +14,7 @@ import dagster as dg
 import pytest
 from mlflow import MlflowClient
 
-from assets.changes import NO_RECORD
+from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.pipeline import Pipeline
@@ -34,7 +34,6 @@ from training.contract.weights import weights_identity
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
 from workflows.lineage import AssetStatus, status
-from workflows.outlook import CORRUPT_RECORD
 from workflows.plan import plan
 from workflows.recipes import LoadedRecipe, load_recipe
 from workflows.verify import verify
@@ -453,7 +452,10 @@ def opened(*files: Path) -> Iterator[list[Path]]:
 
 
 def test_after_an_edit_the_record_of_before_may_be_corrupt_or_gone(ground: Ground, world: World):
-    """Then nobody can say what differs, and says that; a record that is gone is also seen where nothing was edited."""
+    """Then nobody can say what differs, and says that; a record that is gone is also seen where nothing was edited.
+
+    Of a spec, too: a run freezes another one then, and needs no record of the one before.
+    """
     pipeline = load_recipe(world.folder).pipeline
     key = latest(ground.instance, pipeline.key("policy")).key
     record = ground.services.store.record_file("policy", key)
@@ -465,6 +467,15 @@ def test_after_an_edit_the_record_of_before_may_be_corrupt_or_gone(ground: Groun
     gone = causes(pipeline, ground)["policy"]
     aside.rename(record)
     assert (corrupt, gone) == ((CORRUPT_RECORD,), (NO_RECORD,))
+    flip(
+        record := ground.services.store.record_file(
+            "training_spec", latest(ground.instance, pipeline.key("training_spec")).key
+        )
+    )
+    assert causes(load_recipe(world.folder).pipeline, ground)["training_spec"] == (CORRUPT_RECORD,)
+    run(ground, world, "training_spec")
+    flip(record)
+    assert CORRUPT_RECORD in latest(ground.instance, pipeline.key("training_spec")).metadata["changes"]
 
 
 def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Ground, world: World):

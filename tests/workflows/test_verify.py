@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from assets.changes import CORRUPT_RECORD
 from tests.workflows.homes import Home, flip
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
-from workflows.outlook import CORRUPT_RECORD
 from workflows.verify import agrees, verify
 
 pytestmark = pytest.mark.slow
