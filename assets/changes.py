@@ -23,6 +23,7 @@ from assets.world import Found, FoundData, FoundModel, FoundTokenizer, named_fil
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.fingerprint import short, shortened
 from training.contract.manifest import Derivation
+from training.contract.recipe import Recipe
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
@@ -38,15 +39,17 @@ def found_changes(step: Step, found: Found) -> list[str] | None:
 
 
 def input_changes(step: Step) -> list[str] | None:
-    """Which inputs, and whether the code version, differ from the latest materialization; None if there is none."""
-    history, node = step.history, GRAPH[step.asset]
+    """How algorithm, fields of the recipe and inputs differ from the latest materialization; None if there is none."""
+    history, recipe = step.history, step.pipeline.recipe
     latest = history.latest(step.asset)
     if latest.fingerprint is None:
         return None
-    words = []
-    if latest.code_version != (new := node.code_version(step.pipeline.recipe)):
-        words.append(f"code version {latest.code_version} -> {new}")
-    for name in node.inputs(step.pipeline.recipe):
+    try:
+        before = history.made_from(step.asset)
+        words = [NO_RECORD] if before is None else own_changes(before, recipe)
+    except CorruptRecord:
+        words = [CORRUPT_RECORD]
+    for name in GRAPH[step.asset].inputs(recipe):
         old, now = latest.input_version(step.pipeline.key(name)), history.latest(name).fingerprint
         if old != now:
             words.append(f"{name} {short(old)} -> {short(now)}")
@@ -74,9 +77,14 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     return words
 
 
-def own_changes(before: Derivation, code_version: str, settings: Mapping[str, Any]) -> list[str]:
-    """How the algorithm of an asset, and the fields of the recipe that it reads itself, differ from those of `before`."""
-    return [*_code_version(before, code_version), *setting_changes(before.settings, settings)]
+def own_changes(before: Derivation, recipe: Recipe) -> list[str]:
+    """How the algorithm of an asset, and the fields that it reads itself, differ from those of `before`, how it was made.
+
+    Fields that come out of a spec are the spec's to explain.
+    """
+    node = GRAPH[before.kind]
+    fields = setting_changes(before.settings, node.reads(recipe)) if node.spec is None else ()
+    return [*_code_version(before, node.version), *fields]
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

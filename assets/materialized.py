@@ -118,6 +118,14 @@ class History:
         """The artifact of `asset` as last materialized, verified. Raises UsageError if it never was, StoreError."""
         return self.store.open(asset, self.fingerprint(asset))
 
+    def made_from(self, asset: str) -> Derivation | None:
+        """How `asset` was made when it was last materialized; None where that is no longer known. Raises CorruptRecord."""
+        recorded = self.latest(asset)
+        if asset == "released_model":  # its artifact is in the registry, so its derivation is with the materialization
+            told = recorded.metadata.get("derivation")
+            return None if told is None else Derivation.model_validate(told)
+        return None if recorded.key is None else self.store.derivation(asset, recorded.key)
+
     def derivation(self, asset: str, fingerprint: str) -> Derivation:
         """How the artifact `fingerprint` of `asset` was made when it was last materialized.
 

@@ -103,8 +103,8 @@ class _Judge:
         if outcome.found is not None and not self._is_lost(asset, recorded.key):
             yield from ((asset, words) for words in changes_since(self._services.store, recorded.key, outcome.found))
             return
-        before = self._before(asset, recorded)
-        own = [] if before is None else self._own_changes(asset, before)
+        before = None if asset in ROOTS else self._history.made_from(asset)
+        own = [] if before is None else own_changes(before, self._pipeline.recipe)
         above = list(self._inherited(asset, before))
         yield from ((asset, words) for words in own)
         yield from above
@@ -115,21 +115,6 @@ class _Judge:
         """Whether a run would repeat the derivation that was materialized, and what that gave is gone."""
         how = self._outcomes[asset].derivation
         return how is not None and how.key == key and self._outcomes[asset].fingerprint is None
-
-    def _before(self, asset: str, recorded: Materialization) -> Derivation | None:
-        """How an asset that is made from others was made when it was last materialized."""
-        if recorded.key is None or asset in ROOTS:
-            return None
-        if asset == "released_model":  # its artifact is in the registry, so its derivation is with the materialization
-            told = recorded.metadata.get("derivation")
-            return None if told is None else Derivation.model_validate(told)
-        return self._services.store.derivation(asset, recorded.key)
-
-    def _own_changes(self, asset: str, before: Derivation) -> list[str]:
-        """Fields that come out of a spec are the spec's to explain."""
-        node = GRAPH[asset]
-        known = before.model_copy(update={"settings": {}}) if node.spec else before
-        return own_changes(known, node.version, node.reads(self._pipeline.recipe))
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
         inputs = GRAPH[asset].inputs(self._pipeline.recipe)
@@ -161,4 +146,5 @@ class _Judge:
         if found is not None:
             told = changes_since(store, before.key, found)
             return [(name, words) for words in told if words not in (NO_RECORD, CORRUPT_RECORD)]
-        return [*((name, words) for words in self._own_changes(name, before)), *self._inherited(name, before)]
+        own = own_changes(before, self._pipeline.recipe)
+        return [*((name, words) for words in own), *self._inherited(name, before)]

@@ -86,7 +86,7 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     shown = [latest(ground.instance, pipeline.key(name)).metadata["changes"] for name in (*now, "released_model")]
     old, new = before["preference_source"], now["preference_source"]
     assert "preferences.jsonl differs" in shown[0] and f"preference_source {short(old)} -> {short(new)}" in shown[1]
-    assert "code version 1-" in shown[2]
+    assert "gate.min_accuracy null -> 1.0\n" in shown[2] and "code version" not in shown[2]
 
 
 def causes(pipeline: Pipeline, ground: Ground) -> dict[str, tuple[str, ...]]:
