@@ -1,6 +1,7 @@
-"""The three frozen sections of a recipe. What lies below reads these artifacts and never the recipe's file again.
+"""The three sections of a recipe that are frozen as artifacts: what lies below takes these settings from them.
 
-A run imports the definitions anew, so a file that is edited between two steps would otherwise be read in two states.
+So a policy that is materialized alone is trained with the settings that were last materialized, whatever the recipe says by
+then. An asset below that has fields of its own (`reads` in `assets.graph`) takes these from the recipe as Dagster loaded it.
 """
 
 import dagster as dg
@@ -37,6 +38,6 @@ def tokenization_spec(step: Step) -> dg.MaterializeResult:
 
 
 def frozen_section(step: Step) -> dg.MaterializeResult:
-    """The body of `training_spec` and `evaluation_spec`, which are made of the recipe alone."""
+    """The body of `training_spec` and `evaluation_spec`, made of the recipe and, if it starts from the champion, of that."""
     found = look(step.pipeline, step.services, step.asset)
     return realize_found(step, found).result({"spec": dg.MetadataValue.json(found.files["spec.json"])})

@@ -31,7 +31,8 @@ _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
 _NOTHING = "nothing"  # the cursor when there is nothing to request; Dagster keeps the old cursor for an empty one
-# The assets that record the world outside. The other two specs depend on the recipe alone, so on its code version.
+# The assets that record the world outside. The other two specs depend on the recipe alone, so on its code version: one that
+# starts from the champion, with `training.start_from`, is refused a sensor.
 _LOOKED_AT = ("preference_source", "base_model", "tokenization_spec")
 _CAUSE_TAG = "pedigree/cause"
 _CAUSE_CHARACTERS = 500
