@@ -1,14 +1,14 @@
 """From an evaluated policy to a version in the registry, and the gate's decision whether it becomes champion.
 
 The order of the steps makes a release repeatable: register, point `candidate` at the version, decide, point `champion` at
-it, and write the decision onto the version last. A version without a decision is continued where it was left. One that a
-person has rolled back stays so: materializing it again promotes nothing. An adapter is registered merged into its base.
+it, and write the decision onto the version last. A version without a decision is continued where it was left. A policy that
+a person has rolled back stays so: no run promotes it again. An adapter is registered merged into its base.
 """
 
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, BinaryIO
 
@@ -179,13 +179,24 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
     measure, ours, theirs = Measure.LOSS, _values(rows_by_pair(evaluation), Measure.LOSS), None
     if champion is not None:
         measure, ours, theirs = _compared(candidate, champion)
-    return decide(
+    decision = decide(
         ours,
         theirs,
         measure,
         accuracy=evaluation.details["metrics"]["eval/rewards/accuracies"],
         min_accuracy=candidate.step.pipeline.recipe.release.gate.min_accuracy,
     )
+    return _unless_rolled_back(candidate, decision)
+
+
+def _unless_rolled_back(candidate: _Candidate, decision: Decision) -> Decision:
+    """The same policy comes again as another version, after an edit of the evaluation say: it stays rolled back."""
+    rolled_back = {**lineage_tags({"policy": candidate.lineage["policy"]}), ROLLED_BACK_TAG: "true"}
+    earlier = candidate.registry.find_version(candidate.name, rolled_back)
+    if earlier is None or not decision.promote:
+        return decision
+    reason = f"its policy is that of version {earlier.number}, which was rolled back"
+    return replace(decision, promote=False, reasons=[reason, *decision.reasons])
 
 
 def _compared(candidate: _Candidate, champion: Version) -> tuple[Measure, Losses, Losses]:
@@ -260,7 +271,7 @@ def _result(
 def _reasons(version: Version, is_champion: bool) -> Iterator[str]:
     """Why it is champion, or is not: what the gate said, and what a person did against it."""
     if ROLLED_BACK_TAG in version.tags:
-        yield "it was champion and was rolled back"
+        yield f"it was champion and was rolled back{'; a person has made it champion again' if is_champion else ''}"
     elif is_champion != (version.tags.get(_DECISION_TAG) == "yes"):
         yield "a person has moved the alias since the gate decided"
     if reasons := version.tags.get(_REASONS_TAG):

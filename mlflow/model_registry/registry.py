@@ -158,7 +158,10 @@ class Registry:
             )
         previous = champion.tags.get(PREVIOUS_TAG)
         if previous is None:
-            raise RegistryError(f"version {champion.number} is the first champion of {name}; there is none before it")
+            raise RegistryError(
+                f"no champion of {name} is noted that version {champion.number} replaced; let the alias `champion` point at "
+                "another version in MLflow"
+            )
         with self._connection.asking(f"roll {name} back to version {previous}") as client:
             restored = _version(client.get_model_version(name, previous))
             client.set_model_version_tag(name, str(champion.number), ROLLED_BACK_TAG, "true")
