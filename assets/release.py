@@ -22,6 +22,7 @@ from assets.held_out import Row, accuracy, loss, rows_by_messages, rows_by_pair,
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
+from assets.version_files import put_back
 from model_registry.connection import shown, through_restart
 from model_registry.gate import MIN_PAIRS, Decision, Losses, Measure, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
@@ -102,10 +103,12 @@ def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
     return store.lock("released_model", fingerprint("registered_model", name))
 
 
-def is_decided(registry: Registry, pipeline: Pipeline, key: str) -> bool:
-    """Whether the registry has the version that the derivation `key` of `released_model` gave, with a decision."""
+def lacking(registry: Registry, pipeline: Pipeline, key: str) -> str | None:
+    """What the registry lacks of the version, with a decision, that the derivation `key` of `released_model` gave."""
     known = registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
-    return known is not None and _has_decision(known)
+    if known is None or not _has_decision(known):
+        return "its version is no longer in the registry"
+    return None if registry.has_files(known) else "the files of its version are gone"
 
 
 def _release(candidate: _Candidate) -> _Released:
@@ -114,8 +117,9 @@ def _release(candidate: _Candidate) -> _Released:
     key = candidate.derivation.key
     with candidate.store.lock("released_model", key):
         known = registry.find_version(candidate.name, {RELEASE_KEY_TAG: key})
+        is_restored = known is not None and put_back(candidate.step.services, known)
         if known is not None and _has_decision(known):
-            return _Released(known, "reused")
+            return _Released(known, "computed" if is_restored else "reused")
         version = _register(candidate)
         with sole_decision(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
             registry.nominate(version)
@@ -249,6 +253,8 @@ def _result(
     candidate: _Candidate, released: _Released, changes: list[str] | None, started: float
 ) -> dg.MaterializeResult:
     version, champion = released.version, candidate.registry.champion(released.version.name)
+    if champion is not None:
+        put_back(candidate.step.services, champion)
     is_champion = champion is not None and champion.number == version.number  # a person may have moved the alias since
     metadata: dict[str, Any] = {
         "outcome": released.outcome,

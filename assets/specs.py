@@ -10,6 +10,7 @@ from assets.metadata import verbatim
 from assets.pipeline import Pipeline
 from assets.realize import Work, realize, realize_found
 from assets.step import Step
+from assets.version_files import put_back
 from assets.world import FoundTokenizer, find_tokenizer, look
 from assets.written import tokenizer_places
 
@@ -39,5 +40,10 @@ def tokenization_spec(step: Step) -> dg.MaterializeResult:
 
 def frozen_section(step: Step) -> dg.MaterializeResult:
     """The body of `training_spec` and `evaluation_spec`, made of the recipe and, if it starts from the champion, of that."""
-    found = look(step.pipeline, step.services, step.asset)
+    recipe, services = step.pipeline.recipe, step.services
+    starts_from_champion = step.asset == "training_spec" and recipe.training.start_from == "champion"
+    champion = services.registry.champion(recipe.release.model_name) if starts_from_champion else None
+    if champion is not None:
+        put_back(services, champion)
+    found = look(step.pipeline, services, step.asset)
     return realize_found(step, found).result({"spec": dg.MetadataValue.json(found.files["spec.json"])})

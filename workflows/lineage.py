@@ -17,7 +17,7 @@ from assets.changes import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH
 from assets.materialized import History, Materialization
 from assets.pipeline import Pipeline, Services
-from assets.release import is_decided
+from assets.release import lacking
 from assets.world import ROOTS
 from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.fingerprint import short
@@ -28,7 +28,6 @@ State = Literal["fresh", "stale", "missing"]
 
 NEVER = "never materialized"
 LOST = "its files are no longer in the store"
-NO_VERSION = "its version is no longer in the registry"
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,12 @@ class _Judge:
     def _released(self, key: str) -> AssetStatus:
         """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
-            decided = is_decided(self._services.registry, self._pipeline, key)
+            cause = lacking(self._services.registry, self._pipeline, key)
         except RegistryError as error:
             return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
-        if decided:
+        if cause is None:
             return AssetStatus("released_model", "fresh", (), key)
-        return AssetStatus("released_model", "stale", (NO_VERSION,), key)
+        return AssetStatus("released_model", "stale", (cause,), key)
 
     def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
         if (fault := self._outcomes[asset].fault) is not None:

@@ -20,7 +20,7 @@ from assets.data import pairs_work, preferences_work
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, find_sound, make, record
 from assets.reference import point_to
-from assets.release import is_decided
+from assets.release import lacking
 from assets.rows import SIDES, read_pairs
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
@@ -117,7 +117,7 @@ class _Planner:
         fingerprint = self.outcomes[asset].fingerprint
         if fingerprint is None or asset != "released_model":
             return fingerprint is not None
-        return is_decided(self.services.registry, self.pipeline, fingerprint)
+        return lacking(self.services.registry, self.pipeline, fingerprint) is None
 
     def _work(self, asset: str) -> dict[str, Any]:
         counts, recipe = self.cheap.pairs.artifact.details["counts"], self.pipeline.recipe

@@ -12,8 +12,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
+
+from mlflow.artifacts import list_artifacts
+from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import RegistryError
@@ -58,6 +61,23 @@ def move_into_place(folder: Path, target: Path, scratch: Path) -> None:
     if target.exists():
         os.rename(target, scratch / f"replaced {target.name}")
     os.rename(folder, target)
+
+
+def put_files(folder: Path, source: str, tracking_uri: str) -> None:
+    """Put what `folder` holds at the address `source`; a local folder is moved there from the same filesystem."""
+    if local := local_path(source):
+        local.parent.mkdir(parents=True, exist_ok=True)
+        move_into_place(folder, local, folder.parent)
+    else:
+        get_artifact_repository(source, tracking_uri=tracking_uri).log_artifacts(str(folder))
+
+
+def holds_model(source: str, tracking_uri: str) -> bool:
+    """Whether there is a model among the files at the address `source`; True for an address that only a cloud knows."""
+    if urlsplit(source).scheme not in ("", "file", "mlflow-artifacts"):
+        return True
+    found = list_artifacts(artifact_uri=f"{source}/{MODEL_FOLDER}", tracking_uri=tracking_uri)
+    return any(PurePath(file.path).name == "config.json" for file in found)
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:

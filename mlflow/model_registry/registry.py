@@ -17,7 +17,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from model_registry.connection import Connection, page, shown, unrepeated
-from model_registry.files import MODEL_FOLDER, local_path, move_into_place, packaged, scratch
+from model_registry.files import MODEL_FOLDER, holds_model, local_path, move_into_place, packaged, put_files, scratch
 from model_registry.records import tags_of
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.fingerprint import fingerprint, short
@@ -73,9 +73,11 @@ class Registry:
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
             return found
-        with self._connection.asking(f"store the files of {name}", patient=True) as client:
-            place = _folder_name(name, identity)
-            source = self._store_files(client, name, policy, tokenizer or policy, evaluation, run_id, place)
+        with self._connection.asking(f"find a place for the files of {name}") as client:
+            source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
+            taken = {version.source for version in client.search_model_versions(f"name = '{name}'")}
+        if source not in taken:  # what a version points at is kept
+            self.store_files(name, source, policy, tokenizer or policy, evaluation)
         with self._connection.asking(f"register {name}") as client, unrepeated():
             if _registered(client, name) is None:
                 client.create_registered_model(name)
@@ -86,6 +88,22 @@ class Registry:
                 if found := self.find_version(name, identity):  # made, and the answer was lost
                     return found
                 raise
+
+    def store_files(self, name: str, source: str, policy: Path, tokenizer: Path, evaluation: Path | None) -> None:
+        """Put the packaged policy at the address `source`. What an interrupted attempt left there is replaced."""
+        local = local_path(source)
+        # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
+        parent = local.parents[1] if local else self.downloads
+        with (
+            self._connection.asking(f"store the files of {name}", patient=True),
+            packaged(f"models:/{name}", policy, tokenizer, parent, evaluation) as folder,
+        ):
+            put_files(folder, source, self.tracking_uri)
+
+    def has_files(self, version: Version) -> bool:
+        """Whether its model is where the version says. What lies in a cloud, with keys of its own, is taken to be there."""
+        with self._connection.asking(f"look for the files of {version.name}/{version.number}"):
+            return holds_model(version.source, self.tracking_uri)
 
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
         """The latest version of `name` that carries all of `tags`."""
@@ -164,6 +182,11 @@ class Registry:
             )
         with self._connection.asking(f"roll {name} back to version {previous}") as client:
             restored = _version(client.get_model_version(name, previous))
+        if not self.has_files(restored):
+            raise RegistryError(
+                f"version {previous} of {name} cannot be champion again: {restored.source} holds no model"
+            )
+        with self._connection.asking(f"roll {name} back to version {previous}") as client:
             client.set_model_version_tag(name, str(champion.number), ROLLED_BACK_TAG, "true")
             client.set_registered_model_alias(name, "champion", previous)
         return restored, champion
@@ -185,7 +208,10 @@ class Registry:
         local = local_path(version.source)
         folder = local / MODEL_FOLDER if local else self._downloaded(version)
         if not (folder / "config.json").is_file():
-            raise RegistryError(f"{address} leads to {folder}, which has no config.json; expected a Hugging Face model")
+            raise RegistryError(
+                f"{address} leads to {folder}, which has no config.json; expected a Hugging Face model. If a recipe released "
+                "it, a run of that recipe puts its files back"
+            )
         return folder
 
     def outdated_downloads(self) -> list[str]:
@@ -221,35 +247,6 @@ class Registry:
                 f"no version of {name} has the alias {alias} in {place}, where there is {', '.join(aliases) or 'none'}; "
                 "name one of these, or a version by its number"
             )
-
-    def _store_files(
-        self,
-        client: MlflowClient,
-        name: str,
-        policy: Path,
-        tokenizer: Path,
-        evaluation: Path | None,
-        run_id: str,
-        place: str,
-    ) -> str:
-        """Put the packaged policy into the folder `place` among the run's artifacts; returns its address.
-
-        What an interrupted attempt left there is replaced; what a version points at is kept.
-        """
-        root = client.get_run(run_id).info.artifact_uri
-        source = f"{root}/{place}"
-        if any(version.source == source for version in client.search_model_versions(f"name = '{name}'")):
-            return source
-        local = local_path(root)
-        # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
-        parent = local.parent if local else self.downloads
-        with packaged(f"models:/{name}", policy, tokenizer, parent, evaluation) as folder:
-            if local:
-                local.mkdir(parents=True, exist_ok=True)
-                move_into_place(folder, local / place, folder.parent)
-            else:
-                client.log_artifacts(run_id, str(folder), place)
-        return source
 
     def _downloaded(self, version: Version) -> Path:
         """A version's model folder, fetched once: its files never change."""

@@ -97,13 +97,13 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.uri = f"http://127.0.0.1:{self.port}"
-        self._folder = folder
+        self._folder, self.artifacts = folder, folder / "artifacts"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self._folder / 'mlflow.db'}"]
-        command += ["--artifacts-destination", str(self._folder / "artifacts")]
+        command += ["--artifacts-destination", str(self.artifacts)]
         with open(self._folder / "server.log", "ab") as log:
             self._process = subprocess.Popen(
                 command,

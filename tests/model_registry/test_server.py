@@ -69,6 +69,20 @@ def test_a_run_and_a_version_through_http(
     assert not (tmp_path / "not used").exists()
 
 
+def test_files_of_a_version_are_missed_and_put_where_they_were(server, policy: Path, tmp_path: Path):
+    """Their run was deleted, which does not hinder it."""
+    tracker, registry = Tracker(server.uri, None), Registry(server.uri, tmp_path / "downloads")
+    with tracker.run(key="gone", **ABOUT) as run:
+        version = registry.register("gone", policy, run.run_id, identity={"pedigree.policy": "a"}, tags={})
+    assert registry.has_files(version)
+    MlflowClient(server.uri).delete_run(run.run_id)
+    shutil.rmtree(server.artifacts)
+    assert not registry.has_files(version)
+    registry.store_files("gone", version.source, policy, policy, None)
+    assert registry.has_files(version)
+    assert weights_identity(registry.resolve("models:/gone/1")) == weights_identity(policy)
+
+
 def test_a_model_that_begins_anew_is_not_taken_for_the_one_that_was_deleted(server, policy: Path, tmp_path: Path):
     """Its versions have the same numbers, as those of another server have, and other weights."""
     shutil.copytree(policy, retrained := tmp_path / "retrained")

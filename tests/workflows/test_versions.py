@@ -1,5 +1,6 @@
 """Versions that are registered, and what people do with them: rolled back, promoted by hand, and their files removed."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +12,11 @@ from mlflow import MlflowClient
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import PLAIN
+from training.contract.errors import RegistryError
+from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.execution import RunReport, materialize
+from workflows.lineage import status
+from workflows.plan import plan
 from workflows.recipes import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -29,7 +34,7 @@ def ground(tmp_path: Path, demo_maker: ModuleType) -> Iterator[Ground]:
 
 def run(ground: Ground, **edited: dict[str, Any]) -> RunReport:
     """A run of the recipe with some fields of some sections edited."""
-    sections = {name: {**RECIPE[name], **fields} for name, fields in edited.items()}
+    sections = {name: {**RECIPE.get(name, {}), **fields} for name, fields in edited.items()}
     write_recipe(ground.folders["plain"], {**RECIPE, **sections})
     report = materialize(load_recipe(ground.folders["plain"]), ground.services, ground.instance)
     assert report.succeeded, report.assets
@@ -49,3 +54,48 @@ def test_a_policy_that_was_rolled_back_does_not_return_as_another_version(ground
     by_hand = run(ground, training=longer)
     told = f"it was champion and was rolled back; a person has made it champion again; {promoted.reasons}"
     assert (by_hand.model_version, by_hand.is_champion, by_hand.reasons) == ("2", True, told)
+
+
+def remove_files(ground: Ground) -> dict[str, Path]:
+    """The files of all versions, as emptying MLflow's trash removes them; where each policy was, by its fingerprint."""
+    registry = ground.services.registry
+    places = {
+        version.tags["pedigree.policy"]: registry.resolve(f"models:/plain/{version.number}")
+        for version in registry.versions()
+    }
+    shutil.rmtree(ground.home / "artifacts")
+    return places
+
+
+def test_files_that_are_gone_are_missed_and_put_back(ground: Ground):
+    """Those of the version that a run gives, and of the champion. Oracle: the store's weights, whose other names they are."""
+    worse = {"optimizer": {"learning_rate": 1e-9}}
+    assert run(ground, training=worse).is_champion is False
+    places, pipeline = remove_files(ground), load_recipe(ground.folders["plain"]).pipeline
+    released = status(pipeline, ground.services, ground.instance)[-1]
+    assert (released.state, released.causes) == ("stale", ("the files of its version are gone",))
+    assert plan(pipeline, ground.services, ground.instance)[-1].causes == released.causes
+    outcomes = {asset.asset: asset.outcome for asset in run(ground, training=worse).assets}
+    assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"released_model"}
+    for version, place in places.items():
+        policy = ground.services.store.folder("policy", version)
+        assert (place / "model.safetensors").samefile(policy / "model.safetensors")
+        assert (place / "tokenizer.json").is_file() and (place.parent / "evaluation" / "manifest.json").is_file()
+    assert status(pipeline, ground.services, ground.instance)[-1].state == "fresh"
+    assert {asset.outcome for asset in run(ground, training=worse).assets} == {"reused"}
+
+
+def test_the_champion_is_whole_before_a_policy_starts_from_it(ground: Ground):
+    """A version that nothing refers to is not put back, and is refused where it would be champion again."""
+    registry, longer = ground.services.registry, {"max_steps": 8}
+    promoted = run(ground, training=longer)
+    remove_files(ground)
+    with pytest.raises(RegistryError, match="a run of that recipe puts its files back"):
+        registry.resolve("models:/plain@champion")
+    with pytest.raises(RegistryError, match=r"version 1 of plain cannot be champion again: .* holds no model"):
+        registry.rollback("plain")
+    report = run(ground, training={**longer, "start_from": "champion"}, automation={"on_change": False})
+    assert [asset.outcome for asset in report.assets if asset.asset == "policy"] == ["computed"]
+    whole = registry.resolve(f"models:/plain/{promoted.model_version}")
+    [policy] = [asset.fingerprint for asset in promoted.assets if asset.asset == "policy"]
+    assert weights_fingerprint(weights_identity(whole)) == policy
