@@ -51,7 +51,8 @@ def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> 
 def world(ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     yield World(Path(shutil.copytree(ground.folders["plain"], tmp_path / "plain")), ground.home, monkeypatch)
     ground.restore("plain")
-    (ground.home / "names" / "plain.json").unlink(missing_ok=True)  # a test may have released another model under the name
+    # A test may have released another model under the name.
+    (ground.home / "names" / "plain.json").unlink(missing_ok=True)
 
 
 def run(ground: Ground, world: World, asset: str | None = None) -> LoadedRecipe:
