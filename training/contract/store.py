@@ -142,7 +142,7 @@ class Store:
     def reuse(self, kind: str, key: str) -> Artifact | None:
         """`find` for whoever goes on from what is found, and holds the lock of `key`; `used` is then this moment."""
         if (found := self.find(kind, key)) is not None:
-            os.utime(found.folder)
+            self._mark_used(kind, found.fingerprint)
         return found
 
     def used(self, kind: str, fingerprint: str) -> int | None:
@@ -271,8 +271,13 @@ class Store:
             with contextlib.suppress(FileNotFoundError):  # another publisher was first
                 self.set_aside(kind, fingerprint)
             return False
-        os.utime(self.folder(kind, fingerprint))
+        self._mark_used(kind, fingerprint)
         return True
+
+    def _mark_used(self, kind: str, fingerprint: str) -> None:
+        # Refused for a folder of another user, from a backup say, and who may not touch it may not remove it either.
+        with contextlib.suppress(PermissionError):
+            os.utime(self.folder(kind, fingerprint))
 
     def _write_record(self, derivation: Derivation, made: Made) -> None:
         record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)

@@ -187,6 +187,18 @@ def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, mend
         assert record.exists() == mended and (not mended or record.read_bytes() == whole)
 
 
+def test_what_another_user_may_not_touch_is_used_all_the_same(store, monkeypatch):
+    """An artifact's folder from a backup, say, belongs to whoever put it there."""
+    publish(store)
+
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert store.reuse(KIND, derivation().key).fingerprint == FINGERPRINT
+    assert publish(store, version="2").fingerprint == FINGERPRINT
+
+
 @pytest.mark.parametrize(
     ("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("rename", errno.EDQUOT)]
 )
