@@ -92,10 +92,11 @@ def materialize(
     if GPU_POOL in pools and pipeline.recipe.compute.device != "cpu":
         warn_of_unlimited_gpu(instance)
     wait_for_pools(pools, instance, services.home)
+    run = _signed_run(services, instance)
     result = definitions.resolve_implicit_global_asset_job_def().execute_in_process(
         asset_selection=[pipeline.key(name) for name in selected],
         raise_on_error=False,
-        **_signed_run(services, instance),
+        **run,
     )
     done = _materialized(result)
     evaluated = done.get("evaluation", Materialization()).fingerprint
@@ -103,8 +104,9 @@ def materialize(
     released = done.get("released_model", Materialization()).metadata
     return RunReport(
         recipe=pipeline.name,
-        dagster_run_id=result.run_id,
-        succeeded=result.success,
+        dagster_run_id=run["run_id"],
+        # Not `result.success`: that asks for the run, which a person may have deleted meanwhile.
+        succeeded=bool(result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_SUCCESS)),
         assets=list(_asset_runs(result, done, pipeline, instance)),
         metrics=details.get("metrics", {}),
         mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
