@@ -26,9 +26,9 @@ from training.contract.hub import CARD, CARD_FILES, Emit, Repository
 from training.contract.recipe import DataSource, Recipe
 from training.contract.recipe_files import (
     TOKENIZER_FILES,
-    VOCABULARIES,
     DataFile,
     data_files,
+    holds_tokenizer,
     is_readable,
     tokenizer_files,
 )
@@ -144,8 +144,7 @@ def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
             _, folder = named.downloaded((*TOKENIZER_FILES, *_LOADED_WITH))
         else:
             folder = named.local_folder(registry)
-        # Without one transformers makes a tokenizer of its config alone, to which every text is unknown.
-        if not any(files <= tokenizer_files(folder).keys() for files in VOCABULARIES):
+        if not holds_tokenizer(folder):
             wanted = "name a tokenizer that has it" if own else "name one in `tokenization.tokenizer`"
             raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json in it: {wanted}")
     return folder

@@ -29,6 +29,7 @@ from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import TrainingSpec
+from training.contract.recipe_files import holds_tokenizer
 from training.contract.store import Made, write_json
 from training.data.packing import Batches, Positions, train_items
 from training.data.template import TOKENIZER_FOLDER
@@ -91,14 +92,18 @@ class _Tuning:
         if self.settings.champion is None:
             return self.job.inputs["reference_model"]
         folder = Path(self.job.locations["champion"])
+        if holds_tokenizer(folder):  # one that another program registered may hold the model alone
+            self._demand_same_tokens(folder)
+        return Input(kind="champion", fingerprint=self.settings.champion, folder=folder)
+
+    def _demand_same_tokens(self, champion: Path) -> None:
         tokenizer = load_tokenizer(self.job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER)
-        if foreign := foreign_tokens(tokenizer, load_tokenizer(folder)):
+        if foreign := foreign_tokens(tokenizer, load_tokenizer(champion)):
             raise TrainingError(
-                f"the champion in {folder} was trained with another tokenizer: {len(foreign):,} of the {len(tokenizer):,} "
+                f"the champion in {champion} was trained with another tokenizer: {len(foreign):,} of the {len(tokenizer):,} "
                 f"tokens of the pairs have another number there or none, first {foreign[0]!r}; set "
                 f"`training.start_from: reference` until there is a champion with this tokenizer"
             )
-        return Input(kind="champion", fingerprint=self.settings.champion, folder=folder)
 
     def _load(self) -> Masters:
         self.events.phase("loading the model that becomes the policy")

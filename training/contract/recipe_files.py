@@ -16,7 +16,8 @@ from training.contract.fingerprint import hash_file, short
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"
-# In each of these forms a tokenizer's vocabulary is published; transformers makes a fast tokenizer of any of them.
+# In each of these forms a tokenizer's vocabulary is published; transformers makes a fast tokenizer of any of them, and of
+# none one to which every text is unknown.
 VOCABULARIES = (
     {"tokenizer.json"},
     {"vocab.json", "merges.txt"},
@@ -86,6 +87,10 @@ def is_readable(path: PurePath) -> bool:
 def tokenizer_files(folder: Path) -> dict[str, Path]:
     """The files in `folder` that decide how text becomes tokens, by name."""
     return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    return any(files <= tokenizer_files(folder).keys() for files in VOCABULARIES)
 
 
 def check_unchanged(path: Path, sha256: str) -> None:
