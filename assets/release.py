@@ -6,7 +6,7 @@ a person has rolled back stays so: no run promotes it again. An adapter is regis
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +19,7 @@ from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
 from assets.held_out import Row, accuracy, loss, rows_by_messages, rows_by_pair, scale
+from assets.materialized import Materialization
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
@@ -109,6 +110,20 @@ def lacking(registry: Registry, pipeline: Pipeline, key: str) -> str | None:
     if known is None or not _has_decision(known):
         return "its version is no longer in the registry"
     return None if registry.has_files(known) else "the files of its version are gone"
+
+
+def demand_releases(
+    registry: Registry, versions: Sequence[Version], recorded: Mapping[dg.AssetKey, Materialization]
+) -> None:
+    """Raises RegistryError where none of the releases `recorded` is among its `versions`: they may be in another registry."""
+    released = {made.fingerprint: key.path[0] for key, made in recorded.items() if key.path[-1] == "released_model"}
+    registered = {version.tags.get(RELEASE_KEY_TAG) for version in versions}
+    if (releases := released.keys() - {None}) and not releases & registered:
+        names = ", ".join(sorted(released[release] for release in releases))
+        raise RegistryError(
+            f"{shown(registry.tracking_uri)} has no version that {names} released, so what the registry keeps is unknown: set "
+            "MLFLOW_TRACKING_URI to the one that has them, run one of these recipes, or wipe their assets in Dagster"
+        )
 
 
 def _release(candidate: _Candidate) -> _Released:

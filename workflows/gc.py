@@ -32,8 +32,9 @@ from pydantic import ValidationError
 
 from assets.adapters import MERGED
 from assets.graph import GRAPH
-from assets.materialized import latest_of, made_in
+from assets.materialized import Materialization, latest_of, made_in
 from assets.pipeline import Services
+from assets.release import demand_releases
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.job import Job
 from training.contract.locks import holding, is_held
@@ -73,9 +74,10 @@ class Collection:
 
 
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
-    """Name what nothing refers to, and remove it if `delete`. Raises RegistryError where the registry cannot be asked.
+    """Name what nothing refers to, and remove it if `delete`.
 
-    Raises CorruptRecord where it is unknown what a current artifact was made from: a run mends that first.
+    Raises RegistryError where the registry cannot be asked or is another one, CorruptRecord where it is unknown what a
+    current artifact was made from: a run mends that first.
     """
     close_dead_runs(instance, services.home)
     sweep = Sweep(services, instance)
@@ -151,12 +153,18 @@ class Sweep:
         yield from ((kind, folder.name) for kind in (*_KINDS, *rules) for folder in _folders(self._store.root / kind))
 
     def _registered(self) -> Iterator[Reference]:
-        for version in self._services.registry.versions():
+        versions = self._services.registry.versions()
+        demand_releases(self._services.registry, versions, self._latest)
+        for version in versions:
             yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
+
+    @cached_property
+    def _latest(self) -> dict[dg.AssetKey, Materialization]:
+        return latest_of(self._instance, self._instance.get_asset_keys())
 
     def _materialized(self) -> Iterator[Reference]:
         """The latest, and what unfinished runs have: those go on from that, whatever others have recorded since."""
-        found = [latest_of(self._instance, self._instance.get_asset_keys())]
+        found = [self._latest]
         found += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
         for key, recorded in chain.from_iterable(each.items() for each in found):
             asset = key.path[-1]

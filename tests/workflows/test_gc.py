@@ -19,7 +19,7 @@ from assets.realize import record
 from assets.world import Found
 from model_registry.registry import ROLLED_BACK_TAG
 from tests.workflows.homes import Home, flip
-from training.contract.errors import CorruptRecord
+from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Input, Job
 from training.contract.locks import holding
@@ -105,6 +105,18 @@ def test_a_registered_version_keeps_its_lineage_and_its_memo(looking):
     with dg.DagsterInstance.ephemeral() as instance:
         found = collect(looking.services, instance)
     assert {item.kind for item in found.garbage} == {"job"}
+
+
+def test_nothing_goes_where_the_registry_is_another_one(looking):
+    """As in a shell without MLFLOW_TRACKING_URI: what the versions keep is unknown there. Or somebody has deleted them all."""
+    mlflow.MlflowClient(looking.services.registry.tracking_uri).delete_registered_model("small")
+    with pytest.raises(
+        RegistryError, match=r"mlflow\.db has no version that small released, .* set MLFLOW_TRACKING_URI"
+    ):
+        collect(looking.services, looking.instance, delete=True)
+    assert list(looking.home.glob("jobs/*"))
+    looking.instance.wipe_assets([looking.pipeline.key("released_model")])
+    assert {item.kind for item in collect(looking.services, looking.instance).garbage} == {"job"}
 
 
 def test_a_job_in_progress_and_one_to_be_taken_up_keep_their_folders(looking):
