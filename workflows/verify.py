@@ -147,6 +147,8 @@ class _Verifier:
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
         if version is None:
             return f"there is no version of {name} for it in the registry any more"
+        if not registry.has_files(version):
+            return f"the files of version {version.number} of {name} are no longer at {version.source}"
         try:
             found = weights_fingerprint(weights_identity(registry.resolve(f"models:/{name}/{version.number}")))
         except PedigreeError as error:

@@ -209,8 +209,8 @@ class Registry:
         folder = local / MODEL_FOLDER if local else self._downloaded(version)
         if not (folder / "config.json").is_file():
             raise RegistryError(
-                f"{address} leads to {folder}, which has no config.json; expected a Hugging Face model. If a recipe released "
-                "it, a run of that recipe puts its files back"
+                f"{address} leads to {version.source}/{MODEL_FOLDER}, which has no config.json; expected a Hugging Face model. "
+                "If a recipe released it, a run of that recipe puts its files back"
             )
         return folder
 
@@ -249,9 +249,9 @@ class Registry:
             )
 
     def _downloaded(self, version: Version) -> Path:
-        """A version's model folder, fetched once: its files never change."""
+        """A version's model folder, fetched once, since its files never change; there is none where they are gone."""
         target = self.downloads / version.name / _place(version)
-        if target.is_dir():
+        if target.is_dir() or not self.has_files(version):
             return target
         with scratch(self.downloads) as staging:
             fetched = self.fetch(version, MODEL_FOLDER, staging)

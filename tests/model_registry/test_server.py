@@ -78,6 +78,8 @@ def test_files_of_a_version_are_missed_and_put_where_they_were(server, policy: P
     MlflowClient(server.uri).delete_run(run.run_id)
     shutil.rmtree(server.artifacts)
     assert not registry.has_files(version)
+    with pytest.raises(RegistryError, match=r"leads to mlflow-artifacts:/.*/model, which has no config\.json"):
+        registry.resolve("models:/gone/1")
     registry.store_files("gone", version.source, policy, policy, None)
     assert registry.has_files(version)
     assert weights_identity(registry.resolve("models:/gone/1")) == weights_identity(policy)

@@ -18,6 +18,7 @@ from workflows.execution import RunReport, materialize
 from workflows.lineage import status
 from workflows.plan import plan
 from workflows.recipes import load_recipe
+from workflows.verify import verify
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +76,8 @@ def test_files_that_are_gone_are_missed_and_put_back(ground: Ground):
     released = status(pipeline, ground.services, ground.instance)[-1]
     assert (released.state, released.causes) == ("stale", ("the files of its version are gone",))
     assert plan(pipeline, ground.services, ground.instance)[-1].causes == released.causes
+    fault = verify(pipeline, ground.services, ground.instance, rows=0).artifacts[-1].fault
+    assert fault is not None and fault.startswith("the files of version 2 of plain are no longer at file:///")
     outcomes = {asset.asset: asset.outcome for asset in run(ground, training=worse).assets}
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"released_model"}
     for version, place in places.items():
