@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.training.model.architectures import GPT2, MULTIMODAL, build, build_multimodal
 from training.contract.errors import ModelError
+from training.contract.recipe import Adapter
+from training.model.adapter import add_adapter
 from training.model.load import left_out, load_model, save_model
 
 CPU = torch.device("cpu")
@@ -164,7 +166,10 @@ def test_of_gpt2_as_it_is_published_the_causal_masks_are_left_out(tmp_path):
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
     assert "h.0.attn.c_attn.bias" in tensors
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, folder / WEIGHTS, metadata={"format": "pt"})
-    assert left_out(load_model(folder, "float32", CPU), folder) == ["h.0.attn.bias"]
+    model = load_model(folder, "float32", CPU)
+    assert left_out(model, folder) == ["h.0.attn.bias"]
+    add_adapter(model, Adapter(type="lora", rank=2), seed=0)
+    assert left_out(model, folder) == ["h.0.attn.bias"]
 
 
 @pytest.mark.parametrize(
