@@ -57,6 +57,12 @@ def recipe_folders(text: str) -> list[Path]:
     return inside or [recipe_folder(text)]
 
 
+def lasting(text: str) -> Path:
+    """`text` as an absolute path: of a folder of recipes that folder, in which there may be others later. Raises UsageError."""
+    recipe_folders(text)
+    return _folder(text) or Path(text).resolve()
+
+
 def load_recipe(folder: Path, variant: str | None = None) -> LoadedRecipe:
     """The recipe in `folder`, or its variant. Raises UsageError with the known variants, and as `load_recipes` does."""
     found = {loaded.pipeline.variant: loaded for loaded in load_recipes(folder)}

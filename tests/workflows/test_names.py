@@ -14,7 +14,7 @@ from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import UsageError
 from workflows import cli
 from workflows.component import DEFS
-from workflows.recipes import extra_recipes, load_recipe
+from workflows.recipes import extra_recipes, lasting, load_recipe
 
 OTHER = {**ATTRIBUTES, "release": {"model_name": "other"}}
 
@@ -88,6 +88,19 @@ def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, n
         assert extra_recipes() == [folders[0]]
         monkeypatch.setenv("PEDIGREE_RECIPES", str(DEFS / "demo"))
         assert extra_recipes() == [], "the project's own are shown anyway"
+
+
+def test_recipes_of_a_folder_come_and_go_while_the_web_servers_run(tmp_path, monkeypatch):
+    """Each run that they start looks again, from a folder of its own: one that was deleted would keep it from all others."""
+    for name in ("one", "two"):
+        write_recipe(tmp_path / "recipes" / name, ATTRIBUTES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PEDIGREE_RECIPES", f"{lasting('recipes')}:{lasting('recipes/two')}")
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "recipes" / "one").rename(tmp_path / "recipes" / "three")
+    assert extra_recipes() == [tmp_path / "recipes" / "three", tmp_path / "recipes" / "two"]
+    with pytest.raises(UsageError, match="is neither a recipe of this project"):
+        lasting("recipes/one")
 
 
 def test_the_web_servers_do_not_start_with_a_recipe_that_is_wrong(tmp_path):
