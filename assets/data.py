@@ -44,9 +44,7 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
     metadata = {
         "dagster/row_count": counts["pairs"],
-        "quarantined": counts["quarantined"],
-        "train": counts["train"],
-        "validation": counts["validation"],
+        **{name: count for name, count in counts.items() if name != "pairs"},
         "formats": dg.MetadataValue.json(details["formats"]),
         "quarantine_reasons": table(reasons, ("reason", "rows")),
         "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),

@@ -19,10 +19,13 @@ GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says o
 
 
 def _data(recipe: Recipe) -> Settings:
+    """Without `fraction` where every source is used whole: such data keeps its key."""
+    fractions = [source.fraction for source in recipe.data.sources]
     return {
         "formats": [source.format for source in recipe.data.sources],
         "held_out": [source.held_out for source in recipe.data.sources],
         "validation_fraction": recipe.data.validation_fraction,
+        **({} if min(fractions) == 1 else {"fractions": fractions}),
     }
 
 

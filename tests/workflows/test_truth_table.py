@@ -164,6 +164,8 @@ TABLE: dict[str, Row] = {
     "the same rows as Parquet": Row(edits.data_as_parquet, SAME_PAIRS, 0),
     "file split in two": Row(edits.split_data, "C. ... Cc .r rrr", 0),
     "a file held out": Row(edits.hold_out_a_file, NEW_DATA, 0),
+    "a fraction of the prompts": Row(field("data.sources.0.fraction", 0.5), ".. ... CC .C CCC", 0),
+    "a fraction that leaves none out": Row(field("data.sources.0.fraction", 0.999), ".. ... cr .r rrr", 0),
     "format named": Row(field("data.sources.0.format", "conversational"), ".. ... cr .r rrr", 0),
     "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. ... CC .c CCC", 0),
     "max_quarantined": Row(field("data.max_quarantined", 0.5), NOTHING),

@@ -39,7 +39,8 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 class DataSource(Section):
     """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
 
-    If it is `held_out`, all of its prompts are in the validation split, wherever else they occur.
+    If it is `held_out`, all of its prompts are in the validation split, wherever else they occur. `fraction` is the share of
+    its prompts that is used.
     """
 
     path: str | None = None
@@ -49,6 +50,7 @@ class DataSource(Section):
     revision: str | None = None
     format: Format = "auto"
     held_out: bool = False
+    fraction: Annotated[Positive, Field(le=1)] = 1.0
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

@@ -3,10 +3,11 @@
     preferences.parquet   row, prompt, chosen, rejected (lists of messages), tools, chat_template_kwargs, split, source, line
     quarantine.parquet    source, line, reason, detail, text (the row as it was read)
 
-Rows read = pairs + quarantined, always. Pairs with the same prompt are in the same split: validation if the prompt occurs in
-a source that is held out, which is why such sources are read first; else the split follows from the prompt's hash alone, so it
-stays as data grows. The fingerprint covers the pairs with their splits and line numbers and the quarantined rows, in order,
-not the names of the files they came from.
+Rows read = pairs + quarantined + left out by the `fraction` of their source, always. Pairs with the same prompt are in the same
+split: validation if the prompt occurs in a source that is held out, which is why such sources are read first; else the split
+follows from the prompt's hash alone, and so does whether a fraction leaves it out: both stay as data grows. The fingerprint
+covers the pairs with their splits and line numbers and the quarantined rows, in order, not the names of the files they came
+from.
 """
 
 import contextlib
@@ -69,9 +70,9 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
     listed = _listed(job, sources, events)
     events.phase("reading preferences")
-    formats = job.settings["formats"]
-    by_source = enumerate(zip(listed, formats, job.settings["held_out"], strict=True))
-    inputs = _distinctly_named([_Input(file, n, form, held) for n, (files, form, held) in by_source for file in files])
+    fractions = job.settings.get("fractions", [1.0] * len(sources))
+    by_source = zip(listed, job.settings["formats"], job.settings["held_out"], fractions, strict=True)
+    inputs = _distinctly_named([_Input(file, n, *rest) for n, (files, *rest) in enumerate(by_source) for file in files])
     with contextlib.closing(_Collector(job.staging, job.settings["validation_fraction"])) as collector:
         progress = Progress(events, len(inputs), "files")
         for each in sorted(inputs, key=lambda each: not each.held_out):
@@ -81,6 +82,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     collector.refuse_empty_held_out(inputs)
     for reason, count in collector.reasons.most_common():
         events.note(f"{count} rows in quarantine: {reason}")
+    if collector.left_out:
+        events.note(f"{collector.left_out} rows left out by the `fraction` of their source")
     return Made(fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details())
 
 
@@ -90,14 +93,23 @@ def split_of(prompt_sha256: bytes, validation_fraction: float) -> str:
     return "validation" if number < int(validation_fraction * 2**256) else "train"
 
 
+def is_drawn(prompt_sha256: bytes, fraction: float) -> bool:
+    """Whether a prompt is in this fraction of its source: the second half of its sha256, which does not give the split.
+
+    What is in a fraction is in every larger one.
+    """
+    return int.from_bytes(prompt_sha256[16:], "big") < int(fraction * 2**128)
+
+
 @dataclass(frozen=True)
 class _Input:
-    """A file to read; its format, which may be `auto`, and whether it is `held_out` are those of its source, by number."""
+    """A file to read. What follows is of its source: number, format, which may be `auto`, `held_out` and `fraction`."""
 
     file: DataFile
     source: int
     format: str
     held_out: bool
+    fraction: float
 
 
 @dataclass
@@ -112,6 +124,7 @@ class _Collector:
     formats: dict[str, str] = field(default_factory=dict)
     pairs_of_source: Counter[int] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, Any]] = field(default_factory=list)
     quarantine_examples: list[dict[str, Any]] = field(default_factory=list)
@@ -125,7 +138,11 @@ class _Collector:
         self._quarantine.close()
 
     def keep(self, pair: Pair, given: _Input, line: int) -> None:
-        split = self._split(pair.prompt, given.held_out)
+        digest = _digest(pair.prompt)
+        if not is_drawn(digest, given.fraction):
+            self.left_out += 1
+            return
+        split = self._split(digest, given.held_out)
         self.pairs_of_source[given.source] += 1
         turns: dict[str, Any] = {
             "prompt": list(pair.prompt),
@@ -151,17 +168,17 @@ class _Collector:
         if len(self.quarantine_examples) < _QUARANTINE_EXAMPLES:
             self.quarantine_examples.append({**row, "text": text[:_EXAMPLE_CHARACTERS]})
 
-    def _split(self, prompt: Sequence[Message], held_out: bool) -> str:
-        """By roles and contents alone: ids of calls, or reasoning, may differ where the template writes the same tokens."""
-        digest = value_digest([message(turn["role"], turn["content"]) for turn in prompt])
+    def _split(self, prompt_sha256: bytes, held_out: bool) -> str:
         if held_out:
-            self.held_out_prompts.add(digest)
-        return "validation" if digest in self.held_out_prompts else split_of(digest, self.validation_fraction)
+            self.held_out_prompts.add(prompt_sha256)
+        is_held_out = prompt_sha256 in self.held_out_prompts
+        return "validation" if is_held_out else split_of(prompt_sha256, self.validation_fraction)
 
     def refuse_if_empty(self) -> None:
         if self.digests:
             return
-        found = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common()) or "no row at all"
+        counted = [*self.reasons.most_common(), *([("left out by `fraction`", self.left_out)] if self.left_out else [])]
+        found = ", ".join(f"{count} x {reason}" for reason, count in counted) or "no row at all"
         first = f"; the first: {self.quarantine_examples[0]['detail']}" if self.quarantine_examples else ""
         raise DataError(f"there is no usable preference pair in {', '.join(self.formats)} ({found}){first}")
 
@@ -170,8 +187,8 @@ class _Collector:
         for each in inputs:
             if each.held_out and not self.pairs_of_source[each.source]:
                 raise DataError(
-                    f"`data.sources.{each.source}` ({each.file.name} ...) is held out, and none of its rows is a usable pair; "
-                    "name one with pairs, or take `held_out` away"
+                    f"`data.sources.{each.source}` ({each.file.name} ...) is held out, and none of its rows is a usable pair "
+                    f"in the `fraction` of it that is used, {each.fraction}; name one with pairs, or take `held_out` away"
                 )
 
     def details(self) -> dict[str, Any]:
@@ -182,7 +199,8 @@ class _Collector:
                 "quarantined": quarantined,
                 "train": self.splits["train"],
                 "validation": self.splits["validation"],
-                "rows_read": pairs + quarantined,
+                "rows_read": pairs + quarantined + self.left_out,
+                **({"left_out": self.left_out} if self.left_out else {}),
             },
             "formats": self.formats,
             "reasons": dict(self.reasons.most_common()),
@@ -211,6 +229,11 @@ class _ParquetRows:
         if self._rows:
             self._writer.write_table(pa.Table.from_pylist(self._rows, self._schema))
         self._rows = []
+
+
+def _digest(prompt: Sequence[Message]) -> bytes:
+    """Of roles and contents alone: ids of calls, or reasoning, may differ where the template writes the same tokens."""
+    return value_digest([message(turn["role"], turn["content"]) for turn in prompt])
 
 
 def _listed(job: Job, sources: Sequence[DataSource], events: EventWriter) -> list[list[DataFile]]:

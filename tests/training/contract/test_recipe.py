@@ -152,6 +152,8 @@ MISTAKES = [
     ("data: {sources: [{path: a, split: train}]}", "data.sources.0", "belong to `hub`"),
     ("tokenization: {revision: main}", "tokenization", "belongs to `tokenizer`"),
     ("data: {sources: [{path: a, format: csv}]}", "data.sources.0.format", "'auto'"),
+    ("data: {sources: [{path: a, fraction: 0}]}", "data.sources.0.fraction", "greater than 0"),
+    ("data: {sources: [{path: a, fraction: 10}]}", "data.sources.0.fraction", "less than or equal to 1"),
     ("data: {sources: [{path: a, held_out: true}]}", "data", "nothing to train on; add one that is not"),
     ("data: {sources: [{path: a}], validation_fraction: 1}", "data.validation_fraction", "less than 1"),
     ("tokenization: {max_length: 1}", "tokenization.max_length", "greater than or equal to 2"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from training.contract.errors import DataError
 from training.contract.fingerprint import hash_file, value_digest
 from training.contract.recipe_files import data_files
-from training.data.preferences import split_of
+from training.data.preferences import is_drawn, split_of
 
 GOOD = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}
 
@@ -188,6 +188,53 @@ def test_a_held_out_source_without_a_pair_is_refused(workshop, tmp_path, text):
     train, test = ({"path": str(tmp_path / name), "format": "strings"} for name in ("train.jsonl", "test.jsonl"))
     with pytest.raises(DataError, match=r"`data.sources\.1` \(test.jsonl ...\) is held out, and none of its rows"):
         workshop.preferences(train, {**test, "held_out": True})
+
+
+def test_a_fraction_by_hand():
+    """The second half of sha256 of the canonical JSON of the prompt, as a number in [0, 1), against the fraction."""
+    prompt = [{"role": "user", "content": "Why?"}]
+    half = hashlib.sha256(b'[{"content":"Why?","role":"user"}]').hexdigest()[32:]
+    place = int(half, 16) / 2**128
+    assert is_drawn(value_digest(prompt), place + 1e-9) and is_drawn(value_digest(prompt), 1.0)
+    assert not is_drawn(value_digest(prompt), place - 1e-9)
+
+
+def test_a_fraction_of_a_source_is_of_its_prompts_and_stays_as_data_grows(workshop, tmp_path):
+    """Of 400 rows about 200 prompts, of which those left out are counted, and another source is used whole."""
+    rows = [{**GOOD, "prompt": f"Q{n // 2}", "chosen": f"A{n}"} for n in range(400)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({**GOOD, "prompt": f"Q{n}"}) + "\n" for n in range(20)))
+
+    def drawn(lines: list[dict[str, str]], fraction: float) -> dict[str, str]:
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*lines, {}]))
+        sampled = {"path": str(tmp_path / "rows.jsonl"), "format": "strings", "fraction": fraction}
+        done = workshop.preferences(sampled, {"path": str(tmp_path / "own.jsonl")}, fraction=0.3)
+        table, counts = done.table("preferences.parquet"), done.details["counts"]
+        kept = {row["chosen"][0]["content"]: row["split"] for row in table if row["source"] == "rows.jsonl"}
+        assert counts["pairs"] == len(table) == len(kept) + 20
+        assert (counts["rows_read"], counts["quarantined"]) == (len(lines) + 1 + 20, 1)
+        assert counts.get("left_out", 0) == len(lines) - len(kept)
+        return kept
+
+    whole, third, tenth = drawn(rows, 1.0), drawn(rows, 0.33), drawn(rows[:100], 0.1)
+    assert whole.keys() == {row["chosen"] for row in rows}
+    assert tenth.items() <= third.items() <= whole.items(), "and in the same split"
+    assert all((f"A{n}" in third) == (f"A{n + 1}" in third) for n in range(0, 400, 2))
+    assert 0.25 < len(third) / 400 < 0.41
+    assert 0.2 < sum(split == "validation" for split in third.values()) / len(third) < 0.4, "as of all prompts"
+
+
+def test_only_what_is_used_of_a_held_out_source_is_held_out(workshop, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({**GOOD, "prompt": f"Q{n}"}) + "\n" for n in range(100)))
+    same = {"path": str(tmp_path / "rows.jsonl")}
+    done = workshop.preferences(same, {**same, "held_out": True, "fraction": 0.2}, fraction=0.0)
+    rows = done.table("preferences.parquet")
+    tested = {row["prompt"][0]["content"] for row in rows if row["source"].startswith("2:")}
+    assert 10 < len(tested) < 30
+    assert {row["prompt"][0]["content"] for row in rows if row["split"] == "validation"} == tested
+    with pytest.raises(DataError, match=r"in the `fraction` of it that is used, 1e-06; name one"):
+        workshop.preferences(same, {**same, "held_out": True, "fraction": 1e-6})
+    with pytest.raises(DataError, match=r"no usable preference pair in rows.jsonl \(100 x left out by `fraction`\)$"):
+        workshop.preferences({**same, "fraction": 1e-6})
 
 
 def test_files_of_one_name_are_told_apart(workshop, tmp_path):
