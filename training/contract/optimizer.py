@@ -51,7 +51,7 @@ class Muon(Section):
 
 
 def _by_type(given: Any) -> Any:
-    """A section of the class that its `type` names; AdamW by default, as in recipes from before there was a choice.
+    """A section of the class that its `type` names; AdamW where it names none.
 
     Not pydantic's tagged union: it puts the tag into the path of an error, which is then not a path in the file.
     """

@@ -1,8 +1,7 @@
 """JSON files that show whether they are what was written: their field `sha256` is the digest of all the others.
 
 A manifest vouches for every other file of an artifact, but nothing vouches for the manifest, or for the record of a derivation.
-Yet decisions depend on them: the accuracy that the gate reads is there, and how a policy was made. A file from before there
-were seals has none, and is trusted.
+Yet decisions depend on them: the accuracy that the gate reads is there, and how a policy was made.
 """
 
 import json
@@ -25,9 +24,10 @@ class Sealed(Frozen):
         """What `sealed` wrote. Raises ValueError for anything else: bytes that are no JSON, another form, a broken seal."""
         try:
             found = json.loads(content)
+            seal = found.pop(SEAL, None) if isinstance(found, dict) else None
+            digest = value_digest(found).hex()
         except RecursionError as error:
             raise ValueError("it is nested too deeply") from error
-        seal = found.pop(SEAL, None) if isinstance(found, dict) else None
-        if seal is not None and seal != value_digest(found).hex():
-            raise ValueError(f"its content does not have the {SEAL} that it states")
+        if seal != digest:
+            raise ValueError(f"its content does not have the {SEAL} that it states, {seal}")
         return cls.model_validate(found)

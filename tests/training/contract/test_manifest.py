@@ -7,10 +7,12 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from training.contract.errors import CorruptArtifact
+from training.contract.fingerprint import value_digest
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import (
     MANIFEST,
@@ -148,7 +150,11 @@ def test_links_and_pipes_are_not_published(folder, make):
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
 
-FORMS = [b"", b"{", b"[]", b"null", b'{"kind": "policy"}', b"\xff\xfe", b'{"kind": 1e999}', DEEP]
+def with_seal(content: Any) -> bytes:
+    return json.dumps({**content, "sha256": value_digest(content).hex()}).encode()
+
+
+FORMS = [b"", b"{", b"[]", b"null", with_seal({"kind": "policy"}), b"\xff\xfe", b'{"kind": 1e999}', DEEP]
 
 
 @pytest.mark.parametrize("content", FORMS, ids=lambda content: repr(content[:20]))
@@ -164,14 +170,14 @@ def test_a_manifest_of_another_form_is_refused_by_name(tmp_path, content):
 def test_a_manifest_that_names_what_is_not_inside_is_refused(folder, name):
     content = manifest_of(folder).model_dump(mode="json")
     content["files"][name] = {"bytes": 10, "sha256": "0" * 64}
-    (folder / MANIFEST).write_text(json.dumps(content))
+    (folder / MANIFEST).write_bytes(with_seal(content))
     with pytest.raises(CorruptArtifact, match="does not name a file inside"):
         read_manifest(folder)
 
 
 def test_a_manifest_that_is_a_link_is_refused(folder):
     elsewhere = folder.with_name(f"{folder.name}-elsewhere.json")
-    elsewhere.write_text(manifest_of(folder).model_dump_json())
+    elsewhere.write_bytes(manifest_of(folder).sealed())
     (folder / MANIFEST).symlink_to(elsewhere)
     with pytest.raises(CorruptArtifact, match=r"symbolic link to .*elsewhere"):
         read_manifest(folder)
@@ -208,16 +214,18 @@ def test_a_cache_spares_reading_what_nobody_wrote(folder, tmp_path_factory):
 
 
 def test_a_manifest_with_a_field_too_many_is_refused(folder):
-    (folder / MANIFEST).write_text(manifest_of(folder).model_dump_json()[:-1] + ',"trust": true}')
+    (folder / MANIFEST).write_bytes(with_seal({**manifest_of(folder).model_dump(mode="json"), "trust": True}))
     with pytest.raises(CorruptArtifact, match="trust"):
         read_manifest(folder)
 
 
-def test_it_reads_what_it_wrote_and_what_was_written_before_there_were_seals(folder):
+def test_it_reads_what_it_wrote_and_nothing_without_a_seal(folder):
     manifest = manifest_of(folder)
-    for content in (manifest.sealed(), manifest.model_dump_json().encode()):
-        (folder / MANIFEST).write_bytes(content)
-        assert read_manifest(folder) == manifest
+    (folder / MANIFEST).write_bytes(manifest.sealed())
+    assert read_manifest(folder) == manifest
+    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    with pytest.raises(CorruptArtifact, match="does not have the sha256 that it states, None"):
+        read_manifest(folder)
     names = ("schema_version", "kind", "fingerprint", "made_from", "libraries", "created", "files", "details", "sha256")
     written = json.loads(manifest.sealed())
     assert tuple(written) == names and written["schema_version"] == 1, "as every store has them"
