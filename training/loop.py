@@ -108,7 +108,9 @@ class _Tuning:
     def _load(self) -> Masters:
         self.events.phase("loading the model that becomes the policy")
         settings = self.settings
-        trainable = TrainableModel(self.start.folder, settings.precision, settings.adapter, settings.seed)
+        trainable = TrainableModel(
+            self.start.folder, settings.precision, settings.adapter, settings.seed, settings.disable_dropout
+        )
         float8_head = settings.head_precision == "float8"
         with self.record.timed("loading"):
             return load_for_training(trainable, self.job.compute, self.group, self.events, float8_head)

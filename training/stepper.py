@@ -75,7 +75,7 @@ class Stepper:
         count = objective.count(batch)
 
         masters.zero()
-        masters.model.train(masters.has_dropout)
+        masters.train()
         self._seed_dropout(step)
         objective.prepare(masters.model, batch, parts)
         self._seed_dropout(step)  # again, so that a pass in `prepare` and the one below draw the same dropout

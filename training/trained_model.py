@@ -29,8 +29,8 @@ def load_for_training(
     """The model on all ranks, proved exact and prepared as `compute` asks for. Raises ModelError."""
     masters = build_masters(trainable, compute.parallel, group, events)
     _note_what_is_not_trained(masters.model, trainable, events)
-    demand_exact(masters.model, events, masters.dtype, training=masters.has_dropout)
-    prepare_for_training(masters.model, compute, events, masters.has_dropout, float8_head)
+    demand_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
+    prepare_for_training(masters.model, compute, events, masters.own_dropout, float8_head)
     return masters
 
 

@@ -91,7 +91,7 @@ def steps_examples(world: Any, steps: int) -> list[dict[str, Any]]:
 def test_held_out_metrics_are_those_of_the_written_policy(tmp_path):
     """The last eval event, computed again from the policy's folder with plain transformers: dropout is of training alone."""
     world = build_world(tmp_path, attention_dropout=0.3)
-    job = world.job("policy", settings())
+    job = world.job("policy", settings(disable_dropout=False))
     tune(job)
     model = AutoModelForCausalLM.from_pretrained(job.staging)
     table, train = load_file(world.reference / "logprobs.safetensors"), len(world.split("train"))
@@ -204,17 +204,28 @@ def test_bfloat16_masters_move_by_less_than_bfloat16_can_tell(tiny_world):
 
 def test_dropout_is_on_in_training_only_and_repeats(tmp_path):
     world = build_world(tmp_path, attention_dropout=0.3)
-    first, again = (world.job("policy", settings(), name) for name in ("first", "again"))
+    first, again = (world.job("policy", settings(disable_dropout=False), name) for name in ("first", "again"))
     assert tune(first).fingerprint == tune(again).fingerprint
     assert told(first, "eval")[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert losses(first)[0] != pytest.approx(math.log(2), abs=1e-3)
 
 
+def test_dropout_of_the_config_is_off_unless_it_is_asked_for(tmp_path):
+    """As in the authors' own program and in TRL: then the first loss is log 2, and all are those of a model without any."""
+    with_dropout = build_world(tmp_path / "with", attention_dropout=0.3).job("policy", settings())
+    without = build_world(tmp_path / "without").job("policy", settings())
+    tune(with_dropout)
+    tune(without)
+    assert losses(with_dropout) == losses(without)
+    assert losses(with_dropout)[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert not [e for e in told(with_dropout, "note") if "row of its own" in e["text"]]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path, dropout: float):
     world = build_world(tmp_path, attention_dropout=dropout)
-    usual = world.job("policy", settings(), "usual")
-    smaller = world.job("policy", settings(), "smaller", activation_checkpointing=True)
+    usual = world.job("policy", settings(disable_dropout=False), "usual")
+    smaller = world.job("policy", settings(disable_dropout=False), "smaller", activation_checkpointing=True)
     assert tune(smaller).fingerprint == tune(usual).fingerprint
     assert losses(smaller) == losses(usual)
 
@@ -223,8 +234,8 @@ def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path
 def test_compiled_it_learns_the_same(tmp_path):
     """Dropout too: warming up draws random numbers, and the first step draws those it would have drawn without."""
     world = build_world(tmp_path, attention_dropout=0.2)
-    usual = world.job("policy", settings(), "usual")
-    compiled = world.job("policy", settings(), "compiled", compile=True)
+    usual = world.job("policy", settings(disable_dropout=False), "usual")
+    compiled = world.job("policy", settings(disable_dropout=False), "compiled", compile=True)
     tune(usual)
     tune(compiled)
     assert losses(compiled) == pytest.approx(losses(usual), abs=1e-5)
@@ -335,8 +346,8 @@ def test_each_rank_draws_its_own_dropout(tmp_path, forker):
         return [{**examples[0], "row": e["row"], "split": e["split"]} for e in examples]
 
     world = build_world(tmp_path, attention_dropout=0.3, arrange=alike)
-    alone = world.job("policy", settings(batch_size=1, max_steps=1), "alone")
-    both = world.job("policy", settings(batch_size=2, max_steps=1), "both")
+    alone = world.job("policy", settings(batch_size=1, max_steps=1, disable_dropout=False), "alone")
+    both = world.job("policy", settings(batch_size=2, max_steps=1, disable_dropout=False), "both")
     tune(alone)
     published(both, forker.run(both, 2))
     assert told(both)[0]["logps/chosen"] != pytest.approx(told(alone)[0]["logps/chosen"], abs=1e-4)

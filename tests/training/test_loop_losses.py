@@ -177,7 +177,7 @@ def test_both_passes_meet_the_same_dropout(tmp_path):
     its own two passes the loss of aot_unpaired is -log s(beta (c - r)), that of the sigmoid."""
     world = build_world(tmp_path, attention_dropout=0.3)
     coupled, plain = (
-        world.job("policy", settings({"type": kind}, batch_size=1, max_steps=4), kind)
+        world.job("policy", settings({"type": kind}, batch_size=1, max_steps=4, disable_dropout=False), kind)
         for kind in ("aot_unpaired", "sigmoid")
     )
     tune(coupled)

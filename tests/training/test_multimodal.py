@@ -122,7 +122,7 @@ def test_compiled_layers_are_the_same(worlds: tuple[TinyWorld, TinyWorld]):
     model = load_model(worlds[1].model, "float32", CPU)
     sequences = [TokenSequence(each.ids_T.remainder(60), each.mask_T) for group in groups() for each in group]
     before = response_logprobs(model, sequences).tokens_N
-    prepare_for_training(model, Compute(device="cpu", compile=True), EventWriter(None), training=False)
+    prepare_for_training(model, Compute(device="cpu", compile=True), EventWriter(None), own_dropout=False)
     torch.testing.assert_close(response_logprobs(model, sequences).tokens_N, before, atol=1e-5, rtol=0)
 
 
@@ -165,5 +165,5 @@ def test_only_dropout_that_text_meets_counts(tmp_path: Path, rate: float):
     model.save_pretrained(tmp_path)
     masters = Replicated(TrainableModel(tmp_path, "float32"), Layout(ALONE, copies=1))
     assert any(isinstance(module, torch.nn.Dropout) and module.p for module in masters.model.modules())
-    assert masters.has_dropout == (rate > 0)
+    assert masters.own_dropout == (rate > 0)
     assert (why_not_shared(masters.model, training=True) is None) == (rate == 0)

@@ -25,6 +25,7 @@ SETTINGS = Training.model_validate(
         "micro_tokens": 64,
         "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1},
         "max_steps": STEPS,
+        "disable_dropout": False,
     }
 ).model_dump(mode="json")
 COMPUTE = {"checkpoint_every": 3, "evaluate_every": 7}

@@ -131,9 +131,11 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> Stepper:
     changes = {"batch_size": 8, "micro_tokens": 60} | changes
     compute, settings = Compute(**changes.pop("compute", {})), Training.model_validate(changes)
     group, pairs = Group(0, 1, device), Pairs.open(world.pairs)
-    trainable = TrainableModel(world.model, settings.precision, settings.adapter)
+    trainable = TrainableModel(
+        world.model, settings.precision, settings.adapter, disable_dropout=settings.disable_dropout
+    )
     masters = build_masters(trainable, "ddp", group, SILENT)
-    prepare_for_training(masters.model, compute, SILENT, masters.has_dropout)
+    prepare_for_training(masters.model, compute, SILENT, masters.own_dropout)
     table = LogProbTable.read(world.reference, len(pairs))
     if settings.loss.needs_token_logprobs:
         table = replace(table, tails_P2=np.full((len(pairs), 2), -0.5))
@@ -188,7 +190,7 @@ def test_however_it_trains_a_step_waits_in_its_middle_alone(world: Any, way: dic
 
 
 def test_a_row_each_it_waits_where_transformers_makes_its_masks_too(dropping: Any):
-    take_steps(stepper_of(dropping, CPU), masking_utils.find_packed_sequence_indices)
+    take_steps(stepper_of(dropping, CPU, disable_dropout=False), masking_utils.find_packed_sequence_indices)
 
 
 def test_supervised_tuning_waits_in_its_middle_alone(world: Any):

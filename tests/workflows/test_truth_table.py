@@ -239,6 +239,7 @@ TABLE: dict[str, Row] = {
     "warmup_ratio": Row(field("training.schedule.warmup_ratio", 0.9), NEW_TRAINING, 0),
     "max_grad_norm": Row(field("training.max_grad_norm", 1e-6), NEW_TRAINING, 0),
     "precision": Row(field("training.precision", "bfloat16"), NEW_TRAINING, 0),
+    "dropout, of which the model has none": Row(field("training.disable_dropout", False), ".. .C. .. .. crr", 0),
     "seed": Row(field("training.seed", 1), NEW_TRAINING, 0),
     "adapter": Row(fields("training.adapter", ADAPTER), NEW_TRAINING, 0),
     # Evaluation and release

@@ -150,6 +150,7 @@ class Training(Section):
     max_grad_norm: Positive = 1.0
     precision: Dtype = "float32"
     head_precision: Literal["exact", "float8"] = "exact"
+    disable_dropout: bool = True
     adapter: Adapter | None = None
     seed: Seed = 0
 

@@ -71,6 +71,14 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: b
         )
 
 
+def train_mode(model: PreTrainedModel, own_dropout: bool) -> None:
+    """Have `model` draw the dropout of its adapter and, with `own_dropout`, that of its config, until it is set to `eval`."""
+    model.train(own_dropout)
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.lora_dropout.train()
+
+
 def merge_adapter(model: PreTrainedModel) -> None:
     """Merge the adapter into the weights of `model`, in place. A head that had one is no longer tied to the embeddings."""
     head = model.get_output_embeddings()

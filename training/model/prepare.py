@@ -29,7 +29,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.recipe import Adapter, Compute
-from training.model.adapter import targets
+from training.model.adapter import targets, train_mode
 from training.model.attention import use_attention
 from training.model.body import body_of, text_config
 from training.model.float8 import demand_float8
@@ -61,9 +61,9 @@ def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
 
 
 def prepare_for_training(
-    model: PreTrainedModel, compute: Compute, events: EventWriter, training: bool, float8_head: bool = False
+    model: PreTrainedModel, compute: Compute, events: EventWriter, own_dropout: bool, float8_head: bool = False
 ) -> None:
-    """Make `model` run as `compute` says; `training`: whether it will run in training mode, with dropout.
+    """Make `model` run as `compute` says; `own_dropout`: whether it will draw what its config asks for.
 
     Raises ModelError where the model has no layers to prepare, or where the device has no float8; TrainingError where
     torch cannot compile.
@@ -82,7 +82,7 @@ def prepare_for_training(
             )
     if compute.compile:
         with _compiler_explained():
-            _warm_up(model, training)
+            _warm_up(model, own_dropout)
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -118,11 +118,11 @@ def _compiler_explained() -> Iterator[None]:
         ) from error
 
 
-def _warm_up(model: PreTrainedModel, training: bool) -> None:
+def _warm_up(model: PreTrainedModel, own_dropout: bool) -> None:
     """Run what a step and what an evaluation runs, on a few made-up tokens."""
     sequences, sizes = tiny_groups(text_config(model).vocab_size)
     with _undisturbed(model):
-        model.train(training)
+        train_mode(model, own_dropout)
         (0.0 * response_logprobs(model, sequences, sizes).sums_S.sum()).backward()
         model.eval()
         with torch.no_grad():

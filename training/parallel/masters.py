@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from training.contract.recipe import Dtype
-from training.model.adapter import adapter_parameters
+from training.model.adapter import adapter_parameters, train_mode
 from training.model.body import text_config, text_modules
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
+from training.parallel.models import TrainableModel
 from training.pieces import LocalRows
 from training.sharded_muon import Shards
 
@@ -41,14 +41,21 @@ class Masters(ABC):
     """`model` runs; `parameters` are what the optimizer steps: float32, of each trained tensor the part of this rank."""
 
     def __init__(
-        self, model: PreTrainedModel, parameters: dict[str, Parameter], precision: Dtype, layout: Layout
+        self, model: PreTrainedModel, parameters: dict[str, Parameter], trainable: TrainableModel, layout: Layout
     ) -> None:
         self.model, self.parameters, self.layout, self.group = model, parameters, layout, layout.group
-        self.dtype = DTYPES[precision]
+        self.dtype = DTYPES[trainable.precision]
+        self._disable_dropout = trainable.disable_dropout
+
+    def train(self) -> None:
+        """Put the running model into the mode in which steps are taken."""
+        train_mode(self.model, self.own_dropout)
 
     @cached_property
-    def has_dropout(self) -> bool:
-        """Whether the model or an adapter has any dropout; else training mode, which would change nothing, is left off."""
+    def own_dropout(self) -> bool:
+        """Whether the model itself runs in training mode: only if it draws dropout there, which it might else wait for."""
+        if self._disable_dropout:
+            return False
         fields = text_config(self.model).to_dict().items()
         rates = [value for name, value in fields if "drop" in name and isinstance(value, float)]
         rates += [module.p for module in text_modules(self.model).values() if isinstance(module, torch.nn.Dropout)]

@@ -43,13 +43,17 @@ class ModelSource(Protocol):
 
 @dataclass(frozen=True)
 class TrainableModel:
-    """The model in `folder`, to be trained in `precision`; or a new adapter on it, initialized from `seed`."""
+    """The model in `folder`, to be trained in `precision`; or a new adapter on it, initialized from `seed`.
+
+    With `disable_dropout` it is trained without the dropout of its config; that of the adapter stays.
+    """
 
     work: ClassVar[str] = "training"
     folder: Path
     precision: Dtype
     adapter: Adapter | None = None
     seed: int = 0
+    disable_dropout: bool = False
 
     @property
     def parameter_bytes(self) -> int:

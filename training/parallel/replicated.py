@@ -35,7 +35,7 @@ class Replicated(Masters):
         if self._copied:
             trained = {name: Parameter(master.detach()) for name, master in trained.items()}
             trainable.running().round_(model)
-        super().__init__(model, trained, trainable.precision, layout)
+        super().__init__(model, trained, trainable, layout)
         sizes = [p.numel() for p in trained.values()]
         self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self.group.device)
         self._buckets = Buckets(self.gradient_N, sizes, self.group)

@@ -35,7 +35,7 @@ class Sharded(Masters):
         _sum_gradients(model, self._reduce_scatter)
         self._shards_of = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
-        super().__init__(model, parameters, trainable.precision, layout)
+        super().__init__(model, parameters, trainable, layout)
 
     @property
     def shards(self) -> Shards:

@@ -19,7 +19,15 @@ from training.contract.errors import ModelError
 from training.contract.job import Input
 from training.contract.recipe import Adapter
 from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
-from training.model.adapter import add_adapter, load_policy, merge_adapter, save_adapter, write_merged
+from training.model.adapter import (
+    adapter_parameters,
+    add_adapter,
+    load_policy,
+    merge_adapter,
+    save_adapter,
+    train_mode,
+    write_merged,
+)
 from training.model.head import head_of
 from training.model.load import load_model, save_model
 from training.model.logprobs import response_logprobs
@@ -322,6 +330,27 @@ def test_an_adapter_in_a_models_folder_is_refused(saved):
     ):
         with pytest.raises(ModelError, match=r"has an adapter_config\.json; expected a model without an adapter"):
             look()
+
+
+def test_training_draws_the_dropout_of_the_adapter_and_that_of_the_config_only_if_it_is_asked_for():
+    """What is drawn differs from pass to pass. A new adapter adds nothing, with or without dropout, until B is not zero."""
+    ids = torch.arange(8)[None]
+    model = build("gpt2", GPT2 | {"resid_pdrop": 0.5})
+
+    def varies(own_dropout: bool) -> bool:
+        train_mode(model, own_dropout)
+        first, again = (model(input_ids=ids).logits for _ in range(2))
+        return not torch.equal(first, again)
+
+    assert varies(True) and not varies(False)
+    add_adapter(model, Adapter(rank=2, dropout=0.5), seed=0)
+    assert varies(True) and not varies(False)
+    with torch.no_grad():
+        for tensor in adapter_parameters(model).values():
+            tensor.fill_(0.1)
+    assert varies(False)
+    model.eval()
+    assert torch.equal(*(model(input_ids=ids).logits for _ in range(2)))
 
 
 def test_the_head_has_the_dropout_of_its_adapter():

@@ -92,13 +92,13 @@ def saved_bytes(model: PreTrainedModel) -> int:
 def test_activation_checkpointing_keeps_what_goes_into_a_layer():
     """Of a layer of Llama with 32 hidden and 48 intermediate numbers, more than 300 a token would be kept; 32 are."""
     plain, checkpointed = (build("llama", **LLAMA | {"num_hidden_layers": 12}) for _ in range(2))
-    prepare_for_training(checkpointed, Compute(activation_checkpointing=True), SILENT, training=False)
+    prepare_for_training(checkpointed, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
     assert saved_bytes(checkpointed) < saved_bytes(plain) / 5
 
 
 def test_a_prepared_model_is_saved_as_any_other(tmp_path: Path):
     plain, prepared = build("llama", **LLAMA), build("llama", **LLAMA)
-    prepare_for_training(prepared, Compute(activation_checkpointing=True), SILENT, training=False)
+    prepare_for_training(prepared, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
     for name, model in {"plain": plain, "prepared": prepared}.items():
         model.save_pretrained(tmp_path / name)
     files = {p.name: p.read_bytes() for p in (tmp_path / "plain").iterdir()}
@@ -111,7 +111,7 @@ def test_a_model_without_layers_to_prepare_is_refused():
         if type(module).__name__ == "MambaModel":
             module.layers = torch.nn.ModuleList([torch.nn.Identity()])
     with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
-        prepare_for_training(model, Compute(activation_checkpointing=True), SILENT, training=False)
+        prepare_for_training(model, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
     demand_trainable(model, {"compute": {"activation_checkpointing": False, "compile": False}})
     for setting in ("activation_checkpointing", "compile"):  # and so is the job before, which may take hours
         with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
@@ -120,7 +120,7 @@ def test_a_model_without_layers_to_prepare_is_refused():
 
 def test_eight_bits_are_refused_where_the_device_has_none():
     with pytest.raises(ModelError, match=r"capability 8\.9 or more .* the model is on the device cpu; set it to exact"):
-        prepare_for_training(build("llama", **LLAMA), Compute(), SILENT, training=False, float8_head=True)
+        prepare_for_training(build("llama", **LLAMA), Compute(), SILENT, own_dropout=False, float8_head=True)
 
 
 def count(body: torch.nn.Module, *_: object) -> None:
@@ -152,7 +152,7 @@ def test_compiled_it_is_the_same_but_for_rounding_and_compiled_once(tmp_path: Pa
     held.grad = torch.zeros_like(held)
     state = random_state()
     events = EventWriter(tmp_path / "events.jsonl")
-    prepare_for_training(compiled, Compute(compile=True, activation_checkpointing=True), events, training=True)
+    prepare_for_training(compiled, Compute(compile=True, activation_checkpointing=True), events, own_dropout=True)
     assert [event["phase"] for event in read_events(tmp_path / "events.jsonl")] == ["compiling"]
     assert torch.equal(random_state(), state) and compiled.training
     assert all(parameter.grad is None for parameter in compiled.parameters() if parameter is not held)
