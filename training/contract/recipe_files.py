@@ -61,12 +61,14 @@ def data_files(path: str) -> list[DataFile]:
         return [_readable(place.name, place)]
     if place.is_dir():
         return _folder_files(place)
-    matches = sorted(Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file())
+    folder = next(parent for parent in place.parents if parent.is_dir())  # whose own name may hold brackets
+    pattern = str(place.relative_to(folder))
+    found = (folder / name for name in glob.glob(pattern, root_dir=folder, recursive=True))
+    matches = sorted(path for path in found if path.is_file())
     if not matches:
-        wanted = "matches no file" if glob.has_magic(path) else "does not exist"
+        wanted = "matches no file" if glob.has_magic(pattern) else "does not exist"
         raise DataError(f"{path} {wanted}; expected a file, a folder or a glob, beside the recipe")
-    fixed = _fixed_part(place)
-    return [_readable(match.relative_to(fixed).as_posix(), match) for match in matches]
+    return [_readable(match.relative_to(folder).as_posix(), match) for match in matches]
 
 
 def data_suffix(path: PurePath) -> str:
@@ -141,8 +143,3 @@ def _readable(name: str, path: Path) -> DataFile:
             f"{path} has the extension {path.suffix or 'none'!r}; expected one of {known}, plain or with .gz"
         )
     return DataFile(name=name, path=path)
-
-
-def _fixed_part(pattern: Path) -> Path:
-    """The folder before the first part with a wildcard."""
-    return next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))

@@ -187,6 +187,16 @@ def test_folders_and_globs_are_read_in_name_order(tmp_path):
     assert [file.name for file in data_files(str(tmp_path / "**/[12].jsonl"))] == names[:2], "at any depth"
 
 
+def test_the_folder_of_a_glob_may_have_brackets_in_its_own_name(tmp_path):
+    for folder in ("mine [1]", "mine 1"):
+        (tmp_path / folder / "part").mkdir(parents=True)
+        (tmp_path / folder / "part" / "1.jsonl").write_text("{}\n")
+    [file] = data_files(str(tmp_path / "mine [1]" / "p*" / "[12].jsonl"))
+    assert (file.name, file.path) == ("part/1.jsonl", tmp_path / "mine [1]" / "part" / "1.jsonl")
+    with pytest.raises(DataError, match=r"mine \[1\]/none\.jsonl does not exist"):
+        data_files(str(tmp_path / "mine [1]" / "none.jsonl"))
+
+
 def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n')
