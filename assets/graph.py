@@ -37,7 +37,7 @@ def _tokenization(recipe: Recipe) -> Settings:
 
 
 def _training(recipe: Recipe) -> Settings:
-    """Without `epochs` where `max_steps` decides, and without a later field at its default: such a spec keeps its key."""
+    """Without `epochs` where `max_steps` decides, and without `head_precision` where it is exact: such a spec keeps its key."""
     training, unused = recipe.training, set[str]()
     if training.max_steps is not None:
         unused.add("epochs")

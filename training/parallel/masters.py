@@ -53,7 +53,7 @@ class Masters(ABC):
 
     @cached_property
     def own_dropout(self) -> bool:
-        """Whether the model itself runs in training mode: only if it draws dropout there, which it might else wait for."""
+        """Whether the model draws dropout of its own in training: if it is to, and its config has any."""
         if self._disable_dropout:
             return False
         fields = text_config(self.model).to_dict().items()
