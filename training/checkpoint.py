@@ -22,7 +22,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,6 @@ from training.distributed import Group
 from training.optim import Optimizers
 from training.pieces import LocalRows, Piece, PieceReader, piece_of
 
-_KIND = "checkpoint of pieces"
 _PARTIAL, _CORRUPT = ".partial", ".corrupt"
 _WEIGHTS = "weights"
 _NONE = -1
@@ -113,15 +111,7 @@ class Checkpoints:
     def commit(self, step: int, files: dict[str, FileEntry], facts: dict[str, Any]) -> None:
         """Write the manifest of a partial checkpoint and rename it; remove old ones. Raises OSError."""
         partial, place = self._place(step, _PARTIAL), self._place(step)
-        manifest = Manifest(
-            kind=_KIND,
-            fingerprint=self._derivation.key,
-            made_from=self._derivation,
-            libraries={"torch": str(torch.__version__)},
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            files=files,
-            details=facts,
-        )
+        manifest = Manifest.of_now(self._derivation, self._derivation.key, files, facts)
         write_durably(partial / MANIFEST, manifest.sealed())
         _replace(partial, place)
         sync_folder(self.folder)
@@ -163,8 +153,6 @@ class Checkpoints:
         place, own = self._place(step), ""
         try:
             manifest = read_manifest(place)
-            if manifest.kind != _KIND:
-                raise CorruptArtifact(f"{place} is a {manifest.kind}; expected a {_KIND}")
             verify_files(place, manifest, hashes=False)
             verify_contents(place, manifest, sorted(manifest.files)[group.rank :: group.world])
         except CorruptArtifact as error:

@@ -6,8 +6,9 @@ followed, and only regular files are read: reading a pipe could block for ever.
 
 import stat
 from collections.abc import Collection
+from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 from pydantic import field_validator
 
@@ -16,6 +17,7 @@ from training.contract.fields import Frozen
 from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files, short
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.sealed import Sealed
+from training.contract.software import library_versions
 
 MANIFEST = "manifest.json"
 
@@ -56,6 +58,21 @@ class Manifest(Sealed):
     created: str
     files: dict[str, FileEntry]
     details: dict[str, Any]
+
+    @classmethod
+    def of_now(
+        cls, made_from: Derivation, fingerprint: str, files: dict[str, FileEntry], details: dict[str, Any]
+    ) -> Self:
+        """The manifest of what was made just now, with the libraries that are installed."""
+        return cls(
+            kind=made_from.kind,
+            fingerprint=fingerprint,
+            made_from=made_from,
+            libraries=library_versions(),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            files=files,
+            details=details,
+        )
 
     @field_validator("files")
     @classmethod

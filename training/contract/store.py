@@ -22,7 +22,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -45,14 +44,12 @@ from training.contract.locks import locked
 from training.contract.manifest import (
     MANIFEST,
     Derivation,
-    FileEntry,
     Manifest,
     list_files,
     read_manifest,
     verified_manifest,
 )
 from training.contract.sealed import Sealed
-from training.contract.software import library_versions
 from training.contract.staging import claim_folder
 
 
@@ -244,8 +241,7 @@ class Store:
     def _publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
         kind = derivation.kind
         if not self._has_intact(kind, made.fingerprint):
-            files = list_files(staging)
-            manifest = _manifest(derivation, made, files)
+            manifest = Manifest.of_now(derivation, made.fingerprint, list_files(staging), made.details)
             open_as_umask_says(staging)
             sync_tree(staging)
             write_durably(staging / MANIFEST, manifest.sealed())
@@ -296,15 +292,3 @@ def _move_in(staging: Path, target: Path) -> None:
     with contextlib.suppress(FileExistsError):  # another process has put the same contents there meanwhile
         rename_new(staging, target)
     sync_folder(target.parent)
-
-
-def _manifest(derivation: Derivation, made: Made, files: dict[str, FileEntry]) -> Manifest:
-    return Manifest(
-        kind=derivation.kind,
-        fingerprint=made.fingerprint,
-        made_from=derivation,
-        libraries=library_versions(),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        files=files,
-        details=made.details,
-    )
