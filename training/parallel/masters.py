@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from training.model.adapter import adapter_parameters, train_mode
-from training.model.body import text_config, text_modules
+from training.model.body import text_config
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel
@@ -57,9 +57,7 @@ class Masters(ABC):
         if self._disable_dropout:
             return False
         fields = text_config(self.model).to_dict().items()
-        rates = [value for name, value in fields if "drop" in name and isinstance(value, float)]
-        rates += [module.p for module in text_modules(self.model).values() if isinstance(module, torch.nn.Dropout)]
-        return any(rate > 0 for rate in rates)
+        return any("drop" in name and isinstance(value, float) and value > 0 for name, value in fields)
 
     @property
     @abstractmethod

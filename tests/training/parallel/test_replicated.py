@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.runs import ALONE
-from training.contract.recipe import Dtype
+from training.contract.recipe import Adapter, Dtype
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel
 from training.parallel.replicated import Replicated
@@ -71,3 +71,13 @@ def test_what_is_not_finite_is_noted(tmp_path):
 def test_every_rank_writes_its_part_of_the_rows():
     """Seven rows, held by three ranks: 0 and 1; 2 and 3; 4, 5 and 6."""
     assert [LocalRows(0, 7, 7, copy, 3).own() for copy in range(3)] == [(0, 2), (2, 4), (4, 7)]
+
+
+def test_of_a_model_without_dropout_only_that_of_its_adapter_is_in_training_mode(tmp_path):
+    masters(tmp_path)
+    adapted = TrainableModel(tmp_path, "float32", Adapter(rank=2, dropout=0.5, target_modules=("q_proj",)))
+    found = Replicated(adapted, Layout(ALONE, copies=1))
+    found.train()
+    training = {name for name, module in found.model.named_modules() if module.training}
+    dropout = "model.layers.0.self_attn.q_proj.lora_dropout"
+    assert training == {dropout, f"{dropout}.default"}
