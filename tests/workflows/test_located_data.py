@@ -33,6 +33,19 @@ def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_fraction_of_one_source_is_told_with_those_of_all(tmp_path, fraction):
+    """Where all are used whole nothing is told, as before there were fractions, so that such data keeps its key."""
+    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "fraction": fraction}]
+    folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "data": {"sources": sources}})
+    for name in ("a.jsonl", "b.jsonl"):
+        (folder / name).write_text("{}\n")
+    pipeline = load_recipe(folder).pipeline
+    told = preferences_work(pipeline, find_data(pipeline)).settings
+    before = {"formats": ["auto", "auto"], "held_out": [False, False], "validation_fraction": 0.1}
+    assert told == (before if fraction == 1 else {**before, "fractions": [1.0, 0.5]})
+
+
 @pytest.mark.parametrize("paths", [["rows"], ["rows/1.jsonl", "rows/2.jsonl"]], ids=["a folder", "two files"])
 def test_files_in_another_order_are_other_data(tmp_path, paths):
     """Their rows come in another order, which decides what a batch is made of."""

@@ -212,7 +212,10 @@ def test_a_fraction_of_a_source_is_of_its_prompts_and_stays_as_data_grows(worksh
         kept = {row["chosen"][0]["content"]: row["split"] for row in table if row["source"] == "rows.jsonl"}
         assert counts["pairs"] == len(table) == len(kept) + 20
         assert (counts["rows_read"], counts["quarantined"]) == (len(lines) + 1 + 20, 1)
-        assert counts.get("left_out", 0) == len(lines) - len(kept)
+        assert counts.get("left_out", 0) == (left_out := len(lines) - len(kept))
+        assert (f"{left_out} rows left out by the `fraction` of their source" in done.events.read_text()) == (
+            left_out > 0
+        )
         return kept
 
     whole, third, tenth = drawn(rows, 1.0), drawn(rows, 0.33), drawn(rows[:100], 0.1)
