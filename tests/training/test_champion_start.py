@@ -12,6 +12,7 @@ from tests.training.runs import losses, naive_losses, settings, shift_reference,
 from tests.training.worlds import VOCABULARY, write_tokenizer
 from training.contract.errors import TrainingError
 from training.contract.job import Job
+from training.contract.recipe_files import tokenizer_files
 
 
 @pytest.fixture
@@ -77,6 +78,14 @@ def test_a_champion_to_which_tokens_mean_others_is_refused(tiny_world, champion,
 
 def test_a_champion_that_knows_more_tokens_will_do(tiny_world, champion):
     write_tokenizer(champion[0], [f"w{n}" for n in range(VOCABULARY + 3)])
+    job = starting_from(tiny_world, champion, max_steps=1)
+    tune(job)
+    assert len(losses(job)) == 1
+
+
+def test_a_champion_of_another_program_may_hold_the_model_alone(tiny_world, champion):
+    for name in tokenizer_files(champion[0]):
+        (champion[0] / name).unlink()
     job = starting_from(tiny_world, champion, max_steps=1)
     tune(job)
     assert len(losses(job)) == 1

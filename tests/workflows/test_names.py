@@ -95,10 +95,10 @@ def test_recipes_of_a_folder_come_and_go_while_the_web_servers_run(tmp_path, mon
     for name in ("one", "two"):
         write_recipe(tmp_path / "recipes" / name, ATTRIBUTES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PEDIGREE_RECIPES", f"{lasting('recipes')}:{lasting('recipes/two')}")
+    monkeypatch.setenv("PEDIGREE_RECIPES", f"{lasting('recipes')}:{lasting('recipes/two')}:{lasting('demo')}")
     monkeypatch.chdir(tmp_path.parent)
     (tmp_path / "recipes" / "one").rename(tmp_path / "recipes" / "three")
-    assert extra_recipes() == [tmp_path / "recipes" / "three", tmp_path / "recipes" / "two"]
+    assert extra_recipes() == [tmp_path / "recipes" / "three", tmp_path / "recipes" / "two"], "demo is the project's"
     with pytest.raises(UsageError, match="is neither a recipe of this project"):
         lasting("recipes/one")
 
