@@ -1,5 +1,6 @@
 """A recipe whose policy is an adapter, from its files to a champion, and all that reads such a policy afterwards."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -117,6 +118,14 @@ def test_inspect_scores_a_pair_with_base_and_adapter(ground: Ground, peft_model:
 def test_nothing_that_the_version_stands_on_is_garbage(ground: Ground):
     kinds = {item.kind for item in collect(ground.services, ground.instance).garbage}
     assert kinds <= {"proof", "job"}
+
+
+def test_files_of_the_champion_that_are_gone_are_put_back_merged(ground: Ground):
+    registry = ground.services.registry
+    merged = weights_fingerprint(weights_identity(registry.resolve("models:/adapted@champion")))
+    shutil.rmtree(ground.home / "artifacts")
+    assert materialize(load_recipe(ground.folders["adapted"]), ground.services, ground.instance).succeeded
+    assert weights_fingerprint(weights_identity(registry.resolve("models:/adapted@champion"))) == merged
 
 
 def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_maker: ModuleType, tmp_path: Path):

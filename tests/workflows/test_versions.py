@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from assets.version_files import put_back
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import PLAIN
@@ -86,6 +88,29 @@ def test_files_that_are_gone_are_missed_and_put_back(ground: Ground):
         assert (place / "tokenizer.json").is_file() and (place.parent / "evaluation" / "manifest.json").is_file()
     assert status(pipeline, ground.services, ground.instance)[-1].state == "fresh"
     assert {asset.outcome for asset in run(ground, training=worse).assets} == {"reused"}
+
+
+def test_two_who_miss_the_files_at_once_put_them_back_once(ground: Ground):
+    remove_files(ground)
+    [version] = ground.services.registry.versions()
+    with ThreadPoolExecutor(2) as both:
+        assert sorted(both.map(put_back, [ground.services] * 2, [version] * 2)) == [False, True]
+
+
+def test_a_champion_whose_policy_is_gone_too_is_told_and_stops_nothing(ground: Ground, caplog):
+    """One of another program, whose files are that program's affair, is not told."""
+    registry, [policy] = ground.services.registry, remove_files(ground)
+    shutil.rmtree(ground.services.store.folder("policy", policy))
+    report = run(ground, training={"max_steps": 1, "optimizer": {"learning_rate": 1e-9}})
+    assert (report.model_version, report.is_champion) == ("2", False)
+    told = "the files of version 1 of plain are gone and cannot be put back: there is no policy"
+    assert caplog.text.count(told) == 1
+    client = MlflowClient(registry.tracking_uri)
+    client.create_model_version("plain", str(ground.home / "elsewhere"))
+    client.set_registered_model_alias("plain", "champion", "3")
+    caplog.clear()
+    assert not put_back(ground.services, registry.champion("plain"))
+    assert "are gone" not in caplog.text
 
 
 def test_the_champion_is_whole_before_a_policy_starts_from_it(ground: Ground):
