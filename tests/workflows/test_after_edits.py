@@ -302,6 +302,19 @@ def test_what_was_not_made_from_one_another_is_refused(
     assert made == dict.fromkeys(made, ())
 
 
+def test_a_reference_that_was_tuned_on_other_pairs_is_named_with_what_follows_it(ground: Ground, world: World):
+    """By the recipe of now, which tunes none, it depends on no pairs; but it is what has to be made again first."""
+    field("reference.sft", {"epochs": 1, "batch_size": 8})(world)
+    run(ground, world, "reference_model")
+    field("reference.sft", None)(world)
+    data_lines(edits.swap_sides(HELD_OUT))(world)
+    loaded = load_recipe(world.folder)
+    select(["preference_source", "raw_preferences", "tokenized_pairs"], loaded, ground)
+    with pytest.raises(StoreError, match="; materialize plain/reference_model and plain/reference_logprobs in one run"):
+        select(["reference_logprobs"], loaded, ground)
+    select(["reference_model", "reference_logprobs"], loaded, ground)
+
+
 @pytest.mark.parametrize("by_command", [True, False], ids=["by the command", "in Dagster's UI"])
 def test_a_name_is_that_of_the_recipe_that_was_run(ground: Ground, world: World, by_command: bool):
     """Another folder of that name, for another model, while the first is still there."""
