@@ -272,6 +272,11 @@ def test_only_an_address_on_this_machine_is_a_path(address: str, path: Path | No
     assert local_path(address) == path
 
 
+@pytest.mark.parametrize("cloud", ["s3://bucket", "gs://bucket", "wasbs://box@bucket.example"])
+def test_what_only_a_cloud_knows_is_taken_to_be_there(registry: Registry, cloud: str):
+    assert registry.has_files(Version("demo", 1, None, f"{cloud}/run/artifacts/policy", {}))
+
+
 def test_what_a_killed_registration_left_goes_with_the_next(registered: Registered, policy: Path):
     """A copy of a model for each attempt that was killed would fill the disk."""
     beside = local_path(MlflowClient(registered.uri).get_run(registered.run_id).info.artifact_uri).parent / ".staging"
