@@ -212,7 +212,7 @@ def _unless_rolled_back(candidate: _Candidate, decision: Decision) -> Decision:
     """The same policy comes again as another version, after an edit of the evaluation say: it stays rolled back."""
     rolled_back = {**lineage_tags({"policy": candidate.lineage["policy"]}), ROLLED_BACK_TAG: "true"}
     earlier = candidate.registry.find_version(candidate.name, rolled_back)
-    if earlier is None or not decision.promote:
+    if earlier is None:
         return decision
     reason = f"its policy is that of version {earlier.number}, which was rolled back"
     return replace(decision, promote=False, reasons=[reason, *decision.reasons])
