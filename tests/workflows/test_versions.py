@@ -53,6 +53,8 @@ def test_a_policy_that_was_rolled_back_does_not_return_as_another_version(ground
     again = run(ground, training=longer, evaluation={"max_new_tokens": 3})
     assert (again.model_version, again.is_champion, registry.champion("plain").number) == ("3", False, 1)
     assert again.reasons == f"its policy is that of version 2, which was rolled back; {promoted.reasons}"
+    another = run(ground, training={"max_steps": 9})
+    assert (another.model_version, another.is_champion) == ("4", True), "no other policy was rolled back"
     MlflowClient(registry.tracking_uri).set_registered_model_alias("plain", "champion", "2")
     by_hand = run(ground, training=longer)
     told = f"it was champion and was rolled back; a person has made it champion again; {promoted.reasons}"
