@@ -10,9 +10,11 @@ import pytest
 
 from assets.pipeline import Services
 from assets.process import PROCESS_TAG, is_alive, process_of, sign, this_process
+from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import StoreError
 from training.contract.staging import claim_folder
-from workflows.execution import close_dead_runs, in_gpu_pool, warn_of_unlimited_gpu
+from workflows.execution import close_dead_runs, in_gpu_pool, materialize, warn_of_unlimited_gpu
+from workflows.recipes import load_recipe
 from workflows.resources import build_services, settle
 
 
@@ -159,3 +161,16 @@ def test_a_pool_without_a_limit_is_told_once_with_what_to_add(tmp_path, caplog, 
             found.event_log_storage.initialize_concurrency_limit_to_default("gpu")
             claims = [found.event_log_storage.claim_concurrency_slot("gpu", run, "train") for run in ("a", "b")]
         assert [claim.is_claimed for claim in claims] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("device", "asset", "warnings"),
+    [("auto", None, 1), ("cpu", None, 0), ("auto", "training_spec", 0)],
+    ids=["maybe a GPU", "no GPU", "nothing that would use it"],
+)
+def test_who_may_use_a_gpu_is_told_of_a_pool_without_a_limit(services, tmp_path, caplog, device, asset, warnings):
+    recipe = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {"device": device}})
+    (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}")
+    with dg.DagsterInstance.from_config(str(tmp_path)) as found:
+        materialize(load_recipe(recipe), services, found, asset)
+    assert caplog.text.count("sets no limit for pools") == warnings
