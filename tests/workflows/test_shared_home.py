@@ -212,13 +212,14 @@ def test_who_is_alive_does_not_hang_on_names_of_machines_and_process_ids(tmp_pat
     assert not is_alive(f"elsewhere 1 {lock}", tmp_path / "my home"), "nor on which machine somebody looks"
 
 
-def test_of_a_home_that_was_moved_or_restored_nobody_is_at_work(tmp_path: Path, worker):
+def test_in_a_home_that_was_moved_or_restored_nobody_is_at_work_but_who_was_before(tmp_path: Path, worker):
     told = worker.stdout.readline().rstrip()
     shutil.copytree(tmp_path / "my home", tmp_path / "copy")
     assert is_alive(told, tmp_path / "copy"), "the original is there, and so is who works in it"
+    (tmp_path / "my home").rename(tmp_path / "moved")
+    assert is_alive(told, tmp_path / "moved"), "its lock moved with the home"
     worker.kill()
     worker.wait()
-    (tmp_path / "my home").rename(tmp_path / "moved")
     assert not is_alive(told, tmp_path / "moved")
     shutil.rmtree(tmp_path / "moved")
     assert not is_alive(told, tmp_path / "copy")
