@@ -192,10 +192,11 @@ def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry
         registry.nominate(versions[number - 1])
         assert registry.promote(versions[number - 1], over=registry.champion("demo"))
     assert registry.champion("demo").tags[PREVIOUS_TAG] == "2"
+    (model := local_path(versions[1].source) / "model").mkdir(parents=True)
+    (model / "tokenizer.json").write_text("{}")
     with pytest.raises(RegistryError, match=r"version 2 of demo cannot be champion again: .* holds no model"):
         registry.rollback("demo")
     assert registry.champion("demo").number == 3 and ROLLED_BACK_TAG not in registry.champion("demo").tags
-    (model := local_path(versions[1].source) / "model").mkdir(parents=True)
     (model / "config.json").write_text("{}")
     assert [version.number for version in registry.rollback("demo")] == [2, 3]
     assert registry.champion("demo").number == 2
