@@ -14,6 +14,7 @@ from tests.workflows.homes import Home, flip
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
+from training.contract.manifest import MANIFEST, read_manifest
 from workflows.verify import agrees, verify
 
 pytestmark = pytest.mark.slow
@@ -76,10 +77,10 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
     table = LogProbTable.read(folder, 160)
     table.logprobs_P2[0, 0] += np.float64(0.5)
     table.write(folder)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]
-    manifest["files"]["logprobs.safetensors"]["sha256"] = hash_file(folder / "logprobs.safetensors")
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    manifest, name = read_manifest(folder), "logprobs.safetensors"
+    entry = manifest.files[name].model_copy(update={"sha256": hash_file(folder / name)})
+    fitting = manifest.model_copy(update={"files": {**manifest.files, name: entry}})
+    (folder / MANIFEST).write_bytes(fitting.sealed())
     done = Home(looking.home).pedigree("verify", str(looking.folder), "--rows", "3", "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
