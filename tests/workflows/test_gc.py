@@ -25,6 +25,7 @@ from training.contract.job import Input, Job
 from training.contract.locks import holding
 from training.contract.manifest import Derivation, Source
 from training.contract.memo import Memo, scoring_rule
+from training.contract.store import Made
 from workflows.execution import materialize
 from workflows.gc import Sweep, collect
 from workflows.lineage import status
@@ -142,15 +143,38 @@ def test_a_job_in_progress_and_one_to_be_taken_up_keep_their_folders(looking):
 
 
 def test_what_a_job_in_progress_reads_stays_with_what_that_was_made_from(looking):
-    below = publish(looking, "below")
+    below, base = publish(looking, "below"), publish(looking, "a base", "base_model")
     read = publish(looking, "read", training_spec=Source(kind="training_spec", fingerprint=below.fingerprint))
+    shard = score(looking, rule := scoring_rule(base.fingerprint, "float32"))
     job = job_of(looking, "policy")
-    spec = Input(kind="training_spec", fingerprint=read.fingerprint, folder=read.folder)
-    job = job.model_copy(update={"inputs": {**job.inputs, "training_spec": spec}})
+    inputs = {
+        artifact.manifest.kind: Input(
+            kind=artifact.manifest.kind, fingerprint=artifact.fingerprint, folder=artifact.folder
+        )
+        for artifact in (read, base)
+    }
+    job = job.model_copy(update={"inputs": {**job.inputs, **inputs}})
     job.write()
     with holding([looking.services.store.lock_file(job.artifact, job.derivation.key)]):
-        assert named(looking, "training_spec", delete=True) == []
+        assert named(looking, "training_spec", delete=True) == named(looking, f"memo/{rule}") == []
     assert named(looking, "training_spec") == sorted([below.fingerprint, read.fingerprint])
+    assert named(looking, f"memo/{rule}") == [shard.fingerprint]
+
+
+def test_the_memo_of_a_table_of_another_scoring_stays(looking):
+    """As of one that another version of the program made: the rules of now, of any model, do not name it."""
+    store, key, rule = looking.services.store, looking.pipeline.key("reference_logprobs"), "e" * 64
+    shard, recorded = score(looking, rule), latest(looking.instance, key).tags
+    how = Derivation(kind="reference_logprobs", code_version="0", inputs={}, settings={})
+    with store.staging() as staging:
+        table = store.publish(staging, how, Made("a" * 64, {"rule": rule}))
+    for fingerprint_of_latest, garbage in (
+        (table.fingerprint, []),
+        (recorded["dagster/data_version"], [shard.fingerprint]),
+    ):
+        tags = {**recorded, "dagster/data_version": fingerprint_of_latest}
+        looking.instance.report_runless_asset_event(dg.AssetMaterialization(key, tags=tags))
+        assert named(looking, f"memo/{rule}") == garbage
 
 
 @pytest.mark.parametrize("kind", [MERGED, "proof"])
@@ -285,6 +309,11 @@ def test_of_downloaded_versions_those_go_that_no_alias_points_at(looking):
     looking.instance.add_run(run)
     assert named(looking, "download") == [], "the run may be reading one"
     looking.instance.report_run_failed(run)
+    sweep = Sweep(looking.services, looking.instance)
+    outdated = [item for item in sweep.garbage() if item.kind == "download"]
+    looking.instance.add_run(later := dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED))
+    assert [sweep.remove(item) for item in outdated] == [False, False], "so may one that has begun since"
+    looking.instance.report_run_failed(later)
     assert named(looking, "download", delete=True) == ["small/1-0123456789ab", "small/2-0123456789ab"]
     assert [path.name for path in downloads.iterdir()] == [current]
     assert named(looking, "download") == []
