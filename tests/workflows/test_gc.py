@@ -101,6 +101,19 @@ def test_records_that_are_corrupt_let_nothing_go(looking):
     assert manifest.is_file()
 
 
+def test_a_corrupt_record_of_another_way_to_the_same_contents_lets_nothing_go(looking):
+    """Their manifest says how they were made first, which may have been from other inputs."""
+    key, ways = looking.pipeline.key("training_spec"), [publish(looking, text) for text in ("old", "new")]
+    assert ways[0].folder == ways[1].folder
+    recorded = latest(looking.instance, key).tags
+    for way in ways:
+        tags, metadata = {**recorded, "dagster/data_version": way.fingerprint}, {"key": way.derivation.key}
+        looking.instance.report_runless_asset_event(dg.AssetMaterialization(key, tags=tags, metadata=metadata))
+        flip(looking.services.store.record_file("training_spec", way.derivation.key))
+        with contextlib.nullcontext() if way is ways[0] else pytest.raises(CorruptRecord):
+            collect(looking.services, looking.instance)
+
+
 def test_a_registered_version_keeps_its_lineage_and_its_memo(looking):
     """A Dagster instance that knows of no materialization at all."""
     with dg.DagsterInstance.ephemeral() as instance:
