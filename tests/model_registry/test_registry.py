@@ -283,8 +283,14 @@ def test_what_a_killed_registration_left_goes_with_the_next(registered: Register
     beside = local_path(MlflowClient(registered.uri).get_run(registered.run_id).info.artifact_uri).parent / ".staging"
     (beside / "killed" / "policy").mkdir(parents=True)
     (beside / "killed.lock").touch()
-    registered.registry.register("again", policy, registered.run_id, identity=IDENTITY, tags={})
+    version = registered.registry.register("again", policy, registered.run_id, identity=IDENTITY, tags={})
     assert list(beside.iterdir()) == []
+    # As of one that was killed when its files were there, before it was a version.
+    MlflowClient(registered.uri).delete_model_version("again", "1")
+    (local_path(version.source) / "model" / "half").touch()
+    after = registered.registry.register("again", policy, registered.run_id, identity=IDENTITY, tags={})
+    assert after.source == version.source and weights_identity(local_path(after.source) / "model")
+    assert not (local_path(after.source) / "model" / "half").exists() and list(beside.iterdir()) == []
 
 
 # In a mount namespace of its own: a filesystem without room for the package of a policy.
