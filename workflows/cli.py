@@ -26,7 +26,7 @@ from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
 from workflows.plan import plan as make_plan
 from workflows.progress import Progress
-from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, lasting, load_recipes
+from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_place
 from workflows.reporting import JsonGroup, people, print_json, reporting, results
 from workflows.resources import build_services, dagster_instance, pedigree_home, settle
 from workflows.servers import web_servers
@@ -229,7 +229,7 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """
     home = pedigree_home()
     if recipes:
-        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(lasting(text)) for text in recipes)
+        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_place(text)) for text in recipes)
     for folder in extra_recipes():  # what is wrong in one of them is told here, and not by a server in half a minute
         load_recipes(folder)
     tracking = build_services(home).tracker.tracking_uri

@@ -57,8 +57,8 @@ def recipe_folders(text: str) -> list[Path]:
     return inside or [recipe_folder(text)]
 
 
-def lasting(text: str) -> Path:
-    """`text` as an absolute path: of a folder of recipes that folder, in which there may be others later. Raises UsageError."""
+def recipe_place(text: str) -> Path:
+    """The folder that `text` names, of one recipe or of several, in which there may be others later. Raises UsageError."""
     recipe_folders(text)
     return _folder(text) or Path(text).resolve()
 

@@ -289,8 +289,9 @@ def test_what_a_killed_registration_left_goes_with_the_next(registered: Register
     MlflowClient(registered.uri).delete_model_version("again", "1")
     (local_path(version.source) / "model" / "half").touch()
     after = registered.registry.register("again", policy, registered.run_id, identity=IDENTITY, tags={})
-    assert after.source == version.source and weights_identity(local_path(after.source) / "model")
-    assert not (local_path(after.source) / "model" / "half").exists() and list(beside.iterdir()) == []
+    model = local_path(after.source) / "model"
+    assert after.source == version.source and weights_identity(model) == weights_identity(policy)
+    assert not (model / "half").exists() and list(beside.iterdir()) == []
 
 
 # In a mount namespace of its own: a filesystem without room for the package of a policy.

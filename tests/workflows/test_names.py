@@ -14,7 +14,7 @@ from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import UsageError
 from workflows import cli
 from workflows.component import DEFS
-from workflows.recipes import extra_recipes, lasting, load_recipe
+from workflows.recipes import extra_recipes, load_recipe, recipe_place
 
 OTHER = {**ATTRIBUTES, "release": {"model_name": "other"}}
 
@@ -95,12 +95,14 @@ def test_recipes_of_a_folder_come_and_go_while_the_web_servers_run(tmp_path, mon
     for name in ("one", "two"):
         write_recipe(tmp_path / "recipes" / name, ATTRIBUTES)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PEDIGREE_RECIPES", f"{lasting('recipes')}:{lasting('recipes/two')}:{lasting('demo')}")
+    monkeypatch.setenv(
+        "PEDIGREE_RECIPES", f"{recipe_place('recipes')}:{recipe_place('recipes/two')}:{recipe_place('demo')}"
+    )
     monkeypatch.chdir(tmp_path.parent)
     (tmp_path / "recipes" / "one").rename(tmp_path / "recipes" / "three")
     assert extra_recipes() == [tmp_path / "recipes" / "three", tmp_path / "recipes" / "two"], "demo is the project's"
     with pytest.raises(UsageError, match="is neither a recipe of this project"):
-        lasting("recipes/one")
+        recipe_place("recipes/one")
 
 
 def test_the_web_servers_do_not_start_with_a_recipe_that_is_wrong(tmp_path):

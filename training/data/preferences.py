@@ -94,9 +94,9 @@ def split_of(prompt_sha256: bytes, validation_fraction: float) -> str:
 
 
 def is_drawn(prompt_sha256: bytes, fraction: float) -> bool:
-    """Whether a prompt is in this fraction of its source: the second half of its sha256, which does not give the split.
+    """Whether a prompt is in this fraction of its source, and so in every larger one.
 
-    What is in a fraction is in every larger one.
+    By the second half of its sha256, since the first decides the split.
     """
     return int.from_bytes(prompt_sha256[16:], "big") < int(fraction * 2**128)
 
@@ -186,9 +186,10 @@ class _Collector:
         """Raises DataError for a source that is held out and has no pair: the evaluation would be of other pairs alone."""
         for each in inputs:
             if each.held_out and not self.pairs_of_source[each.source]:
+                part = f" in its `fraction` of {each.fraction}" if each.fraction < 1 else ""
                 raise DataError(
-                    f"`data.sources.{each.source}` ({each.file.name} ...) is held out, and none of its rows is a usable pair "
-                    f"in the `fraction` of it that is used, {each.fraction}; name one with pairs, or take `held_out` away"
+                    f"`data.sources.{each.source}` ({each.file.name} ...) is held out, and none of its rows is a usable pair"
+                    f"{part}; name one with pairs, or take `held_out` away"
                 )
 
     def details(self) -> dict[str, Any]:
@@ -200,7 +201,7 @@ class _Collector:
                 "train": self.splits["train"],
                 "validation": self.splits["validation"],
                 "rows_read": pairs + quarantined + self.left_out,
-                **({"left_out": self.left_out} if self.left_out else {}),
+                "left_out": self.left_out,
             },
             "formats": self.formats,
             "reasons": dict(self.reasons.most_common()),

@@ -92,9 +92,8 @@ def left_out(model: PreTrainedModel, folder: Path) -> list[str]:
     """The tensors in `folder`, from which `model` was loaded, that transformers has no use for, so they are not saved again."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
     prefix = f"{model.base_model_prefix}."  # which the names of a published body may lack
-    own = {
-        name.removeprefix(prefix).replace(".base_layer.", ".") for name in model.state_dict()
-    }  # peft's, below an adapter
+    # Below an adapter peft's name of the layer stands between.
+    own = {name.removeprefix(prefix).replace(".base_layer.", ".") for name in model.state_dict()}
     names = [place.name for file in weight_files(folder) for place in read_places(file)]
     others = [name for name in names if name.removeprefix(prefix) not in own]
     return [name for name in others if any(re.search(pattern, name) for pattern in patterns)]

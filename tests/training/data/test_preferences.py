@@ -71,7 +71,8 @@ def test_rows_agree_with_an_independent_cleaning_of_the_same_files(workshop, sha
 def test_nothing_is_dropped_silently(workshop):
     bad = ['{"prompt": "x"', {"prompt": "x", "chosen": "a", "rejected": "a"}, "[]", {**GOOD, "prompt": "a\ud800"}]
     done = workshop.rows([GOOD, *bad])
-    assert done.details["counts"] == {"rows_read": 5, "pairs": 1, "quarantined": 4, "train": 1, "validation": 0}
+    counts = {"rows_read": 5, "pairs": 1, "quarantined": 4, "left_out": 0, "train": 1, "validation": 0}
+    assert done.details["counts"] == counts
     assert [(row["line"], row["reason"]) for row in done.table("quarantine.parquet")] == [
         (2, "bad JSON"), (3, "chosen equals rejected"), (4, "not an object"), (5, "invalid unicode"),
     ]  # fmt: skip
@@ -186,7 +187,9 @@ def test_a_held_out_source_without_a_pair_is_refused(workshop, tmp_path, text):
     (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n")
     (tmp_path / "test.jsonl").write_text(text)
     train, test = ({"path": str(tmp_path / name), "format": "strings"} for name in ("train.jsonl", "test.jsonl"))
-    with pytest.raises(DataError, match=r"`data.sources\.1` \(test.jsonl ...\) is held out, and none of its rows"):
+    with pytest.raises(
+        DataError, match=r"`data.sources\.1` \(test.jsonl ...\) is held out, and none of its rows is a usable pair;"
+    ):
         workshop.preferences(train, {**test, "held_out": True})
 
 
@@ -212,10 +215,10 @@ def test_a_fraction_of_a_source_is_of_its_prompts_and_stays_as_data_grows(worksh
         kept = {row["chosen"][0]["content"]: row["split"] for row in table if row["source"] == "rows.jsonl"}
         assert counts["pairs"] == len(table) == len(kept) + 20
         assert (counts["rows_read"], counts["quarantined"]) == (len(lines) + 1 + 20, 1)
-        assert counts.get("left_out", 0) == (left_out := len(lines) - len(kept))
-        assert (f"{left_out} rows left out by the `fraction` of their source" in done.events.read_text()) == (
-            left_out > 0
-        )
+        left_out = len(lines) - len(kept)
+        assert counts["left_out"] == left_out
+        told = f"{left_out} rows left out by the `fraction` of their source" in done.events.read_text()
+        assert told == (left_out > 0)
         return kept
 
     whole, third, tenth = drawn(rows, 1.0), drawn(rows, 0.33), drawn(rows[:100], 0.1)
@@ -234,7 +237,7 @@ def test_only_what_is_used_of_a_held_out_source_is_held_out(workshop, tmp_path):
     tested = {row["prompt"][0]["content"] for row in rows if row["source"].startswith("2:")}
     assert 10 < len(tested) < 30
     assert {row["prompt"][0]["content"] for row in rows if row["split"] == "validation"} == tested
-    with pytest.raises(DataError, match=r"in the `fraction` of it that is used, 1e-06; name one"):
+    with pytest.raises(DataError, match=r"is a usable pair in its `fraction` of 1e-06; name one"):
         workshop.preferences(same, {**same, "held_out": True, "fraction": 1e-6})
     with pytest.raises(DataError, match=r"no usable preference pair in rows.jsonl \(100 x left out by `fraction`\)$"):
         workshop.preferences({**same, "fraction": 1e-6})
