@@ -19,14 +19,18 @@ GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says o
 
 
 def _data(recipe: Recipe) -> Settings:
-    """Without `fraction` where every source is used whole: such data keeps its key."""
-    fractions = [source.fraction for source in recipe.data.sources]
-    return {
-        "formats": [source.format for source in recipe.data.sources],
-        "held_out": [source.held_out for source in recipe.data.sources],
+    """Without `fraction` where every source is used whole, and `name` where none has one: such data keeps its key."""
+    sources = recipe.data.sources
+    settings: Settings = {
+        "formats": [source.format for source in sources],
+        "held_out": [source.held_out for source in sources],
         "validation_fraction": recipe.data.validation_fraction,
-        **({} if min(fractions) == 1 else {"fractions": fractions}),
     }
+    if any(source.fraction < 1 for source in sources):
+        settings["fractions"] = [source.fraction for source in sources]
+    if recipe.data.is_named:
+        settings["names"] = [source.name for source in sources]
+    return settings
 
 
 def _tokenization(recipe: Recipe) -> Settings:
@@ -51,20 +55,26 @@ def _scoring(recipe: Recipe) -> Settings:
     return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION}
 
 
+def _release(recipe: Recipe) -> Settings:
+    """Without floors for single sources where there is none: such a release keeps its key."""
+    unused = {} if recipe.release.gate.min_accuracy_of else {"gate": {"min_accuracy_of"}}
+    return recipe.release.model_dump(mode="json", exclude=unused)
+
+
 @dataclass(frozen=True)
 class Node:
     """An asset: `needs` are its direct dependencies, `reads` gives the fields of the recipe that it reads itself.
 
-    `spec` is the one among its dependencies that holds its settings; such an asset reads no fields itself. `needs_if_tuned`
-    are further dependencies in a recipe with `reference.sft`. `version` is that of the asset's algorithm: raise it when the
-    same inputs shall give another result.
+    `spec` is the one among its dependencies that holds its settings; such an asset reads no fields itself. `may_need` gives
+    further dependencies in some recipes. `version` is that of the asset's algorithm: raise it when the same inputs shall
+    give another result.
     """
 
     group: str
     kinds: tuple[str, ...]
     description: str
     needs: tuple[str, ...] = ()
-    needs_if_tuned: tuple[str, ...] = ()
+    may_need: Callable[[Recipe], tuple[str, ...]] = lambda recipe: ()
     reads: Callable[[Recipe], Settings] = lambda recipe: {}
     spec: str | None = None
     pool: str | None = None
@@ -76,7 +86,7 @@ class Node:
 
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
         """The direct dependencies in this recipe."""
-        return self.needs if recipe.reference.sft is None else (*self.needs, *self.needs_if_tuned)
+        return (*self.needs, *self.may_need(recipe))
 
 
 GRAPH: dict[str, Node] = {
@@ -123,7 +133,7 @@ GRAPH: dict[str, Node] = {
         ("pytorch",),
         "The frozen model the policy is measured against: the base model, or the base model after supervised tuning.",
         needs=("base_model",),
-        needs_if_tuned=("tokenized_pairs",),
+        may_need=lambda recipe: ("tokenized_pairs",) if recipe.reference.sft else (),
         reads=lambda recipe: recipe.reference.sft.model_dump(mode="json") if recipe.reference.sft else {},
         pool=GPU_POOL,
     ),
@@ -149,6 +159,7 @@ GRAPH: dict[str, Node] = {
         ("pytorch", "mlflow"),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
         needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
+        may_need=lambda recipe: ("raw_preferences",) if recipe.data.is_named else (),
         spec="evaluation_spec",
         pool=GPU_POOL,
         version="3",
@@ -159,7 +170,7 @@ GRAPH: dict[str, Node] = {
         "A version in the MLflow registry, and the gate's decision whether it is champion. Losses are those of the held-out "
         "pairs, rounded to 1 / pairs: the Ladder tells no more, so that the pairs can be used again.",
         needs=("policy", "evaluation", "tokenization_spec"),
-        reads=lambda recipe: recipe.release.model_dump(mode="json"),
+        reads=_release,
     ),
 }
 

@@ -19,6 +19,7 @@ from training.contract.nulls import without_nulls
 from training.contract.store import Artifact
 
 Row = Mapping[str, Any]
+_ORIGIN = {"split", "source", "line", "source_name"}
 
 
 def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
@@ -30,7 +31,8 @@ def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
 def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[str, Row]:
     """The same by what is said in the pair: `raw_preferences` are those that the evaluation was made from."""
     rows = {row["row"]: row for row in pq.read_table(evaluation.file("pairs.parquet")).to_pylist()}
-    said = pq.read_table(raw_preferences.file("preferences.parquet")).drop_columns(["split", "source", "line"])
+    said = pq.read_table(raw_preferences.file("preferences.parquet"))
+    said = said.select([name for name in said.column_names if name not in _ORIGIN])
     said = said.filter(pc.is_in(said["row"], pa.array(rows, pa.int64())))
     return {
         value_digest(without_nulls(pair)).hex(): rows[row] for pair in said.to_pylist() for row in [pair.pop("row")]

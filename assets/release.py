@@ -202,8 +202,8 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
         ours,
         theirs,
         measure,
-        accuracy=evaluation.details["metrics"]["eval/rewards/accuracies"],
-        min_accuracy=candidate.step.pipeline.recipe.release.gate.min_accuracy,
+        metrics=evaluation.details["metrics"],
+        gate=candidate.step.pipeline.recipe.release.gate,
     )
     return _unless_rolled_back(candidate, decision)
 

@@ -3,7 +3,7 @@
 1. The policy scores every held-out pair in the dtype in which the reference did; the reference's values come from the
    table. Loss, rewards and margins come from the function that training uses.
 2. The accuracy has a 95% interval, since a few hundred pairs do not support two digits. It is also given by which
-   response is longer, since length is what preference data teaches first.
+   response is longer, since length is what preference data teaches first, and by the sources to which the recipe gives names.
 3. A few prompts are answered by the policy (after) and by the reference model (before).
 4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people.
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from training.contract.errors import DataError
@@ -25,6 +26,7 @@ from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.loss import Loss
 from training.contract.store import Made, write_json
+from training.data.preferences import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
@@ -83,9 +85,26 @@ def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
     return positions_V
 
 
+def _source_names(job: Job, rows_V: npt.NDArray[np.int64]) -> list[str | None]:
+    """The names of the sources of the held-out pairs."""
+    raw = job.inputs.get("raw_preferences")  # only where the recipe names a source
+    if raw is None:
+        return [None] * len(rows_V)
+    names = pq.read_table(raw.folder / PREFERENCES_FILE, columns=["source_name"], schema=PREFERENCES_SCHEMA)
+    found: list[str | None] = names["source_name"].take(pa.array(rows_V)).to_pylist()
+    return found
+
+
 def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
     """Write the four files into the staging folder. The report is not in the fingerprint: its layout may change."""
+    names_V = _source_names(job, held_out.pairs.rows[held_out.positions_V])
+    named = sorted({name for name in names_V if name is not None})
+    sources = {name: torch.tensor([own == name for own in names_V]) for name in named}
     metrics, columns = held_out.metrics(), held_out.columns()
+    for name, pairs_V in sources.items():
+        metrics |= {f"eval/sources/{name}/{metric}": value for metric, value in held_out.metrics_of(pairs_V).items()}
+    if sources:
+        columns["source_name"] = names_V
     texts = [asdict(sample) for sample in samples]
     write_json(job.staging / "metrics.json", metrics)
     write_json(job.staging / "samples.json", texts)
@@ -96,7 +115,8 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
         pairs=short(job.inputs["tokenized_pairs"].fingerprint),
         metrics=metrics,
         accuracy=held_out.accuracy(),
-        by_length=held_out.accuracy_by_length(),
+        by_length={kind.replace("_", " "): found for kind, found in held_out.accuracy_by_length().items()},
+        by_source={name: held_out.accuracy_of(pairs_V) for name, pairs_V in sources.items()},
         margins=columns["margin"],
         samples=samples,
         worst=_worst_pairs(held_out, tokenizer),

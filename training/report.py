@@ -44,7 +44,10 @@ class WorstPair:
 
 @dataclass(frozen=True)
 class Report:
-    """What the page shows. `policy`, `reference` and `pairs` are fingerprints; `by_length`: by which response is longer."""
+    """What the page shows. `policy`, `reference` and `pairs` are fingerprints.
+
+    `by_length`: the accuracy by which response is longer; `by_source`: by the name of the pairs' source.
+    """
 
     policy: str
     reference: str
@@ -52,6 +55,7 @@ class Report:
     metrics: Mapping[str, float]
     accuracy: Accuracy
     by_length: Mapping[str, Accuracy]
+    by_source: Mapping[str, Accuracy]
     margins: Sequence[float]
     samples: Sequence[Sample]
     worst: Sequence[WorstPair]
@@ -155,16 +159,23 @@ on the held-out pairs of <code>{{ report.pairs }}</code>.</p>
 <tr><td><code>{{ name }}</code></td><td class="number">{{ value }}</td></tr>
 {% endfor %}
 </table>
-<h2>Accuracy by length</h2>
-<p>A policy that took length for preference is right where the chosen response is longer, and wrong where it is shorter.</p>
+{% macro accuracies(kinds) %}
 <table class="metrics">
 <tr><th>Pairs</th><th>Number</th><th>Accuracy</th><th>95% interval</th></tr>
-{% for kind, found in report.by_length.items() %}
-<tr><td>{{ kind | replace("_", " ") }}</td><td class="number">{{ number(found.pairs) }}</td>
+{% for kind, found in kinds.items() %}
+<tr><td>{{ kind }}</td><td class="number">{{ number(found.pairs) }}</td>
 <td class="number">{{ percent(found.share) }}</td>
 <td class="number">{{ percent(found.interval[0]) }} to {{ percent(found.interval[1]) }}</td></tr>
 {% endfor %}
 </table>
+{% endmacro %}
+{% if report.by_source %}
+<h2>Accuracy by source</h2>
+{{ accuracies(report.by_source) }}
+{% endif %}
+<h2>Accuracy by length</h2>
+<p>A policy that took length for preference is right where the chosen response is longer, and wrong where it is shorter.</p>
+{{ accuracies(report.by_length) }}
 <h2>Margins</h2>
 <p>Reward of the chosen response minus that of the rejected one, a pair each: to the right of zero the policy agrees
 with the label. The tallest bar stands for {{ "{:,}".format(histogram.most) }} pairs.</p>

@@ -65,8 +65,21 @@ class ScoredPairs:
         by_length = {f"eval/accuracies/{name}": found.share for name, found in self.accuracy_by_length().items()}
         return means | by_length | {"eval/pairs": len(self.positions_V)}
 
+    def metrics_of(self, kind_V: Tensor) -> dict[str, float]:
+        """Means over the pairs of a kind, and their number. Their losses stay what they are in the batch of all."""
+        outcome, accuracy = self.outcome, self.accuracy_of(kind_V)
+        return {
+            "loss": float(outcome.losses_B[kind_V].mean()),
+            "rewards/margins": float(outcome.margins_B[kind_V].mean()),
+            "rewards/accuracies": accuracy.share,
+            "pairs": accuracy.pairs,
+        }
+
     def accuracy(self) -> Accuracy:
-        return Accuracy(int(self.outcome.accuracies_B.sum()), len(self.positions_V))
+        return self.accuracy_of(torch.ones(len(self.positions_V), dtype=torch.bool))
+
+    def accuracy_of(self, kind_V: Tensor) -> Accuracy:
+        return Accuracy(int(self.outcome.accuracies_B[kind_V].sum()), int(kind_V.sum()))
 
     def accuracy_by_length(self) -> dict[str, Accuracy]:
         """The accuracy where the chosen response has more tokens, fewer, or as many; kinds without a pair are left out.
@@ -80,11 +93,7 @@ class ScoredPairs:
             "chosen_shorter": chosen_B < rejected_B,
             "same_length": chosen_B == rejected_B,
         }
-        return {
-            name: Accuracy(int(self.outcome.accuracies_B[of_kind_B].sum()), int(of_kind_B.sum()))
-            for name, of_kind_B in kinds.items()
-            if of_kind_B.any()
-        }
+        return {name: self.accuracy_of(kind_B) for name, kind_B in kinds.items() if kind_B.any()}
 
     def columns(self) -> dict[str, list[Any]]:
         """A row a pair, for a comparison with another policy on the same pairs."""

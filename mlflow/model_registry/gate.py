@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from training.contract.recipe import Gate
+
 # Below this a standard error says too little about itself to decide anything.
 MIN_PAIRS = 10
 
@@ -63,15 +65,22 @@ class Decision:
 
 
 def decide(
-    candidate: Losses, champion: Losses | None, measure: Measure, *, accuracy: float, min_accuracy: float | None
+    candidate: Losses, champion: Losses | None, measure: Measure, *, metrics: Mapping[str, float], gate: Gate
 ) -> Decision:
     """Compare what `measure` says of a candidate with the champion's, by the pair's identity.
 
-    `accuracy` is the candidate's held-out reward accuracy; below `min_accuracy` nothing is promoted. If there is no
-    champion, a candidate that is not below it is promoted.
+    `metrics` are those of the candidate's evaluation, with the accuracies; below a floor of the recipe's `gate` nothing is
+    promoted. If there is no champion, a candidate that is below none is promoted.
     """
+    accuracy = metrics["eval/rewards/accuracies"]
     figures = {"candidate_pairs": float(len(candidate)), "accuracy": accuracy}
-    reasons = _unfit(candidate, "candidate") + _below_floor(accuracy, min_accuracy, figures)
+    reasons = _unfit(candidate, "candidate")
+    if gate.min_accuracy is not None:
+        reasons += _below(gate.min_accuracy, accuracy, figures)
+    for name, floor in gate.min_accuracy_of.items():
+        reasons += _below(
+            floor, metrics.get(f"eval/sources/{name}/rewards/accuracies", math.nan), figures, f" of {name}"
+        )
     if champion is not None:
         beaten, compared = _compare(candidate, champion, measure, figures)
         return Decision(beaten and not reasons, [*reasons, *compared], figures)
@@ -93,12 +102,14 @@ def _unfit(losses: Losses, whose: str) -> list[str]:
     return [f"{broken} of the {whose}'s {len(losses)} held-out losses are not finite"] if broken else []
 
 
-def _below_floor(accuracy: float, floor: float | None, figures: dict[str, float]) -> list[str]:
-    if floor is None:
-        return []
-    figures["min_accuracy"] = floor
-    # Written so that NaN does not pass.
-    return [] if accuracy >= floor else [f"held-out accuracy {accuracy:.4g} is below the recipe's floor of {floor:.4g}"]
+def _below(floor: float, accuracy: float, figures: dict[str, float], of: str = "") -> list[str]:
+    """`of` says whose accuracy it is, if not that of all pairs; it is NaN where there is no such pair."""
+    figures |= {f"accuracy{of}": accuracy, f"min_accuracy{of}": floor}
+    if math.isnan(accuracy):
+        return [f"no held-out pair{of} tells whether the accuracy is at least {floor:.4g}"]
+    if accuracy < floor:
+        return [f"held-out accuracy{of} {accuracy:.4g} is below the recipe's floor of {floor:.4g}"]
+    return []
 
 
 def _compare(

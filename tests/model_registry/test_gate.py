@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from model_registry import gate
 from model_registry.gate import MIN_PAIRS, Measure, paired_difference, rounded
+from training.contract.recipe import Gate
 
-decide = partial(gate.decide, measure=Measure.LOSS, accuracy=0.75, min_accuracy=None)
+ACCURACY = "eval/rewards/accuracies"
+decide = partial(gate.decide, measure=Measure.LOSS, metrics={ACCURACY: 0.75}, gate=Gate())
 losses = st.lists(st.floats(0, 50), min_size=MIN_PAIRS, max_size=60)
 
 
@@ -26,7 +28,7 @@ BETTER = named([0.6, 0.4] * 8)
 
 
 def test_better_by_more_than_a_standard_error_is_promoted_with_its_figures():
-    decision = decide(BETTER, CHAMPION, accuracy=0.75, min_accuracy=0.6)
+    decision = decide(BETTER, CHAMPION, gate=Gate(min_accuracy=0.6))
     assert decision.promote
     assert decision.figures["gain"] == pytest.approx(0.2)
     assert decision.figures["standard_error"] == pytest.approx(0.1 / math.sqrt(15))
@@ -86,10 +88,31 @@ def test_the_first_candidate_is_promoted():
 @pytest.mark.parametrize("champion", [None, CHAMPION])
 @pytest.mark.parametrize("accuracy", [0.5999, math.nan])
 def test_nothing_below_the_floor_is_promoted(champion: dict[str, float] | None, accuracy: float):
-    decision = decide(BETTER, champion, accuracy=accuracy, min_accuracy=0.6)
+    decision = decide(BETTER, champion, metrics={ACCURACY: accuracy}, gate=Gate(min_accuracy=0.6))
     assert not decision.promote
     assert "0.6" in decision.reasons[0]
-    assert decide(BETTER, champion, accuracy=0.6, min_accuracy=0.6).promote
+    assert decide(BETTER, champion, metrics={ACCURACY: 0.6}, gate=Gate(min_accuracy=0.6)).promote
+
+
+@pytest.mark.parametrize("champion", [None, CHAMPION])
+def test_every_floor_of_a_source_has_to_be_reached(champion: dict[str, float] | None):
+    metrics = {
+        ACCURACY: 0.75,
+        "eval/sources/help/rewards/accuracies": 0.9,
+        "eval/sources/safety/rewards/accuracies": 0.6,
+    }
+    passed = decide(BETTER, champion, metrics=metrics, gate=Gate(min_accuracy_of={"help": 0.9, "safety": 0.6}))
+    assert passed.promote
+    assert (passed.figures["accuracy of safety"], passed.figures["min_accuracy of safety"]) == (0.6, 0.6)
+    refused = decide(
+        BETTER, champion, metrics=metrics, gate=Gate(min_accuracy=0.8, min_accuracy_of={"safety": 0.61, "style": 0.1})
+    )
+    assert not refused.promote
+    assert refused.reasons[:3] == [
+        "held-out accuracy 0.75 is below the recipe's floor of 0.8",
+        "held-out accuracy of safety 0.6 is below the recipe's floor of 0.61",
+        "no held-out pair of style tells whether the accuracy is at least 0.1",
+    ]
 
 
 @pytest.mark.parametrize(("candidate", "champion"), [({}, None), ({}, CHAMPION)])

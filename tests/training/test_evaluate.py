@@ -1,10 +1,13 @@
 """The evaluation job on real pairs, against formulas and greedy decoding written out by hand."""
 
+import bisect
 import copy
+import itertools
 import json
 import math
 import operator
 import re
+import statistics
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,7 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tests.training.model.architectures import build
 from tests.training.runs import published
-from tests.training.workshop import Workshop
+from tests.training.workshop import Workshop, locations_of
 from training import evaluate
 from training.contract.errors import CorruptArtifact, DataError, ModelError, TrainingError
 from training.contract.events import EventWriter
@@ -57,7 +60,7 @@ class World:
         (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.policy = root / "policy"
         self._write_policy()
-        self.pairs = self._pairs(root / "rows.jsonl")
+        self.pairs = self.tokenized(workshop.read(root / "rows.jsonl", 0.4))
         inputs = {"tokenized_pairs": self.pairs, "reference_model": self.model}
         job = workshop.job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
         self.table = workshop.do(job)
@@ -70,18 +73,20 @@ class World:
                 parameter += 0.1 * torch.randn_like(parameter) * parameter.std().nan_to_num()
         model.save_pretrained(self.policy)
 
-    def _pairs(self, source: Path) -> Artifact:
+    def tokenized(self, raw: Artifact) -> Artifact:
         rules = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
-        return self.workshop.tokenize(self.workshop.read(source, 0.4), self.model, rules)
+        return self.workshop.tokenize(raw, self.model, rules)
 
-    def job(self, policy: Path | None = None, **settings: Any) -> Job:
-        inputs = {
+    def inputs(self, policy: Path | None = None) -> dict[str, Artifact | Path]:
+        return {
             "policy": policy or self.policy,
             "reference_logprobs": self.table,
             "tokenized_pairs": self.pairs,
             "reference_model": self.model,
         }
-        return self.workshop.job("evaluation", "evaluation", inputs, {**SETTINGS, **settings})
+
+    def job(self, policy: Path | None = None, **settings: Any) -> Job:
+        return self.workshop.job("evaluation", "evaluation", self.inputs(policy), {**SETTINGS, **settings})
 
     def evaluate(self, policy: Path | None = None, **settings: Any) -> Artifact:
         return self.workshop.do(self.job(policy, **settings))
@@ -176,6 +181,42 @@ def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
     )
     assert evaluation.details["metrics"] == metrics
     assert evaluation.details["interval"] == list(wilson_interval(won, len(expected)))
+
+
+@pytest.mark.shared
+def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expected, tmp_path):
+    """The same rows from four files: two of one name, one of another, one of none. Nothing else of the evaluation changes."""
+    lines = (world.workshop.folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    cuts, names = (0, 11, 20, 30, len(lines)), ("old", "new", None, "old")
+    for n, (start, end) in enumerate(itertools.pairwise(cuts)):
+        (tmp_path / f"{n}.jsonl").write_text("".join(lines[start:end]))
+    settings = {"formats": ["auto"] * 4, "held_out": [False] * 4, "validation_fraction": 0.4, "names": list(names)}
+    where = locations_of([{"path": str(tmp_path / f"{n}.jsonl")} for n in range(4)])
+    raw = world.workshop.do(world.workshop.job("preferences", "raw_preferences", {}, settings, where))
+    assert world.tokenized(raw).fingerprint == world.pairs.fingerprint
+    inputs = {**world.inputs(), "raw_preferences": raw}
+    named = world.workshop.do(world.workshop.job("evaluation", "evaluation", inputs, SETTINGS))
+    held_out = [(names[bisect.bisect_right(cuts, values["row"]) - 1], values) for values in expected]
+    own = {name: [values for of, values in held_out if of == name] for name in ("new", "old")}
+    assert all(len(rows) > 2 for rows in own.values()) and sum(map(len, own.values())) < len(expected)
+    assert named.details["metrics"] == pytest.approx(
+        evaluation.details["metrics"]
+        | {
+            f"eval/sources/{name}/{metric}": value
+            for name, rows in own.items()
+            for metric, value in {
+                "loss": statistics.fmean(values["loss"] for values in rows),
+                "rewards/margins": statistics.fmean(values["margin"] for values in rows),
+                "rewards/accuracies": statistics.fmean(values["margin"] > 0 for values in rows),
+                "pairs": len(rows),
+            }.items()
+        },
+        abs=1e-3,
+    )
+    table, before = (pq.read_table(made.file("pairs.parquet")) for made in (named, evaluation))
+    assert table["source_name"].to_pylist() == [name for name, _ in held_out]
+    assert table.drop_columns("source_name").equals(before)
+    assert "Accuracy by source" in named.file("report.html").read_text()
 
 
 def greedy_by_hand(model: PreTrainedModel, prompt: list[int], stop: int, length: int) -> list[int]:
@@ -409,7 +450,8 @@ def page_of(**changes: Any) -> str:
         "pairs": "123",
         "metrics": {"eval/loss": 0.6931},
         "accuracy": Accuracy(2, 4),
-        "by_length": {"chosen_longer": Accuracy(2, 3), "same_length": Accuracy(0, 1)},
+        "by_length": {"chosen longer": Accuracy(2, 3), "same length": Accuracy(0, 1)},
+        "by_source": {},
         "margins": [-1.0, 0.25, 0.5, -0.1],
         "samples": [Sample(1, "p", "b", "a", "c")],
         "worst": [WorstPair(7, 2.5, -1.0, "p", "c", "r")],
@@ -419,11 +461,15 @@ def page_of(**changes: Any) -> str:
 
 def test_no_text_of_the_data_becomes_part_of_the_page():
     sample, worst = Sample(1, *[HOSTILE] * 4), WorstPair(7, 2.5, -1.0, *[HOSTILE] * 3)
-    page = Page(page_of(policy=HOSTILE, samples=[sample], worst=[worst], metrics={HOSTILE: 1.0}))
-    harmless = Page(page_of(metrics={"x": 1.0}))
+    page = Page(
+        page_of(
+            policy=HOSTILE, samples=[sample], worst=[worst], metrics={HOSTILE: 1.0}, by_source={HOSTILE: Accuracy(1, 1)}
+        )
+    )
+    harmless = Page(page_of(metrics={"x": 1.0}, by_source={"x": Accuracy(1, 1)}))
     assert page.tags == harmless.tags and page.attributes == harmless.attributes
     assert "script" not in page.tags and not any(name.startswith("on") for name in page.attributes)
-    assert "".join(page.text).count(HOSTILE) == 10, "and all of it can be read"
+    assert "".join(page.text).count(HOSTILE) == 11, "and all of it can be read"
 
 
 @pytest.mark.shared
@@ -467,6 +513,9 @@ def test_the_report_shows_each_number_in_its_place():
     ]
     zero = round(10 * 720 / 41, 2)
     assert f'<line x1="{zero}" x2="{zero}"' in page and f'<text x="{zero}"' in page
+    by_source = lines_of(page_of(by_source={"old_set": Accuracy(1, 4)})).replace("\n", "|")
+    assert "Accuracy by source|Pairs|Number|Accuracy|95% interval|old_set|4|25.0%|4.6% to 69.9%|" in by_source
+    assert "by source" not in lines_of(page)
     assert "The recipe asks for none" in lines_of(page_of(samples=[])) and "Before" not in lines_of(page_of(samples=[]))
     assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in page
 

@@ -138,6 +138,7 @@ AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. ... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
 NEW_TRAINING, NEW_LOSS = ".. .C. .. .. CCC", ".. .CC .. .. CCC"
+FLOOR_OF_A_SOURCE = {"data.sources.0.name": "every", "release.gate.min_accuracy_of": {"every": 0.1}}
 NEW_EVALUATION, NEW_RELEASE = ".. ..C .. .. .CC", ".. ... .. .. ..C"
 NEW_REFERENCE, OTHER_BASE = ".. ... .. CC CCC", ".C ... .. CC CCC"
 SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c.. .r .r rrr", ".. C.. .c .r rrC", ".. C.. .C .C CCC"
@@ -166,6 +167,7 @@ TABLE: dict[str, Row] = {
     "a file held out": Row(edits.hold_out_a_file, NEW_DATA, 0),
     "a fraction of the prompts": Row(field("data.sources.0.fraction", 0.5), ".. ... CC .C CCC", 0),
     "a fraction that leaves none out": Row(field("data.sources.0.fraction", 0.999), ".. ... cr .r rrr", 0),
+    "a source is named": Row(field("data.sources.0.name", "all"), ".. ... Cc .r rCC", 0),
     "format named": Row(field("data.sources.0.format", "conversational"), ".. ... cr .r rrr", 0),
     "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. ... CC .c CCC", 0),
     "max_quarantined": Row(field("data.max_quarantined", 0.5), NOTHING),
@@ -247,6 +249,7 @@ TABLE: dict[str, Row] = {
     "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
     "model_name": Row(field("release.model_name", "another"), NEW_RELEASE, 0),
     "min_accuracy": Row(field("release.gate.min_accuracy", 0.1), NEW_RELEASE, 0),
+    "min_accuracy_of a source": Row(SetFields(FLOOR_OF_A_SOURCE), ".. ... Cc .r rCC", 0),
     # How and when it is run
     "two ranks": Row(field("compute.processes_per_node", 2), NOTHING),
     "less memory, compiled": Row(fields("compute", FASTER), NOTHING),

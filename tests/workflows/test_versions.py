@@ -1,5 +1,7 @@
 """Versions that are registered, and what people do with them: rolled back, promoted by hand, and their files removed."""
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from assets.materialized import latest
 from assets.version_files import put_back
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, run_in
@@ -53,12 +56,43 @@ def test_a_policy_that_was_rolled_back_does_not_return_as_another_version(ground
     again = run(ground, training=longer, evaluation={"max_new_tokens": 3})
     assert (again.model_version, again.is_champion, registry.champion("plain").number) == ("3", False, 1)
     assert again.reasons == f"its policy is that of version 2, which was rolled back; {promoted.reasons}"
+    below = run(ground, training=longer, release={"gate": {"min_accuracy": 1.0}})
+    assert (below.model_version, below.is_champion) == ("4", False)
+    refused = (
+        f"its policy is that of version 2, which was rolled back; held-out accuracy .* floor of 1; {promoted.reasons}"
+    )
+    assert re.fullmatch(refused, below.reasons or "")
     another = run(ground, training={"max_steps": 9})
-    assert (another.model_version, another.is_champion) == ("4", True), "no other policy was rolled back"
+    assert (another.model_version, another.is_champion) == ("5", True), "no other policy was rolled back"
     MlflowClient(registry.tracking_uri).set_registered_model_alias("plain", "champion", "2")
     by_hand = run(ground, training=longer)
     told = f"it was champion and was rolled back; a person has made it champion again; {promoted.reasons}"
     assert (by_hand.model_version, by_hand.is_champion, by_hand.reasons) == ("2", True, told)
+
+
+def test_a_floor_of_one_source_decides_over_all_the_others(ground: Ground):
+    """The labels of a second held-out set are the wrong way round: who learns from the data is wrong there."""
+    folder = ground.folders["plain"]
+    rows = [json.loads(line) for line in (folder / "preferences.jsonl").read_text().splitlines()]
+    wrong = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows[-4:]]
+    for name, part in {"train": rows[:-8], "right": rows[-8:-4], "wrong": wrong}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    sets = [{"path": f"{name}.jsonl", "name": name, "held_out": True} for name in ("right", "wrong")]
+    data = {"sources": [{"path": "train.jsonl"}, *sets], "validation_fraction": 0}
+    asked: dict[str, dict[str, Any]] = {"training": {"max_steps": 8}, "data": data}
+    floored = run(ground, **asked, release={"gate": {"min_accuracy_of": {"right": 0.5, "wrong": 0.5}}})
+    found = {name: floored.metrics[f"eval/sources/{name}/rewards/accuracies"] for name in ("right", "wrong")}
+    assert found["right"] > 0.5 > found["wrong"], "so only one floor is missed"
+    assert floored.metrics["eval/rewards/accuracies"] == sum(found.values()) / 2, "both have four pairs"
+    assert (floored.model_version, floored.is_champion) == ("2", False)
+    told = f"held-out accuracy of wrong {found['wrong']:.4g} is below the recipe's floor of 0.5; only "
+    assert (floored.reasons or "").startswith(told), floored.reasons
+    run_of_policy = MlflowClient(ground.services.registry.tracking_uri).get_run(floored.mlflow_run_id or "")
+    assert run_of_policy.data.metrics["eval/sources/wrong/pairs"] == 4
+    pipeline = load_recipe(folder).pipeline
+    shown = latest(ground.instance, pipeline.key("released_model")).metadata
+    assert (shown["accuracy of wrong"], shown["min_accuracy of right"]) == (found["wrong"], 0.5)
+    assert "min_accuracy_of absent -> {right: 0.5, wrong: 0.5}" in shown["changes"]
 
 
 def remove_files(ground: Ground) -> dict[str, Path]:

@@ -21,12 +21,26 @@ TWO_NUMBERS = {"type": "array", "items": NUMERIC, "minItems": 2, "maxItems": 2}
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
-Share = Annotated[float, Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
 # A larger count can only be a typing error, and might not fit where counts are stored.
 MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+
+
+def _misread(given: bool, expected: str) -> ValueError:
+    """pydantic accepts true as 1, and YAML reads yes and on as true."""
+    found = f"{str(given).lower()} (YAML also reads yes, no, on and off as booleans)"
+    return ValueError(f"expected {expected}, found {found}")
+
+
+def _number(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise _misread(given, "a number")
+    return given
+
+
+Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
 
 
 def _date(given: Any) -> datetime.date:
@@ -50,15 +64,13 @@ class Section(Frozen):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_booleans_for_numbers(cls, given: Any, info: ValidationInfo) -> Any:
-        """pydantic accepts true as 1, and YAML reads yes and on as true."""
         assert info.field_name is not None
         kind: Any = cls.model_fields[info.field_name].annotation
         if isinstance(given, bool) and kind is not bool:
             kinds = {int: "a number", float: "a number", str: "text, in quotes"}
-            expected = next(
-                (words for k, words in kinds.items() if k in (kind, *get_args(kind))), "a section or a word"
-            )
-            raise ValueError(
-                f"expected {expected}, found {str(given).lower()} (YAML also reads yes, no, on and off as booleans)"
-            )
+            possible = [
+                getattr(part, "__origin__", part) for part in (kind, *get_args(kind))
+            ]  # of Annotated, what it is about
+            expected = next((words for k, words in kinds.items() if k in possible), "a section or a word")
+            raise _misread(given, expected)
         return given

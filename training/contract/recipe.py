@@ -40,7 +40,7 @@ class DataSource(Section):
     """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
 
     If it is `held_out`, all of its prompts are in the validation split, wherever else they occur. `fraction` is the share of
-    its prompts that is used.
+    its prompts that is used. Held-out pairs of sources with the same `name` get metrics of their own.
     """
 
     path: str | None = None
@@ -49,6 +49,7 @@ class DataSource(Section):
     split: str | None = None
     revision: str | None = None
     format: Format = "auto"
+    name: Name | None = None
     held_out: bool = False
     fraction: Annotated[Positive, Field(le=1)] = 1.0
 
@@ -67,6 +68,11 @@ class Data(Section):
     sources: tuple[DataSource, ...] = Field(min_length=1)
     validation_fraction: Fraction = 0.1
     max_quarantined: Share = 0.05
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any of the sources has a name."""
+        return any(source.name is not None for source in self.sources)
 
     @model_validator(mode="after")
     def _something_to_train_on(self) -> Self:
@@ -187,10 +193,14 @@ class Evaluation(Section):
 
 
 class Gate(Section):
-    """When a candidate becomes champion: its held-out loss must beat the champion's by more than one standard error."""
+    """When a candidate becomes champion: its held-out loss must beat the champion's by more than one standard error.
+
+    Its held-out accuracy is at least `min_accuracy`, and that of sources with a name at least what `min_accuracy_of` says.
+    """
 
     type: Literal["ladder"] = "ladder"
     min_accuracy: Share | None = None
+    min_accuracy_of: dict[Name, Share] = Field(default={})
 
 
 class Release(Section):
@@ -241,6 +251,17 @@ class Recipe(Section):
             raise ValueError(
                 "`training.start_from: champion` starts from what this recipe releases, so every promotion would start "
                 "another run; set `automation.on_change: false` and let a `cron` decide"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _floors_of_named_sources(self) -> Self:
+        named = {source.name for source in self.data.sources} - {None}
+        if unknown := sorted(self.release.gate.min_accuracy_of.keys() - named):
+            found = ", ".join(sorted(map(str, named))) or "none has a name"
+            raise ValueError(
+                f"`release.gate.min_accuracy_of` has {', '.join(unknown)}, which is the `name` of none of `data.sources` "
+                f"({found})"
             )
         return self
 

@@ -1,13 +1,13 @@
 """The `preferences` job: every row of every source becomes a pair in one schema, or a line in quarantine.
 
-    preferences.parquet   row, prompt, chosen, rejected (lists of messages), tools, chat_template_kwargs, split, source, line
-    quarantine.parquet    source, line, reason, detail, text (the row as it was read)
+    preferences.parquet  row, prompt, chosen, rejected (messages), tools, chat_template_kwargs, split, source, line, source_name
+    quarantine.parquet   source, line, reason, detail, text (the row as it was read)
 
 Rows read = pairs + quarantined + left out by the `fraction` of their source, always. Pairs with the same prompt are in the same
 split: validation if the prompt occurs in a source that is held out, which is why such sources are read first; else the split
 follows from the prompt's hash alone, and so does whether a fraction leaves it out: both stay as data grows. The fingerprint
-covers the pairs with their splits and line numbers and the quarantined rows, in order, not the names of the files they came
-from.
+covers the pairs with their splits, line numbers and the names of their sources, and the quarantined rows, in order, not the
+names of the files they came from.
 """
 
 import contextlib
@@ -50,6 +50,7 @@ PREFERENCES_SCHEMA = pa.schema(
         ("split", pa.string()),
         ("source", pa.string()),
         ("line", pa.int64()),
+        ("source_name", pa.string()),
     ]
 )
 QUARANTINE_SCHEMA = pa.schema(
@@ -70,9 +71,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
     listed = _listed(job, sources, events)
     events.phase("reading preferences")
-    fractions = job.settings.get("fractions", [1.0] * len(sources))
-    by_source = zip(listed, job.settings["formats"], job.settings["held_out"], fractions, strict=True)
-    inputs = _distinctly_named([_Input(file, n, *rest) for n, (files, *rest) in enumerate(by_source) for file in files])
+    settings = {"fractions": [1.0] * len(sources), "names": [None] * len(sources), **job.settings}
+    columns = (settings[name] for name in ("formats", "held_out", "fractions", "names"))
+    by_source = enumerate(zip(listed, *columns, strict=True))
+    inputs = _distinctly_named([_Input(file, n, *rest) for n, (files, *rest) in by_source for file in files])
     with contextlib.closing(_Collector(job.staging, job.settings["validation_fraction"])) as collector:
         progress = Progress(events, len(inputs), "files")
         for each in sorted(inputs, key=lambda each: not each.held_out):
@@ -103,13 +105,14 @@ def is_drawn(prompt_sha256: bytes, fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class _Input:
-    """A file to read. What follows is of its source: number, format, which may be `auto`, `held_out` and `fraction`."""
+    """A file to read. What follows is of its source: number, format, which may be `auto`, `held_out`, `fraction` and name."""
 
     file: DataFile
     source: int
     format: str
     held_out: bool
     fraction: float
+    source_name: str | None
 
 
 @dataclass
@@ -144,17 +147,16 @@ class _Collector:
             return
         split = self._split(digest, given.held_out)
         self.pairs_of_source[given.source] += 1
-        turns: dict[str, Any] = {
-            "prompt": list(pair.prompt),
-            "chosen": list(pair.chosen),
-            "rejected": list(pair.rejected),
-        }
+        turns: dict[str, Any] = {part: list(getattr(pair, part)) for part in ("prompt", "chosen", "rejected")}
         if pair.tools:
             turns["tools"] = pair.tools
         if pair.chat_template_kwargs:
             turns["chat_template_kwargs"] = pair.chat_template_kwargs
-        self._pairs.add({"row": len(self.digests), **turns, "split": split, "source": given.file.name, "line": line})
-        self.digests.append(value_digest({**turns, "split": split, "line": line}))
+        origin: dict[str, Any] = {"split": split, "line": line}
+        if given.source_name is not None:
+            origin["source_name"] = given.source_name
+        self._pairs.add({"row": len(self.digests), **turns, **origin, "source": given.file.name})
+        self.digests.append(value_digest(turns | origin))
         self.splits[split] += 1
         if len(self.examples) < _PAIR_EXAMPLES:
             self.examples.append(turns)

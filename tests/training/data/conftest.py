@@ -60,6 +60,7 @@ class Workshop:
             "validation_fraction": fraction,
             "held_out": [source.get("held_out", False) for source in sources],
             "fractions": [source.get("fraction", 1.0) for source in sources],
+            "names": [source.get("name") for source in sources],
         }
         return self._run(
             "preferences",

@@ -243,6 +243,24 @@ def test_only_what_is_used_of_a_held_out_source_is_held_out(workshop, tmp_path):
         workshop.preferences({**same, "fraction": 1e-6})
 
 
+def test_a_pair_has_the_name_of_its_source_and_the_fingerprint_knows_it(workshop, tmp_path):
+    for file in ("a", "b"):
+        (tmp_path / f"{file}.jsonl").write_text(json.dumps({**GOOD, "prompt": file}) + "\n")
+    a, b = ({"path": str(tmp_path / f"{file}.jsonl")} for file in ("a", "b"))
+    made = [
+        workshop.preferences({**a, "name": one}, {**b, "name": other})
+        for one, other in (("x", "y"), ("y", "x"), ("x", "x"), (None, "x"), (None, None))
+    ]
+    names = [[row.get("source_name") for row in done.table("preferences.parquet")] for done in made]
+    assert names == [["x", "y"], ["y", "x"], ["x", "x"], [None, "x"], [None, None]]
+    assert len({done.made.fingerprint for done in made}) == 5
+    (tmp_path / "both").mkdir()
+    for file in ("a", "b"):
+        (tmp_path / f"{file}.jsonl").rename(tmp_path / "both" / f"{file}.jsonl")
+    folder = workshop.preferences({"path": str(tmp_path / "both"), "name": "x"})
+    assert folder.made.fingerprint == made[2].made.fingerprint, "of what is in them"
+
+
 def test_files_of_one_name_are_told_apart(workshop, tmp_path):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
