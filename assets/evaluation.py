@@ -16,13 +16,19 @@ def evaluation(step: Step) -> dg.MaterializeResult:
     made = realize(step, Work("evaluation", step.settings))
     details = made.artifact.details
     metadata = {
-        **details["metrics"],
+        **{name: value for name, value in details["metrics"].items() if not name.startswith("eval/sources/")},
+        **_of_sources(details.get("sources")),
         # A path to copy: browsers follow no link from a server's page to a local file.
         "report": dg.MetadataValue.path(str(made.artifact.file("report.html"))),
         "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
         **_tracked(step, made.artifact),
     }
     return made.result(metadata, [checks.accuracy(made.artifact)])
+
+
+def _of_sources(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
+    """A table: names of their metrics are too long for the page. What was evaluated before sources had names has no rows."""
+    return {"sources": table(rows, tuple(rows[0]))} if rows else {}
 
 
 def delivered_evaluation(step: Step, policy: Artifact, evaluation: Artifact) -> str | None:

@@ -100,9 +100,10 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
     names_V = _source_names(job, held_out.pairs.rows[held_out.positions_V])
     named = sorted({name for name in names_V if name is not None})
     sources = {name: torch.tensor([own == name for own in names_V]) for name in named}
+    of_sources = {name: held_out.metrics_of(pairs_V) for name, pairs_V in sources.items()}
     metrics, columns = held_out.metrics(), held_out.columns()
-    for name, pairs_V in sources.items():
-        metrics |= {f"eval/sources/{name}/{metric}": value for metric, value in held_out.metrics_of(pairs_V).items()}
+    for name, found in of_sources.items():
+        metrics |= {f"eval/sources/{name}/{metric}": value for metric, value in found.items()}
     if sources:
         columns["source_name"] = names_V
     texts = [asdict(sample) for sample in samples]
@@ -124,6 +125,7 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
     (job.staging / "report.html").write_text(render(report), encoding="utf-8")
     details = {
         "metrics": metrics,
+        "sources": [{"source": name, **found} for name, found in of_sources.items()],
         "interval": list(held_out.accuracy().interval),
         "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in samples],
     }

@@ -69,10 +69,10 @@ class ScoredPairs:
         """Means over the pairs of a kind, and their number. Their losses stay what they are in the batch of all."""
         outcome, accuracy = self.outcome, self.accuracy_of(kind_V)
         return {
+            "pairs": accuracy.pairs,
             "loss": float(outcome.losses_B[kind_V].mean()),
             "rewards/margins": float(outcome.margins_B[kind_V].mean()),
             "rewards/accuracies": accuracy.share,
-            "pairs": accuracy.pairs,
         }
 
     def accuracy(self) -> Accuracy:

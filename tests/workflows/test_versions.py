@@ -90,6 +90,11 @@ def test_a_floor_of_one_source_decides_over_all_the_others(ground: Ground):
     run_of_policy = MlflowClient(ground.services.registry.tracking_uri).get_run(floored.mlflow_run_id or "")
     assert run_of_policy.data.metrics["eval/sources/wrong/pairs"] == 4
     pipeline = load_recipe(folder).pipeline
+    evaluated = latest(ground.instance, pipeline.key("evaluation")).metadata
+    rows = [dict(record.data) for record in evaluated["sources"].records]
+    assert [(row["source"], row["pairs"]) for row in rows] == [("right", "4"), ("wrong", "4")]
+    assert [row["rewards/accuracies"] for row in rows] == [str(found[row["source"]]) for row in rows]
+    assert not any(name.startswith("eval/sources/") for name in evaluated)
     shown = latest(ground.instance, pipeline.key("released_model")).metadata
     assert (shown["accuracy of wrong"], shown["min_accuracy of right"]) == (found["wrong"], 0.5)
     assert "min_accuracy_of absent -> {right: 0.5, wrong: 0.5}" in shown["changes"]
