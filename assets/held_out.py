@@ -22,10 +22,11 @@ Row = Mapping[str, Any]
 _ORIGIN = {"split", "source", "line", "source_name"}
 
 
-def rows_by_pair(evaluation: Artifact) -> dict[str, Row]:
-    """The rows of the evaluation's table, by the pair's identity."""
+def rows_by_pair(evaluation: Artifact, source: str | None = None) -> dict[str, Row]:
+    """The rows of the evaluation's table, by the pair's identity; with `source`, those of the sources of that name."""
     rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
-    return {row["chosen_key"] + row["rejected_key"]: row for row in rows}
+    wanted = rows if source is None else [row for row in rows if row.get("source_name") == source]
+    return {row["chosen_key"] + row["rejected_key"]: row for row in wanted}
 
 
 def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[str, Row]:

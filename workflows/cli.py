@@ -155,9 +155,10 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
 
 @main.command()
 @click.argument("recipes", nargs=-1, required=True)
+@click.option("--source", metavar="NAME", help="On the held-out pairs of the sources with this `name` alone.")
 @_as_json
 @reporting
-def compare(recipes: tuple[str, ...], as_json: bool) -> None:
+def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None:
     """What was last evaluated, side by side.
 
     Settings that differ, results, and the paired differences to the first. One RECIPE alone stands for itself and all
@@ -169,7 +170,7 @@ def compare(recipes: tuple[str, ...], as_json: bool) -> None:
         raise UsageError(f"{len(twice)} of the recipes to compare are called {twice[0]}; name each of them once")
     with dagster_instance() as instance:
         services = build_services(pedigree_home())
-        comparison = do_compare([last_evaluated(loaded.pipeline, services, instance) for loaded in found])
+        comparison = do_compare([last_evaluated(loaded.pipeline, services, instance, source) for loaded in found])
     if as_json:
         print_json(asdict(comparison))
     else:

@@ -84,21 +84,28 @@ def compare(evaluated: Sequence[Evaluated]) -> Comparison:
     )
 
 
-def last_evaluated(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> Evaluated:
-    """The last evaluation of a pipeline; one that is corrupt, or stands on what is no longer in the store, is none."""
+def last_evaluated(
+    pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, source: str | None = None
+) -> Evaluated:
+    """The last evaluation of a pipeline; one that is corrupt, or stands on what is no longer in the store, is none.
+
+    With `source`, on the pairs of the sources of that name alone.
+    """
     history = History(instance, pipeline, services.store)
     found = history.latest("evaluation").fingerprint
     if found is None:
         return Evaluated(pipeline.name, notes=(f"never evaluated; run `pedigree run {pipeline.argument}` first",))
     try:
-        return _evaluated(history, services, found)
+        return _evaluated(history, services, found, source)
     except StoreError as error:
         return Evaluated(pipeline.name, notes=(f"its evaluation cannot be used: {error}",))
 
 
-def _evaluated(history: History, services: Services, found: str) -> Evaluated:
+def _evaluated(history: History, services: Services, found: str, source: str | None) -> Evaluated:
     artifact = services.store.open("evaluation", found)
-    rows = rows_by_pair(artifact)
+    rows = rows_by_pair(artifact, source)
+    if not rows:
+        return Evaluated(history.pipeline.name, notes=(f"was evaluated on no pair of a source with the name {source}",))
     return Evaluated(
         recipe=history.pipeline.name,
         settings=_settings(history.ancestry({"evaluation": found})),

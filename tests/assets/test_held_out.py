@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from assets.held_out import rows_by_messages
+from assets.held_out import rows_by_messages, rows_by_pair
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Made, Store
 
@@ -54,3 +54,19 @@ def test_pairs_are_the_same_whether_or_not_their_table_has_columns_that_came_lat
     evaluation = published(store, "evaluation", "pairs.parquet", pa.table({"row": [1], "margin": [0.5]}), "c")
     found = [rows_by_messages(evaluation, each) for each in (before, now)]
     assert found[0] == found[1] and list(found[0].values()) == [{"row": 1, "margin": 0.5}]
+
+
+def test_pairs_of_one_source_are_found_by_its_name(tmp_path: Path):
+    """The pair a-b is in both sources. A table of before there were names has no pairs of any."""
+    rows = [
+        {"chosen_key": chosen, "rejected_key": rejected, "source_name": name}
+        for chosen, rejected, name in (("a", "b", "old"), ("c", "d", "old"), ("e", "f", None), ("a", "b", "new"))
+    ]
+    store = Store(tmp_path / "store")
+    named = published(store, "evaluation", "pairs.parquet", pa.Table.from_pylist(rows), "a")
+    before = published(
+        store, "evaluation", "pairs.parquet", pa.Table.from_pylist(rows).drop_columns("source_name"), "b"
+    )
+    found = {name: set(rows_by_pair(named, name)) for name in (None, "old", "new", "other")}
+    assert found == {None: {"ab", "cd", "ef"}, "old": {"ab", "cd"}, "new": {"ab"}, "other": set()}
+    assert set(rows_by_pair(before)) == {"ab", "cd", "ef"} and not rows_by_pair(before, "old")

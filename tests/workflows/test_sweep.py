@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 SWEEP: dict[str, Any] = {
     **PLAIN,
-    "data": {**PLAIN["data"], "validation_fraction": 0.5},
+    "data": {"sources": [{**PLAIN["data"]["sources"][0], "name": "sums"}], "validation_fraction": 0.5},
     "variants": {
         "hinge": {"training": {"loss": {"type": "hinge"}, "optimizer": {"learning_rate": 1e-2}}},
         "fewer-samples": {"evaluation": {"samples": 0}},
@@ -129,6 +129,17 @@ def test_the_comparison_tells_settings_and_results(comparison: Comparison):
     assert same.means == own.means
     assert {d.mean for d in same.differences.values()} == {d.standard_error for d in same.differences.values()} == {0.0}
     assert not any(each.notes for each in comparison.recipes)
+
+
+def test_a_comparison_on_the_pairs_of_one_source(ground: Ground, comparison: Comparison):
+    def on(source: str) -> Comparison:
+        loaded = load_recipes(ground.folders["sweep"])
+        return compare([last_evaluated(each.pipeline, ground.services, ground.instance, source) for each in loaded])
+
+    assert on("sums") == comparison, "all are of that one"
+    assert [each.notes for each in on("poems").recipes] == [
+        ["was evaluated on no pair of a source with the name poems"]
+    ] * 3
 
 
 def test_the_accuracy_is_that_of_the_evaluation(ground: Ground, comparison: Comparison):
