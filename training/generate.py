@@ -30,12 +30,9 @@ _NO_TOKEN = -1
 
 def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> list[int]:
     """Positions of at most `count` pairs with distinct prompts, evenly spread over `among`, its first one included."""
-    first_of: dict[tuple[int, ...], int] = {}
-    for index in among:
-        first_of.setdefault(tuple(pairs.prompt_ids(index)), int(index))
-    distinct = list(first_of.values())
-    chosen = np.linspace(0, len(distinct), min(count, len(distinct)), endpoint=False).astype(int)
-    return [distinct[i] for i in chosen]
+    _, firsts = np.unique(pairs.prompt_numbers(among), return_index=True)
+    spread = np.linspace(0, len(firsts), min(count, len(firsts)), endpoint=False).astype(int)
+    return [int(at) for at in among[firsts[spread]]]
 
 
 def stop_tokens(

@@ -17,6 +17,7 @@ from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
@@ -74,8 +75,7 @@ class Pairs:
 
     def demand_known_tokens(self, vocabulary: int) -> None:
         """Raises TemplateError if a token is not in the `vocabulary`, a model's number of tokens."""
-        chunks = [chunk for side in SIDES for chunk in self._table.column(f"{side}_ids").chunks]
-        largest = max((int(chunk.flatten().to_numpy().max(initial=0)) for chunk in chunks), default=0)
+        largest = max(pc.max(pc.list_flatten(self._table.column(f"{side}_ids"))).as_py() or 0 for side in SIDES)
         if largest >= vocabulary:
             raise TemplateError(
                 f"the pairs have tokens up to the number {largest:,}, and the model has {vocabulary:,} tokens: this tokenizer "
@@ -93,8 +93,7 @@ class Pairs:
         return TokenSequence(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(np.bool_)))
 
     def prompt_ids(self, index: int) -> list[int]:
-        prompt = self._list("chosen_ids", index)[: self.prompt_lengths[index]]
-        return [int(token) for token in prompt]
+        return [int(token) for token in self._prompt(index)]
 
     def response_ids(self, index: int, side: Side = "chosen") -> list[int]:
         response = self._list(f"{side}_ids", index)[self.prompt_lengths[index] :]
@@ -103,13 +102,12 @@ class Pairs:
     def prompt_numbers(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """A number for the prompt of each of the pairs at `positions`; equal prompts have equal numbers."""
         numbers: dict[bytes, int] = {}
-        prompts = (self._list("chosen_ids", int(at))[: self.prompt_lengths[at]].tobytes() for at in positions)
+        prompts = (self._prompt(int(at)).tobytes() for at in positions)
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], dtype=np.int64)
 
     def lengths(self, side: Side) -> NDArray[np.int64]:
         """Tokens of each sequence, prompt included."""
-        chunks = self._table.column(f"{side}_ids").chunks
-        return np.concatenate([np.zeros(0, np.int64), *(chunk.value_lengths().to_numpy() for chunk in chunks)])
+        return np.asarray(pc.list_value_length(self._table.column(f"{side}_ids")), np.int64)
 
     def trained_lengths(self, side: Side) -> NDArray[np.int64]:
         """Trained tokens of each sequence."""
@@ -118,8 +116,11 @@ class Pairs:
 
     def keys(self, side: Side) -> NDArray[np.uint8]:
         """The identity of each sequence: P x 32 bytes."""
-        keys = b"".join(key for chunk in self._table.column(f"{side}_key").chunks for key in chunk.to_pylist())
+        keys = b"".join(self._table.column(f"{side}_key").to_pylist())
         return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)
+
+    def _prompt(self, index: int) -> NDArray[np.generic]:
+        return self._list("chosen_ids", index)[: self.prompt_lengths[index]]
 
     def _list(self, column: str, index: int) -> NDArray[np.generic]:
         if not 0 <= index < len(self):
