@@ -44,11 +44,17 @@ def _listed(pipeline: Pipeline, above: str, maker: str, asset: str) -> str:
 
 def _between(recipe: Recipe, above: set[str], asset: str) -> list[str]:
     """`asset` and what it is made of, directly or not, as far as that is in `above` or made from it; in the graph's order."""
-    affected, needed = set(above), {asset}
+    affected = set(above)
     for name, node in GRAPH.items():
         if affected.intersection(node.inputs(recipe)):
             affected.add(name)
+    return [name for name in with_upstream(recipe, asset) if name in affected]
+
+
+def with_upstream(recipe: Recipe, asset: str) -> list[str]:
+    """`asset` and what it is made of, directly or not; in the graph's order."""
+    needed = {asset}
     for name in reversed(GRAPH):
         if name in needed:
             needed.update(GRAPH[name].inputs(recipe))
-    return [name for name in GRAPH if name in affected & needed]
+    return [name for name in GRAPH if name in needed]

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import dagster as dg
 
 from assets.graph import GPU_POOL, GRAPH
+from assets.kinship import with_upstream
 from assets.materialized import Materialization, latest
 from assets.names import claim
 from assets.pipeline import Pipeline, Services
@@ -66,24 +67,13 @@ class RunReport:
         return any(asset.error == INTERRUPTED for asset in self.assets)
 
 
-def _with_upstream(asset: str | None, pipeline: Pipeline) -> list[str]:
-    """The assets that a run of `asset` goes through: itself and everything upstream; all of them for None."""
-    if asset is None:
-        return list(GRAPH)
-    wanted = {asset}
-    for name in reversed(GRAPH):
-        if name in wanted:
-            wanted.update(GRAPH[name].inputs(pipeline.recipe))
-    return [name for name in GRAPH if name in wanted]
-
-
 def materialize(
     loaded: LoadedRecipe, services: Services, instance: dg.DagsterInstance, asset: str | None = None
 ) -> RunReport:
     """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception."""
     pipeline = loaded.pipeline
     claim(services.home, pipeline)
-    selected = _with_upstream(asset, pipeline)
+    selected = list(GRAPH) if asset is None else with_upstream(pipeline.recipe, asset)
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
     )
