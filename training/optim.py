@@ -18,7 +18,7 @@ one. After the warm-up it is what transformers' `get_scheduler` gives.
 """
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,11 +123,9 @@ def warmup_steps(schedule: Schedule, steps: int) -> int:
 
 def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.optim.Optimizer]:
     """AdamW in two groups, with weight decay and without; no optimizer where there are no parameters."""
-    decayed = {name for name, parameter in parameters.items() if parameter.ndim >= 2 and not _is_bias(name)}
-    groups = [
-        _group(settings, parameters, (n for n in parameters if n in decayed), settings.weight_decay),
-        _group(settings, parameters, (n for n in parameters if n not in decayed), 0.0),
-    ]
+    decayed = {name: p for name, p in parameters.items() if p.ndim >= 2 and not _is_bias(name)}
+    others = {name: p for name, p in parameters.items() if name not in decayed}
+    groups = [_group(settings, decayed, settings.weight_decay), _group(settings, others, 0.0)]
     filled = [group for group in groups if group["params"]]
     return [torch.optim.AdamW(filled, betas=settings.betas, eps=settings.eps, fused=True)] if filled else []
 
@@ -135,7 +133,7 @@ def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.o
 def _muon(settings: Muon, matrices: Mapping[str, Parameter], shards: Shards | None) -> list[torch.optim.Optimizer]:
     if not matrices:
         return []
-    groups = [_group(settings, matrices, matrices, settings.weight_decay)]
+    groups = [_group(settings, matrices, settings.weight_decay)]
     if shards is not None:
         return [ShardedMuon(groups, settings, shards)]
     muon = torch.optim.Muon(
@@ -148,12 +146,9 @@ def _muon(settings: Muon, matrices: Mapping[str, Parameter], shards: Shards | No
     return [muon]
 
 
-def _group(
-    settings: AdamW | Muon, parameters: Mapping[str, Parameter], names: Iterable[str], weight_decay: float
-) -> dict[str, Any]:
+def _group(settings: AdamW | Muon, parameters: Mapping[str, Parameter], weight_decay: float) -> dict[str, Any]:
     rate = settings.learning_rate
-    params = [(name, parameters[name]) for name in names]
-    return {"params": params, "weight_decay": weight_decay, "lr": rate, "initial_lr": rate}
+    return {"params": list(parameters.items()), "weight_decay": weight_decay, "lr": rate, "initial_lr": rate}
 
 
 def _is_bias(name: str) -> bool:
