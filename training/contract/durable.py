@@ -57,16 +57,6 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder)
 
 
-def rename_new(source: Path, target: Path) -> None:
-    """Rename a folder; FileExistsError if a non-empty `target` is there (the kernel decides, so no race)."""
-    try:
-        os.rename(source, target)
-    except OSError as error:
-        if target.is_dir():
-            raise FileExistsError(str(target)) from error
-        raise
-
-
 def new_folder(parent: Path, prefix: str = "") -> Path:
     """A new, empty folder in `parent`, which is made if it is missing."""
     parent.mkdir(parents=True, exist_ok=True)

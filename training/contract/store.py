@@ -31,7 +31,6 @@ from training.contract.durable import (
     lacks_room,
     new_folder,
     open_as_umask_says,
-    rename_new,
     sync_folder,
     sync_tree,
     write_durably,
@@ -289,6 +288,9 @@ class Store:
 
 def _move_in(staging: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # another process has put the same contents there meanwhile
-        rename_new(staging, target)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        if not target.is_dir():  # else another process has put the same contents there meanwhile
+            raise
     sync_folder(target.parent)
