@@ -17,7 +17,6 @@ from typing import Any
 from training.contract.machine import cores
 
 SCHEMA_VERSION = 1
-BLOCK_BYTES = 1 << 20
 KEY_BYTES = 32  # of the identity of a sequence
 _MOST_HASHERS = 16
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
@@ -65,11 +64,9 @@ def hash_file(path: Path) -> str:
 
 
 def digest_file(path: Path, digest: "hashlib._Hash") -> str:
-    """`digest` updated with the file's bytes, which are read once in blocks of 1 MiB, in hexadecimal."""
+    """`digest` updated with the file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: digest).hexdigest()
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from training.contract.errors import ModelError
-from training.contract.fingerprint import BLOCK_BYTES, canonical_json, fingerprint, hashers
+from training.contract.fingerprint import canonical_json, fingerprint, hashers
 from training.contract.hash_cache import HashCache
 from training.contract.tensor_file import TensorPlace, read_places
 
+_BLOCK_BYTES = 1 << 20
 # Bookkeeping of transformers, and dtype, which is chosen on loading.
 _NO_FUNCTION = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 # Of an adapter's config: bookkeeping of peft, and settings of its training.
@@ -135,7 +136,7 @@ def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace) -> str:
     digest = hashlib.sha256(canonical_json([tensor.name, tensor.dtype, tensor.shape]))
     at = tensor.begin
     while at < tensor.end:
-        block = os.pread(descriptor, min(BLOCK_BYTES, tensor.end - at), at)
+        block = os.pread(descriptor, min(_BLOCK_BYTES, tensor.end - at), at)
         if not block:
             raise ModelError(
                 f"{file} ends at byte {at}, inside the tensor {tensor.name}; it was truncated while it was read"
