@@ -39,7 +39,7 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 class Rejected(Exception):
     """The template, before which stand `lines_before` that are not its own, does not take a conversation, and `said` why."""
 
-    def __init__(self, said: str, lines_before: int = 0) -> None:
+    def __init__(self, said: str, lines_before: int) -> None:
         super().__init__(said)
         self._lines_before = lines_before
 

@@ -51,7 +51,7 @@ class Marked:
     of_tools: dict[str, str]
 
 
-def spelled_out(pair: Mapping[str, Any], side: str | None = None) -> Conversation:
+def spelled_out(pair: Mapping[str, Any], side: str | None) -> Conversation:
     """The prompt of a row of `raw_preferences`, and its answer on `side`; objects for JSON text, and without what is absent."""
     answer = pair[side] if side else ()
     tools, template_kwargs = pair.get("tools"), pair.get("chat_template_kwargs")

@@ -113,13 +113,10 @@ class PairEncoder:
         """For each of `pairs` (rows of `raw_preferences`), in order: its tokens, or why it is dropped."""
         rendered = [self._render(pair) for pair in pairs]
         texts = [text for found in rendered if not isinstance(found, Dropped) for text in found]
-        tokens = iter(self._tokenize(texts))
+        tokens = self._tokenize(texts)
         for pair, found in zip(pairs, rendered, strict=True):
-            if isinstance(found, Dropped):
-                yield found
-                continue
             try:
-                yield self._assemble(pair, next(tokens), next(tokens), next(tokens))
+                yield found if isinstance(found, Dropped) else self._assemble(pair, *itertools.islice(tokens, 3))
             except Dropped as dropped:
                 yield dropped
 
@@ -130,8 +127,10 @@ class PairEncoder:
         says there is none takes answers with it only if it is switched on.
         """
         template = self._template
-        reasons = {_reasons(pair[side][0]) for side in ("chosen", "rejected")}
-        for name, value in itertools.product(_SWITCHES, reasons if len(reasons) == 1 else ()):
+        value, of_rejected = (_reasons(pair[side][0]) for side in ("chosen", "rejected"))
+        if value is not of_rejected:
+            return None
+        for name in _SWITCHES:
             if name in template.text:
                 other = ChatTemplate(self._tokenizer, {**template.template_kwargs, name: value}, template.date)
                 [outcome] = PairEncoder(self._tokenizer, other, self._spec).encode([pair])

@@ -100,7 +100,7 @@ def train_items(pairs: Pairs) -> Positions:
     return items
 
 
-@functools.lru_cache(maxsize=2)  # a step asks for it five times, and a million items take 0.2 seconds to sort
+@functools.lru_cache(maxsize=2)  # a step asks for it four times, and a million items take 0.2 seconds to sort
 def epoch_order(items: int, seed: int, epoch: int) -> Positions:
     """The permutation of `items` items in `epoch`, counted from 0; not to be written to."""
     bits = np.random.PCG64(seed_sequence(seed, epoch)).random_raw(items)

@@ -11,7 +11,7 @@ files.
 
 import hashlib
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +83,7 @@ class _Tally:
     tokens: Counter[str] = field(default_factory=Counter)
     reasons: Counter[DropReason] = field(default_factory=Counter)
     dropped: list[dict[str, Any]] = field(default_factory=list)
-    prompts: dict[str, set[bytes]] = field(default_factory=dict)
+    prompts: dict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
     examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
 
     def keep(self, row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class _Tally:
             rejected=len(pair.rejected.ids),
             trained=sum(pair.chosen.mask) + sum(pair.rejected.mask),
         )
-        self.prompts.setdefault(row["split"], set()).add(value_digest(pair.prompt))
+        self.prompts[row["split"]].add(value_digest(pair.prompt))
         if len(self.examples) < _EXAMPLES:
             self.examples.append((row["row"], pair))
         return line
@@ -126,7 +126,6 @@ class _Tally:
         )
 
     def details(self) -> dict[str, Any]:
-        shared = self.prompts.get("train", set()) & self.prompts.get("validation", set())
         counts = {"pairs": len(self.digests), "train": self.splits["train"], "validation": self.splits["validation"]}
         tokens = {f"{part}_tokens": count for part, count in self.tokens.items()}
         return {
@@ -138,7 +137,7 @@ class _Tally:
             "first_prefix_violation": self._first(DropReason.PREFIX),
             "left_out": sum(self.reasons[reason] for reason in _LEFT_OUT),
             "first_left_out": self._first(*_LEFT_OUT),
-            "shared_prompts": len(shared),
+            "shared_prompts": len(self.prompts["train"] & self.prompts["validation"]),
         }
 
     def _first(self, *reasons: DropReason) -> str:

@@ -48,9 +48,9 @@ class Quarantined(Exception):
 
 def field_of(row: Row, name: str, place: str = "") -> Any:
     """The field `name` of a row, or of the part of one at `place`."""
-    if name not in row or row[name] is None:
+    if (found := row.get(name)) is None:
         raise Quarantined(Reason.MISSING_FIELD, f"`{place}{name}` is missing")
-    return row[name]
+    return found
 
 
 def text_of(row: Row, name: str) -> str:
