@@ -84,9 +84,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
 
     def __init__(self, pairs: Pairs, reference: LogProbTable, loss: Loss, group: Group) -> None:
         super().__init__(pairs, metric_names(loss))
-        self._loss, self._group = loss, group
-        self._reference_P2, self._tokens_P2 = reference.logprobs_P2, reference.tokens_P2
-        self._tails_P2 = reference.tails_P2
+        self._reference, self._loss, self._group = reference, loss, group
         self._mean_reward = RunningMean()
         self._context, self._batch_B = BatchContext(mean_chosen_tokens=1.0), np.zeros(0, np.int64)
 
@@ -99,7 +97,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
             logprobs = self._score_batch(model, parts)
             self._context = batch_context(LossInputs.of(self._loss, logprobs), self._mean_reward)
         else:
-            self._context = BatchContext(mean_chosen_tokens=float(self._tokens_P2[batch, 0].mean()))
+            self._context = BatchContext(mean_chosen_tokens=float(self._reference.tokens_P2[batch, 0].mean()))
 
     def collate(self, model: PreTrainedModel, items: Positions) -> CollatedPairs:
         sequences = [self.pairs.sequence(int(item), side) for item in items for side in SIDES]
@@ -108,8 +106,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
 
     def values_IM(self, model: PreTrainedModel, collated: CollatedPairs) -> Tensor:
         logprobs = self._logprobs(model, collated)
-        context = self._context.take(collated.places_I) if self._loss.couples_pairs else self._context
-        losses = preference_loss(self._loss, logprobs, context)
+        losses = preference_loss(self._loss, logprobs, self._context.take(collated.places_I))
         return torch.stack(list(losses.metrics(logprobs.policy_B2.detach()).values()), dim=1)
 
     def state(self) -> dict[str, Any]:
@@ -151,8 +148,9 @@ class PreferenceObjective(Objective[CollatedPairs]):
 
     def _at_reference(self, items: Positions) -> PairLogProbs:
         """The pairs on the device, as if the policy were the reference."""
-        reference_I2, tokens_I2 = self._send(self._reference_P2[items]), self._send(self._tokens_P2[items])
-        tails_I2 = None if self._tails_P2 is None else self._send(self._tails_P2[items])
+        table = self._reference
+        reference_I2, tokens_I2 = self._send(table.logprobs_P2[items]), self._send(table.tokens_P2[items])
+        tails_I2 = None if table.tails_P2 is None else self._send(table.tails_P2[items])
         return PairLogProbs(reference_I2, reference_I2, tokens_I2, tails_I2, tails_I2)
 
     def _send(self, values: npt.NDArray[np.generic]) -> Tensor:

@@ -8,7 +8,7 @@ token where the loss is a function of that (ORPO, SimPO).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from training.contract.loss import Loss, LossType, Term
 from training.losses import batchwise, pairwise
 from training.losses.batchwise import RunningMean, batch_context
-from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
+from training.losses.inputs import BatchContext, LossInputs, PairLogProbs, difference
 
 METRICS = (
     "loss",
@@ -57,11 +57,11 @@ class PairLosses:
 
     losses_B: Tensor
     rewards_B2: Tensor
-    parts: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, Tensor]
 
     @property
     def margins_B(self) -> Tensor:
-        return self.rewards_B2[:, 0] - self.rewards_B2[:, 1]
+        return difference(self.rewards_B2)
 
     @property
     def accuracies_B(self) -> Tensor:
