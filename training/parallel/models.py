@@ -23,7 +23,6 @@ from training.model.body import freeze_other_parts
 from training.model.load import DTYPES, load_model, named_tensors
 from training.parallel.precision import Precision
 
-_VALUE_BYTES = {"float32": 4, "bfloat16": 2}
 _TRAINED_BYTES = {"float32": 16, "bfloat16": 18}
 
 
@@ -57,22 +56,22 @@ class TrainableModel:
 
     @property
     def parameter_bytes(self) -> int:
-        return (_TRAINED_BYTES if self.adapter is None else _VALUE_BYTES)[self.precision]
+        return _TRAINED_BYTES[self.precision] if self.adapter is None else int(DTYPES[self.precision].itemsize)
 
     def load(self, device: torch.device, masters: bool = False) -> PreTrainedModel:
         """As it runs, or with all that is trained in float32, as `masters`. With an adapter the rest is frozen.
 
         Raises ModelError.
         """
-        all_trained = self.adapter is None
-        model = load_model(self.folder, "float32" if masters and all_trained else self.precision, device)
         if self.adapter is None:
+            model = load_model(self.folder, "float32" if masters else self.precision, device)
             freeze_other_parts(model)
         else:
+            model = load_model(self.folder, self.precision, device)
             add_adapter(model, self.adapter, self.seed, float32=masters)
         return model
 
-    def running(self) -> Precision:
+    def running_precision(self) -> Precision:
         """The dtypes in which its tensors run: those of a model that was loaded in the trained precision."""
         running = self.load(torch.device("meta"))
         return Precision(DTYPES[self.precision], {name: tensor.dtype for name, tensor in named_tensors(running)})
@@ -89,12 +88,13 @@ class FrozenModel:
 
     @property
     def folder(self) -> Path:
-        is_adapter = self.base is not None and (self.model.folder / ADAPTER_CONFIG).is_file()
-        return self.base.folder if self.base is not None and is_adapter else self.model.folder
+        if self.base is not None and (self.model.folder / ADAPTER_CONFIG).is_file():
+            return self.base.folder
+        return self.model.folder
 
     @property
     def parameter_bytes(self) -> int:
-        return _VALUE_BYTES[self.dtype]
+        return int(DTYPES[self.dtype].itemsize)
 
     def load(self, device: torch.device) -> PreTrainedModel:
         """Raises ModelError."""

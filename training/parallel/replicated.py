@@ -34,7 +34,7 @@ class Replicated(Masters):
         self._copied = trainable.precision != "float32"
         if self._copied:
             trained = {name: Parameter(master.detach()) for name, master in trained.items()}
-            trainable.running().round_(model)
+            trainable.running_precision().round_(model)
         super().__init__(model, trained, trainable, layout)
         sizes = [p.numel() for p in trained.values()]
         self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self.group.device)

@@ -28,7 +28,7 @@ from training.sharded_muon import Shards
 
 class Sharded(Masters):
     def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
-        precision = trainable.running()
+        precision = trainable.running_precision()
         model = layout.place(partial(trainable.load, masters=True), precision)
         self._dtypes = precision.dtypes
         self._reduce_scatter = _ReduceScatter(layout.group.device)
@@ -86,14 +86,11 @@ class Sharded(Masters):
         state, whole = self._state(), dict[int, Tensor]()
         for name, tensor in state.items():
             if id(tensor) not in whole:  # tied weights have two names
-                full = self._full(tensor, self._dtypes[name])
+                full = tensor.detach().to(self._dtypes[name])
+                if isinstance(full, DTensor):
+                    full = full.full_tensor()
                 whole[id(tensor)] = full.cpu() if self.group.is_main else full.new_empty(0)
         return {name: whole[id(tensor)] for name, tensor in state.items()} if self.group.is_main else {}
-
-    def _full(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        rounded = tensor.detach().to(dtype)
-        full: Tensor = rounded.full_tensor() if isinstance(rounded, DTensor) else rounded
-        return full
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
