@@ -7,7 +7,7 @@ breaks this (a stale table, another mask or template, other weights) would other
 error. The mean alone does not suffice, since errors of opposite sign cancel in it; so each response is compared as well.
 
 Both log-probs are sums over n response tokens of values with independent rounding errors, so they may differ by a number of
-nats times sqrt(n) (`rounding_nats`). The same code ran on the same numbers in the same dtype, and differs where a response
+nats times sqrt(n) (`ROUNDING_NATS`). The same code ran on the same numbers in the same dtype, and differs where a response
 shared its row with others: in bfloat16 by up to 0.03 in random Llamas with weights of deviation 0.1, and by 1e-6 where the row
 is the same. The loss itself tells how far off it may be: all log-probs are moved to the corners of what is allowed (chosen
 and rejected up or down), and each pair may change by twice its largest change there. Losses are monotone or convex in each
@@ -31,7 +31,8 @@ from training.contract.loss import Loss
 from training.losses.preference import preference_loss
 from training.scored_pairs import ScoredPairs
 
-_ROUNDING_NATS = {"float32": 0.001, "bfloat16": 0.05}
+# By how much two passes of a model may differ in a sum of n log-probs, divided by the root of n.
+ROUNDING_NATS = {"float32": 0.001, "bfloat16": 0.05}
 _SHOWN = 5
 _SLACK = 2.0
 
@@ -61,11 +62,6 @@ class Proof:
     loss: float
     expected: float
     allowed: float
-
-
-def rounding_nats(dtype: str) -> float:
-    """By how much two passes of a model in `dtype` may differ in a sum of n log-probs, divided by the root of n."""
-    return _ROUNDING_NATS[dtype]
 
 
 def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, where: str) -> Proof:
@@ -116,7 +112,7 @@ def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[n
 def deviations(scored: ScoredPairs, reference: LogProbTable) -> Deviations:
     """Scores made now, in the dtype of the table, beside those that it holds."""
     at, logprobs = scored.positions_V, scored.logprobs
-    leeway_I2 = rounding_nats(reference.dtype) * np.sqrt(np.maximum(reference.tokens_P2[at], 1))
+    leeway_I2 = ROUNDING_NATS[reference.dtype] * np.sqrt(np.maximum(reference.tokens_P2[at], 1))
     return Deviations(logprobs.policy_B2.numpy(), logprobs.reference_B2.numpy(), leeway_I2)
 
 

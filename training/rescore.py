@@ -24,7 +24,7 @@ from training.distributed import Group
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import load_frozen
 from training.parallel.models import FrozenModel
-from training.proof import deviations, evenly_spaced, rounding_nats
+from training.proof import ROUNDING_NATS, deviations, evenly_spaced
 from training.scored_pairs import score_pairs
 
 RESULT_FILE = "rescored.json"
@@ -49,7 +49,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             row[side] = {name: float(of_pairs[at, number]) for name, of_pairs in values.items()}
     if group.is_main:
         write_json(job.staging / RESULT_FILE, rows)
-    return Made(fingerprint("proof", rows), {"tolerance": rounding_nats(table.dtype), "dtype": table.dtype})
+    return Made(fingerprint("proof", rows), {"tolerance": ROUNDING_NATS[table.dtype], "dtype": table.dtype})
 
 
 def _positions(pairs: Pairs, wanted: Any) -> npt.NDArray[np.int64]:
