@@ -19,12 +19,11 @@ import dagster as dg
 
 from assets.changes import changes_since
 from assets.graph import GRAPH
-from assets.materialized import History, Materialization
+from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.world import Found, FoundTokenizer, hash_cache, look
 from training.contract.errors import RecipeError
 from training.contract.fingerprint import fingerprint
-from training.contract.store import Store
 from workflows.resources import build_services, pedigree_home
 
 _SECONDS_BETWEEN_LOOKS = 60
@@ -128,16 +127,16 @@ def _causes(history: History, found: Sequence[Found]) -> list[str]:
     """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
     causes = []
     for each in found:
-        recorded = history.latest(each.asset)
-        if recorded.key is not None and not _is_recorded(history.store, recorded, each):
-            causes += [f"{each.asset}: {words}" for words in changes_since(history.store, recorded.key, each)]
+        key = history.latest(each.asset).key
+        if key is not None and not _is_recorded(history, each):
+            causes += [f"{each.asset}: {words}" for words in changes_since(history.store, key, each)]
     return causes
 
 
-def _is_recorded(store: Store, recorded: Materialization, found: Found) -> bool:
+def _is_recorded(history: History, found: Found) -> bool:
     if not isinstance(found, FoundTokenizer):  # a model without a fingerprint is to be downloaded, by the run
-        return recorded.fingerprint == found.fingerprint
-    before = None if recorded.key is None else store.derivation(found.asset, recorded.key)
+        return history.latest(found.asset).fingerprint == found.fingerprint
+    before = history.made_from(found.asset)
     return before is not None and _files(before.settings) == _files(found.derivation.settings)
 
 
