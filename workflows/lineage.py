@@ -117,19 +117,20 @@ class _Judge:
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
         inputs = GRAPH[asset].inputs(self._pipeline.recipe)
-        for name in inputs:
-            now = self._outcomes[name].fingerprint
-            old = before.inputs.get(name) if before is not None else None
-            if before is not None and old is None:
-                yield asset, f"{name} is an input now"
-            elif old is not None and old.fingerprint == now:
-                continue
-            elif self._causes[name]:
+        if before is None:
+            for name in inputs:
                 yield from self._causes[name]
-            elif old is not None:
+            return
+        for name in inputs:
+            now, old = self._outcomes[name].fingerprint, before.inputs.get(name)
+            if old is None:
+                yield asset, f"{name} is an input now"
+            elif old.fingerprint != now and self._causes[name]:
+                yield from self._causes[name]
+            elif old.fingerprint != now:
                 unknown = f"it was made from {name} {short(old.fingerprint)}, which is {short(now)} now"
                 yield from self._since(name, old.fingerprint) or [(asset, unknown)]
-        for name in sorted(before.inputs.keys() - set(inputs)) if before is not None else ():
+        for name in sorted(before.inputs.keys() - set(inputs)):
             yield asset, f"{name} is no input any more"
 
     def _since(self, name: str, fingerprint: str) -> list[tuple[str, str]]:
