@@ -19,7 +19,7 @@ from training.contract.store import Artifact
 _SHOWN_TOKENS = 3
 _SHOWN_LINES = 4
 _ROLES = ("bos_token", "eos_token", "unk_token")
-_TEMPLATE_FILES = {"template", "chat_template.jinja", "chat_template.json"}
+_TEMPLATE_FILES = {"template", "chat_template.jinja", "chat_template.json", "tokenizer_config.json"}
 
 
 def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[str]) -> Iterator[str]:
@@ -28,10 +28,9 @@ def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[st
     tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
     yield from template
     yield from tokens
-    explained = (_TEMPLATE_FILES if template else set()) | ({"tokenizer_config.json"} if template or tokens else set())
     if tokens:
         return
-    for name in sorted(differing - explained):
+    for name in sorted(differing - _TEMPLATE_FILES if template else differing):
         yield "chat template file differs, its text does not" if name == "template" else f"{name} differs"
 
 
