@@ -68,14 +68,10 @@ def _is_mount_of(controllers: str, kind: str, options: str) -> bool:
     return kind == "cgroup" and {*controllers.split(",")} <= {*options.split(",")}
 
 
-def _upwards(mounted: Path, path: PurePosixPath, root: str) -> Iterator[Path]:
+def _upwards(mounted: Path, path: PurePosixPath, root: str) -> list[Path]:
     """The folders of the group `path` and of those above it, in `mounted`, where the group `root` is visible.
 
     A path outside of `root` is not visible in this container; then the highest visible group is taken.
     """
     inside = path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else PurePosixPath()
-    group = mounted / inside
-    yield group
-    while group != mounted:
-        group = group.parent
-        yield group
+    return [mounted / group for group in (inside, *inside.parents)]

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from training.contract.fields import TWO_NUMBERS, Fraction, NonNegative, Positive, Section
 
 
-def _without(given: Any, foreign: set[str], why: str) -> Any:
+def _refuse(given: Any, foreign: set[str], why: str) -> Any:
     if isinstance(given, dict) and (found := foreign & given.keys()):
         raise ValueError(f"`{min(found)}` {why}")
     return given
@@ -25,7 +25,7 @@ class AdamW(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_muon(cls, given: Any) -> Any:
-        return _without(given, {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}, "belongs to `type: muon`")
+        return _refuse(given, {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}, "belongs to `type: muon`")
 
 
 class Muon(Section):
@@ -47,7 +47,7 @@ class Muon(Section):
     @model_validator(mode="before")
     @classmethod
     def _no_adamw(cls, given: Any) -> Any:
-        return _without(given, {"betas", "eps"}, "is AdamW's: write it under `adamw:`")
+        return _refuse(given, {"betas", "eps"}, "is AdamW's: write it under `adamw:`")
 
 
 def _by_type(given: Any) -> Any:

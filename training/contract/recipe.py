@@ -293,14 +293,14 @@ def _located(model: str | None, revision: str | None, folder: Path) -> str | Non
     """A local folder as an absolute path; a hub id or a `models:/` address as it is."""
     if model is None or model.startswith("models:/"):
         return model
-    said_to_be_local = model.startswith((".", "/", "~"))
-    if not said_to_be_local and not (folder / model).is_dir():
-        return model
-    if not said_to_be_local and revision is not None:
-        raise RecipeError(
-            f"`{model}` with `revision: {revision}` names a repository of the hub, but {folder / model} is a folder: "
-            f"write `./{model}` if the folder is meant, or else rename it"
-        )
+    if not model.startswith((".", "/", "~")):
+        if not (folder / model).is_dir():
+            return model
+        if revision is not None:
+            raise RecipeError(
+                f"`{model}` with `revision: {revision}` names a repository of the hub, but {folder / model} is a folder: "
+                f"write `./{model}` if the folder is meant, or else rename it"
+            )
     return str(Path(_absolute(model, folder)).resolve())
 
 
