@@ -29,7 +29,6 @@ class RunRecord:
 
     def __init__(self, job: Job, group: Group, events: EventWriter, curves: tuple[str, ...]) -> None:
         self._device = group.device
-        empty: dict[str, list[float]] = {name: [] for name in curves}
         self.facts: dict[str, Any] = {
             "steps": 0,
             "tokens": 0,
@@ -37,7 +36,7 @@ class RunRecord:
             "seconds": {},
             "peaks_mb": {},
             "train": {},
-            "series": {"steps": []} | empty,
+            "series": {name: [] for name in ("steps", *curves)},
         }
         self.checkpoints = Checkpoints(job.checkpoints, job.derivation, job.compute.keep_checkpoints)
         with self.timed("resuming"):

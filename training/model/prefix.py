@@ -83,7 +83,7 @@ class Plan:
         Query i has position `before + i`; with a window it attends to that position and to the `window - 1` before.
         """
         before, length = self.before(number), self.segments[number].length
-        if before + length <= (window or before + length):
+        if not window or window >= before + length:
             window = None
         if before == 0 and window is None:
             return None

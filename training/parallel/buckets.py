@@ -11,6 +11,7 @@ A sum does not tell which rank spoiled it, so each rank first notes whether its 
 Legend: N numbers of the whole gradient.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,16 +30,15 @@ class Buckets:
     ) -> None:
         self._group = group
         self._owners = _cut([size * gradient_N.itemsize for size in sizes], bucket_bytes)
-        self._counts = [self._owners.count(bucket) for bucket in range(max(self._owners) + 1)]
-        lengths = [0] * len(self._counts)
+        lengths = [0] * (max(self._owners) + 1)
         for owner, size in zip(self._owners, sizes, strict=True):
             lengths[owner] += size
-        self._buckets = list(reversed(gradient_N.split(lengths[::-1])))
+        self._buckets = gradient_N.split(lengths[::-1])[::-1]
         self.begin()
 
     def begin(self) -> None:
         """Start a step: nothing is complete, and nothing is sent before `expect`."""
-        self._missing = list(self._counts)
+        self._missing = Counter(self._owners)
         self._expecting, self._sent = False, 0
         self._waits: list[Callable[[], object]] = []
         self._totals: list[Tensor] = []
