@@ -5,7 +5,6 @@ model answers as a chat endpoint (`llm/v1/chat`) as well as through `mlflow.tran
 cause is what stdout holds and the exit code is 1.
 """
 
-import argparse
 import importlib.metadata
 import sys
 from pathlib import Path
@@ -43,15 +42,9 @@ def _public_version(library: str) -> str:
     return importlib.metadata.version(library).partition("+")[0]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="model_registry.package", description="Package a policy as an MLflow model.")
-    parser.add_argument("name", help="what the model is called, instead of the place it lay in")
-    parser.add_argument("policy", type=Path, help="Hugging Face folder with config.json and *.safetensors")
-    parser.add_argument("tokenizer", type=Path, help="folder of its tokenizer, with the chat template")
-    parser.add_argument("out", type=Path, help="folder to make")
-    given = parser.parse_args()
+def main(name: str, policy: str, tokenizer: str, out: str) -> int:
     try:
-        package(given.name, given.policy, given.tokenizer, given.out)
+        package(name, Path(policy), Path(tokenizer), Path(out))
     except Exception as error:  # the parent process turns whatever it is into an error with its cause
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
         return 1
@@ -60,4 +53,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     die_with_parent()  # a run that is killed leaves nothing behind
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

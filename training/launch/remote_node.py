@@ -39,7 +39,7 @@ class RemoteNode:
             close_fds=False,  # the lock is the one open file that can be inherited, and it has to be
             start_new_session=True,
         )
-        self._copier = threading.Thread(target=self._copy, args=(f"[node {self.number}] ",), daemon=True)
+        self._copier = threading.Thread(target=self._copy, daemon=True)
         self._copier.start()
         self.send(order.model_dump_json())
 
@@ -90,7 +90,7 @@ class RemoteNode:
             "try it by hand"
         )
 
-    def _copy(self, prefix: str) -> None:
+    def _copy(self) -> None:
         assert self._process.stdout is not None
         with open(self._process.stdout.fileno(), encoding="utf-8", errors="replace", closefd=False) as said:
             for line in said:
@@ -101,7 +101,7 @@ class RemoteNode:
                     self.word = Word(word)
                 if text:
                     self.last_lines.append(text)
-                write(prefix + text + mark + said_by_node)
+                write(f"[node {self.number}] {text}{mark}{said_by_node}")
 
 
 def write(text: str) -> None:
