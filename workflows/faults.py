@@ -78,7 +78,7 @@ def _unknown(name: str) -> str:
     known = _section(section)
     elsewhere = [path for path in _paths(Recipe) if path.endswith(f".{field}") and not section.startswith(path)]
     below = [path for path in elsewhere if path.startswith(f"{section}.")]
-    trl = [path for path in [trl_names.FIELDS.get(field)] if path]
+    trl = [trl_names.FIELDS[field]] if field in trl_names.FIELDS else []
     near = trl or below or difflib.get_close_matches(field, known, n=1) or elsewhere
     return f"there is no such field; did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
 

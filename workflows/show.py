@@ -51,9 +51,8 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
 def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
     table = Table("prompt", "before", "after", title="Held-out answers", show_lines=True)
     for sample in samples:
-        table.add_row(
-            *map(escape, (_end(sample["prompt"]), *(_beginning(sample[name]) for name in ("before", "after"))))
-        )
+        said = (_end(sample["prompt"]), _beginning(sample["before"]), _beginning(sample["after"]))
+        table.add_row(*map(escape, said))
     console.print(table)
 
 
