@@ -182,11 +182,10 @@ class Registry:
             )
         with self._connection.asking(f"roll {name} back to version {previous}") as client:
             restored = _version(client.get_model_version(name, previous))
-        if not self.has_files(restored):
-            raise RegistryError(
-                f"version {previous} of {name} cannot be champion again: {restored.source} holds no model"
-            )
-        with self._connection.asking(f"roll {name} back to version {previous}") as client:
+            if not self.has_files(restored):
+                raise RegistryError(
+                    f"version {previous} of {name} cannot be champion again: {restored.source} holds no model"
+                )
             client.set_model_version_tag(name, str(champion.number), ROLLED_BACK_TAG, "true")
             client.set_registered_model_alias(name, "champion", previous)
         return restored, champion
