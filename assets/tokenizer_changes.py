@@ -24,8 +24,16 @@ _TEMPLATE_FILES = {"template", "chat_template.jinja", "chat_template.json", "tok
 
 def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[str]) -> Iterator[str]:
     """How `now` differs from the frozen tokenization spec `before`; `differing`: the files whose bytes differ."""
-    template = list(_template_changes(before.json("spec.json")["template"], template_text(now)))
-    tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
+    try:
+        template = list(_template_changes(before.json("spec.json")["template"], template_text(now)))
+        tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
+    except (
+        AttributeError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # files of another form: whether they load the job will say
+        template, tokens = [], []
     yield from template
     yield from tokens
     if tokens:
@@ -110,7 +118,7 @@ def _content(token: Any) -> str | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none: a file that does not load is refused by the job."""
+    """The object in a JSON file; empty where there is none."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -22,7 +22,7 @@ from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.world import Found, FoundTokenizer, hash_cache, look
-from training.contract.errors import RecipeError
+from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.fingerprint import fingerprint
 from workflows.resources import build_services, pedigree_home
 
@@ -136,7 +136,10 @@ def _causes(history: History, found: Sequence[Found]) -> list[str]:
 def _is_recorded(history: History, found: Found) -> bool:
     if not isinstance(found, FoundTokenizer):  # a model without a fingerprint is to be downloaded, by the run
         return history.latest(found.asset).fingerprint == found.fingerprint
-    before = history.made_from(found.asset)
+    try:
+        before = history.made_from(found.asset)
+    except CorruptRecord:  # a run mends it
+        return False
     return before is not None and _files(before.settings) == _files(found.derivation.settings)
 
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from assets.changes import changes_since
 from assets.graph import derivation
 from assets.locate import LocatedSource, LocatedTokenizer
@@ -28,6 +30,27 @@ def test_a_line_of_the_template_that_is_a_rule(tmp_path):
     (tmp_path / "now.jinja").write_text("Answer.\n+++\n")
     now = LocatedTokenizer(tmp_path, tmp_path / "now.jinja", {})
     assert list(tokenizer_changes(before, now, {"template"})) == ["chat template changed: line 2\n    ----\n    ++++"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer.json", {"added_tokens": [{"id": 1}]}),
+        ("tokenizer.json", {"model": {"vocab": [["a", 0.0, 1]]}}),
+        ("tokenizer.json", {"model": None}),
+        ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"first": {"content": "a"}}}),
+        ("special_tokens_map.json", []),
+    ],
+)
+def test_a_file_of_an_unknown_form_is_named(tmp_path, file, content):
+    """Transformers may or may not load it: that is for the job to find, and no reason for `status` to end."""
+    store, how = services_in(tmp_path).store, derivation("tokenization_spec", {}, {})
+    with store.staging() as staging:
+        write_json(staging / "spec.json", {"template": None})
+        before = store.publish(staging, how, Made("f" * 64))
+    write_json(tmp_path / file, content)
+    assert list(tokenizer_changes(before, LocatedTokenizer(tmp_path, None, {}), {file})) == [f"{file} differs"]
 
 
 def test_the_files_of_a_data_set_of_the_hub_and_another_in_its_place(tmp_path):

@@ -7,10 +7,11 @@ import warnings
 import dagster as dg
 import pytest
 
+from assets.changes import CORRUPT_RECORD
 from assets.graph import GRAPH
 from assets.materialized import input_version_tag, latest, latest_of
 from assets.world import find_tokenizer
-from tests.workflows.homes import ATTRIBUTES, write_recipe
+from tests.workflows.homes import ATTRIBUTES, flip, write_recipe
 from training.contract.store import Made, write_json
 from workflows.lineage import status
 from workflows.recipes import load_recipe
@@ -164,6 +165,12 @@ def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_ver
     sensed.instance.report_runless_asset_event(dg.AssetMaterialization(key, tags=tags, metadata={"key": how.key}))
     write_recipe(sensed.folder, {**ATTRIBUTES, "tokenization": {"max_length": 64}})
     assert Sensed(sensed.folder, sensed.instance).requests() == 0
+    record = services.store.record_file("tokenization_spec", how.key)
+    sound = record.read_bytes()
+    flip(record)
+    [request] = Sensed(sensed.folder, sensed.instance).tick().run_requests
+    assert request.tags["pedigree/cause"] == f"tokenization_spec: {CORRUPT_RECORD}"
+    record.write_bytes(sound)
     before = template.read_text()
     template.write_text("{# shorter #}" + before)
     [request] = sensed.tick().run_requests
