@@ -78,9 +78,7 @@ def decide(
     if gate.min_accuracy is not None:
         reasons += _below(gate.min_accuracy, accuracy, figures)
     for name, floor in gate.min_accuracy_of.items():
-        reasons += _below(
-            floor, metrics.get(f"eval/sources/{name}/rewards/accuracies", math.nan), figures, f" of {name}"
-        )
+        reasons += _below(floor, metrics.get(f"eval/sources/{name}/rewards/accuracies"), figures, f" of {name}")
     if champion is not None:
         beaten, compared = _compare(candidate, champion, measure, figures)
         return Decision(beaten and not reasons, [*reasons, *compared], figures)
@@ -102,14 +100,18 @@ def _unfit(losses: Losses, whose: str) -> list[str]:
     return [f"{broken} of the {whose}'s {len(losses)} held-out losses are not finite"] if broken else []
 
 
-def _below(floor: float, accuracy: float, figures: dict[str, float], of: str = "") -> list[str]:
-    """`of` says whose accuracy it is, if not that of all pairs; it is NaN where there is no such pair."""
-    figures |= {f"accuracy{of}": accuracy, f"min_accuracy{of}": floor}
-    if math.isnan(accuracy):
+def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: str = "") -> list[str]:
+    """Why `accuracy`, None where there are no pairs, is below the floor; `of` says whose it is, if not that of all pairs."""
+    figures[f"min_accuracy{of}"] = floor
+    if accuracy is None:
         return [f"no held-out pair{of} tells whether the accuracy is at least {floor:.4g}"]
-    if accuracy < floor:
-        return [f"held-out accuracy{of} {accuracy:.4g} is below the recipe's floor of {floor:.4g}"]
-    return []
+    figures[f"accuracy{of}"] = accuracy
+    # Written so that NaN does not pass.
+    return (
+        []
+        if accuracy >= floor
+        else [f"held-out accuracy{of} {accuracy:.4g} is below the recipe's floor of {floor:.4g}"]
+    )
 
 
 def _compare(
