@@ -127,6 +127,14 @@ def test_afterwards_everything_is_fresh(materialized, small_recipe):
     assert [(a["asset"], a["state"], a["causes"]) for a in found] == [(name, "fresh", []) for name in ASSETS]
 
 
+def test_a_comparison_is_of_all_pairs_or_of_those_of_a_source(materialized, small_recipe):
+    home, report = materialized
+    [whole] = home.look("compare", str(small_recipe))["recipes"]
+    assert (whole["pairs"], whole["notes"]) == (report["metrics"]["eval/pairs"], [])
+    [part] = home.look("compare", str(small_recipe), "--source", "poems")["recipes"]
+    assert (part["pairs"], part["notes"]) == (0, ["was evaluated on no pair of a source with the name poems"])
+
+
 def test_a_page_that_cannot_be_written_is_told_with_its_path(materialized, small_recipe):
     done = materialized[0].invoke("inspect", str(small_recipe), "--row", "0", "--html", "/dev/null/page.html")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
