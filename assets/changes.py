@@ -203,6 +203,6 @@ def _has_sections(values: list[Any]) -> bool:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
-    if isinstance(value, dict) or (isinstance(value, list) and _has_sections(value)):
+    if isinstance(value, (dict, list)):
         return shorten(json.dumps(value, ensure_ascii=False).replace('"', ""), _LONGEST_SECTION, placeholder=" ...")
     return shortened(str(value))

@@ -105,7 +105,9 @@ def _evaluated(history: History, services: Services, found: str, source: str | N
     artifact = services.store.open("evaluation", found)
     rows = rows_by_pair(artifact, source)
     if not rows:
-        return Evaluated(history.pipeline.name, notes=(f"was evaluated on no pair of a source with the name {source}",))
+        names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
+        found = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
+        return Evaluated(history.pipeline.name, notes=(found,))
     return Evaluated(
         recipe=history.pipeline.name,
         settings=_settings(history.ancestry({"evaluation": found})),

@@ -39,8 +39,8 @@ def faults(error: ValidationError) -> Iterator[str]:
 
 
 def _without_tags(name: str) -> str:
-    """Of a field that may be one of several types, pydantic names the type as if it were a field: `literal['a']`."""
-    return re.sub(r"\.(literal|tuple)\[.*\]$", "", name)
+    """pydantic names the type of a field that may be one of several as if it were a field, `literal['a']`; so it does a key."""
+    return re.sub(r"\.((literal|tuple)\[.*\]|\[key\])$", "", name)
 
 
 def _words(name: str, fault: Any) -> str:

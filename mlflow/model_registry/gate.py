@@ -104,7 +104,7 @@ def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: 
     """Why `accuracy`, None where there are no pairs, is below the floor; `of` says whose it is, if not that of all pairs."""
     figures[f"min_accuracy{of}"] = floor
     if accuracy is None:
-        return [f"no held-out pair{of} tells whether the accuracy is at least {floor:.4g}"]
+        return [f"no held-out pair{of} is left to tell whether the accuracy is at least {floor:.4g}"]
     figures[f"accuracy{of}"] = accuracy
     # Written so that NaN does not pass.
     return (

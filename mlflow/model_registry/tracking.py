@@ -127,7 +127,7 @@ class Tracker:
         def work(client: MlflowClient) -> None:
             if client.get_run(run_id).data.tags.get(_EVALUATION_TAG) == identity:
                 return
-            new = [point for point in self._finite(points) if not _is_logged(client, run_id, point)]
+            new = [point for point in self._finite(points) if not _is_latest(client, run_id, point)]
             client.log_batch(run_id, metrics=new)
             client.log_artifact(run_id, str(report), "evaluation")
             client.set_tag(run_id, _EVALUATION_TAG, identity)
@@ -170,6 +170,8 @@ def _runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
     )
 
 
-def _is_logged(client: MlflowClient, run_id: str, point: Metric) -> bool:
+def _is_latest(client: MlflowClient, run_id: str, point: Metric) -> bool:
+    """Whether `point` is what MLflow shows of its metric; an earlier evaluation may have had its value, and another since."""
     history = client.get_metric_history(run_id, point.key)
-    return any((old.step, old.value) == (point.step, point.value) for old in history)
+    latest = max(history, key=lambda old: (old.step, old.timestamp, old.value), default=None)
+    return latest is not None and (latest.step, latest.value) == (point.step, point.value)

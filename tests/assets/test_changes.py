@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from assets.changes import changes_since
+from assets.changes import changes_since, setting_changes
 from assets.graph import derivation
 from assets.locate import LocatedSource, LocatedTokenizer
 from assets.realize import record
@@ -32,12 +32,33 @@ def test_a_line_of_the_template_that_is_a_rule(tmp_path):
     assert list(tokenizer_changes(before, now, {"template"})) == ["chat template changed: line 2\n    ----\n    ++++"]
 
 
+def test_a_list_is_shown_as_it_is_written():
+    told = setting_changes({"names": [None, "old"], "held_out": [False]}, {"names": [None, "new"], "held_out": [True]})
+    assert list(told) == ["held_out [false] -> [true]", "names [null, old] -> [null, new]"]
+
+
+def test_no_file_is_named_where_a_token_is(tmp_path):
+    """Not even where the template changed as well: whatever else differs in the files may follow from both."""
+    store, how = services_in(tmp_path).store, derivation("tokenization_spec", {}, {})
+    with store.staging() as staging:
+        write_json(staging / "spec.json", {"template": "Answer.\n"})
+        before = store.publish(staging, how, Made("f" * 64))
+    write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 0, "content": "<|tool|>"}]})
+    (tmp_path / "chat_template.jinja").write_text("Answer!\n")
+    told = list(
+        tokenizer_changes(before, LocatedTokenizer(tmp_path, None, {}), {"chat_template.jinja", "tokenizer.json"})
+    )
+    assert told == ["chat template changed: line 1\n    -Answer.\n    +Answer!", "tokenizer gained token <|tool|>"]
+
+
 @pytest.mark.parametrize(
     ("file", "content"),
     [
         ("tokenizer.json", {"added_tokens": [{"id": 1}]}),
         ("tokenizer.json", {"model": {"vocab": [["a", 0.0, 1]]}}),
         ("tokenizer.json", {"model": None}),
+        ("tokenizer.json", {"added_tokens": None}),
+        ("tokenizer.json", {"model": {"vocab": [7]}}),
         ("tokenizer_config.json", {"chat_template": [{"template": "x"}]}),
         ("tokenizer_config.json", {"added_tokens_decoder": {"first": {"content": "a"}}}),
         ("special_tokens_map.json", []),

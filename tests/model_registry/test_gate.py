@@ -111,8 +111,10 @@ def test_every_floor_of_a_source_has_to_be_reached(champion: dict[str, float] | 
     assert refused.reasons[:3] == [
         "held-out accuracy 0.75 is below the recipe's floor of 0.8",
         "held-out accuracy of safety 0.6 is below the recipe's floor of 0.61",
-        "no held-out pair of style tells whether the accuracy is at least 0.1",
+        "no held-out pair of style is left to tell whether the accuracy is at least 0.1",
     ]
+    assert len(refused.reasons) == 3 + (champion is not None), "what the comparison says is told beside"
+    assert not decide(BETTER, champion, metrics=metrics, gate=Gate(min_accuracy_of={"style": 0})).promote
 
 
 @pytest.mark.parametrize(("candidate", "champion"), [({}, None), ({}, CHAMPION)])

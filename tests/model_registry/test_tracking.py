@@ -222,14 +222,15 @@ def test_an_experiment_that_was_deleted_by_hand_comes_back(tracker: Tracker, cli
 def test_the_evaluation_is_added_to_the_finished_run_once(
     tracker: Tracker, client: MlflowClient, tmp_path: Path, warnings: list[str]
 ):
-    """Another evaluation of the same policy is another value, and the way back to the first adds none."""
+    """Another evaluation of the same policy is another value, and so is the first that comes back: the last is shown."""
     (report := tmp_path / "report.html").write_text("<p>better</p>")
     with tracker.run(**ABOUT) as run:
         pass
     first = {"eval/loss": 0.25, "eval/pairs": 10, "eval/rewards/margins": float("nan")}
     for identity, metrics in (("a", first), ("a", first), ("b", {"eval/loss": 0.125}), ("a", first)):
         assert tracker.log_evaluation(run.run_id, identity, metrics, 3, report)
-    assert history(client, run.run_id, "eval/loss") == [(3, 0.125), (3, 0.25)]
+        assert client.get_run(run.run_id).data.metrics["eval/loss"] == metrics["eval/loss"]
+    assert history(client, run.run_id, "eval/loss") == [(3, 0.125), (3, 0.25), (3, 0.25)]
     assert history(client, run.run_id, "eval/pairs") == [(3, 10.0)]
     assert client.get_run(run.run_id).info.status == "FINISHED"
     assert warnings == ["not logged to MLflow, since not finite: eval/rewards/margins"] * 2

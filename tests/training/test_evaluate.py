@@ -57,6 +57,8 @@ class World:
         hostile = {side: [{"role": "assistant", "content": f"{side} {HOSTILE}"}] for side in ("chosen", "rejected")}
         rows = [json.loads(line) for line in lines]
         rows += [{"prompt": [{"role": "user", "content": f"{n} {HOSTILE}"}], **hostile} for n in range(6)]
+        long = [{"role": "user", "content": "long " * 2000}]
+        rows.insert(0, {**rows[0], "prompt": long})  # is dropped, so that positions are not rows
         (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.policy = root / "policy"
         self._write_policy()
@@ -216,7 +218,12 @@ def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expecte
     table, before = (pq.read_table(made.file("pairs.parquet")) for made in (named, evaluation))
     assert table["source_name"].to_pylist() == [name for name, _ in held_out]
     assert table.drop_columns("source_name").equals(before)
-    assert "Accuracy by source" in named.file("report.html").read_text()
+    assert [row["source"] for row in named.details["sources"]] == ["new", "old"]
+    shown = lines_of(named.file("report.html").read_text()).replace("\n", "|")
+    for name, rows in own.items():
+        won = statistics.fmean(values["margin"] > 0 for values in rows)
+        assert f"|{name}|{len(rows)}|{100 * won:.1f}%|" in shown
+    assert "Accuracy by source|" in shown and "|chosen longer|" in shown
 
 
 def greedy_by_hand(model: PreTrainedModel, prompt: list[int], stop: int, length: int) -> list[int]:

@@ -132,7 +132,10 @@ def test_a_comparison_is_of_all_pairs_or_of_those_of_a_source(materialized, smal
     [whole] = home.look("compare", str(small_recipe))["recipes"]
     assert (whole["pairs"], whole["notes"]) == (report["metrics"]["eval/pairs"], [])
     [part] = home.look("compare", str(small_recipe), "--source", "poems")["recipes"]
-    assert (part["pairs"], part["notes"]) == (0, ["was evaluated on no pair of a source with the name poems"])
+    assert (part["pairs"], part["notes"]) == (
+        0,
+        ["`poems` is the name of no source that it was evaluated on (names: none)"],
+    )
 
 
 def test_a_page_that_cannot_be_written_is_told_with_its_path(materialized, small_recipe):

@@ -208,6 +208,11 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             "{data: {sources: a.jsonl}, reference: {model: b}, release: {model_name: x}}",
             "sources: expected a list, found 'a",
         ),
+        (
+            "{data: {sources: [{path: a, name: '1'}]}, reference: {model: b}, "
+            "release: {model_name: x, gate: {min_accuracy_of: {1: 0.5}}}}",
+            r"3: release.gate.min_accuracy_of.1: input should be a valid string, found 1$",
+        ),
         ("{%s, evaluation: {samples: " + "x" * 99 + "}}", r"evaluation.samples: .*, found 'x{79} \.\.\.$"),
         ("{%s, training: {loss: {loss: hinge}}}", r"training.loss.loss: (?!.*`training.loss`)"),
         (

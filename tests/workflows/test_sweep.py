@@ -137,9 +137,8 @@ def test_a_comparison_on_the_pairs_of_one_source(ground: Ground, comparison: Com
         return compare([last_evaluated(each.pipeline, ground.services, ground.instance, source) for each in loaded])
 
     assert on("sums") == comparison, "all are of that one"
-    assert [each.notes for each in on("poems").recipes] == [
-        ["was evaluated on no pair of a source with the name poems"]
-    ] * 3
+    note = "`poems` is the name of no source that it was evaluated on (names: sums)"
+    assert [each.notes for each in on("poems").recipes] == [[note]] * 3
 
 
 def test_the_accuracy_is_that_of_the_evaluation(ground: Ground, comparison: Comparison):

@@ -26,6 +26,8 @@ MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+# Part of the names of metrics, which MLflow takes for paths, of 250 characters at most.
+SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=100)]
 
 
 def _misread(given: bool, expected: str) -> ValueError:

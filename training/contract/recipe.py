@@ -21,6 +21,7 @@ from training.contract.fields import (
     Section,
     Seed,
     Share,
+    SourceName,
 )
 from training.contract.loss import Loss
 from training.contract.optimizer import AdamW, Optimizer, Schedule
@@ -49,7 +50,7 @@ class DataSource(Section):
     split: str | None = None
     revision: str | None = None
     format: Format = "auto"
-    name: Name | None = None
+    name: SourceName | None = None
     held_out: bool = False
     fraction: Annotated[Positive, Field(le=1)] = 1.0
 
@@ -200,7 +201,7 @@ class Gate(Section):
 
     type: Literal["ladder"] = "ladder"
     min_accuracy: Share | None = None
-    min_accuracy_of: dict[Name, Share] = Field(default={})
+    min_accuracy_of: dict[SourceName, Share] = Field(default={})
 
 
 class Release(Section):
@@ -256,12 +257,18 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _floors_of_named_sources(self) -> Self:
-        named = {source.name for source in self.data.sources} - {None}
-        if unknown := sorted(self.release.gate.min_accuracy_of.keys() - named):
-            found = ", ".join(sorted(map(str, named))) or "none has a name"
+        sources, floors = self.data.sources, self.release.gate.min_accuracy_of.keys()
+        names = sorted({source.name for source in sources if source.name is not None})
+        if unknown := sorted(floors - set(names)):
             raise ValueError(
-                f"`release.gate.min_accuracy_of` has {', '.join(unknown)}, which is the `name` of none of `data.sources` "
-                f"({found})"
+                f"`release.gate.min_accuracy_of` has {', '.join(unknown)}, but `data.sources` has no source of such "
+                f"a `name` (names: {', '.join(names) or 'none'}); name one so, or take the floor away"
+            )
+        tested = {source.name for source in sources if source.held_out or self.data.validation_fraction}
+        if untested := sorted(floors - tested):
+            raise ValueError(
+                f"`release.gate.min_accuracy_of` has {', '.join(untested)}, of which no pair is held out; make a "
+                "source of that name `held_out`, raise `data.validation_fraction`, or take the floor away"
             )
         return self
 

@@ -155,12 +155,21 @@ MISTAKES = [
     ("data: {sources: [{path: a, fraction: 0}]}", "data.sources.0.fraction", "greater than 0"),
     ("data: {sources: [{path: a, fraction: 10}]}", "data.sources.0.fraction", "less than or equal to 1"),
     ("data: {sources: [{path: a, name: a b}]}", "data.sources.0.name", "pattern"),
+    ("data: {sources: [{path: a, name: ..}]}", "data.sources.0.name", "pattern"),
+    (f"data: {{sources: [{{path: a, name: {'n' * 101}}}]}}", "data.sources.0.name", "at most 100 characters"),
     (
-        "{data: {sources: [{path: a, name: a}, {path: b}]}, release: {model_name: m, gate: {min_accuracy_of: {b: 0, a: 1}}}}",
+        "{data: {sources: [{path: a, name: c}, {path: b, name: a}]}, "
+        "release: {model_name: m, gate: {min_accuracy_of: {e: 0, a: 1, d: 0}}}}",
         "",
-        r"`release.gate.min_accuracy_of` has b, which is the `name` of none of `data.sources` \(a\)",
+        r"`release.gate.min_accuracy_of` has d, e, but `data.sources` .* \(names: a, c\); name one so",
     ),
-    ("release: {model_name: m, gate: {min_accuracy_of: {b: 0}}}", "", r"has b, .* \(none has a name\)"),
+    ("release: {model_name: m, gate: {min_accuracy_of: {b: 0}}}", "", r"has b, but .* \(names: none\)"),
+    (
+        "{data: {sources: [{path: a, name: a}, {path: b, name: b, held_out: true}], validation_fraction: 0}, "
+        "release: {model_name: m, gate: {min_accuracy_of: {a: 0, b: 1}}}}",
+        "",
+        "has a, of which no pair is held out; make a source of that name `held_out`",
+    ),
     (
         "release: {model_name: m, gate: {min_accuracy_of: {a: yes}}}",
         "release.gate.min_accuracy_of.a",
