@@ -256,19 +256,12 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _floors_of_named_sources(self) -> Self:
-        sources, floors = self.data.sources, self.release.gate.min_accuracy_of.keys()
-        names = sorted({source.name for source in sources if source.name is not None})
-        if unknown := sorted(floors - set(names)):
+    def _floors_of_what_is_held_out(self) -> Self:
+        tested = {s.name for s in self.data.sources if s.name and (s.held_out or self.data.validation_fraction)}
+        if untested := sorted(self.release.gate.min_accuracy_of.keys() - tested):
             raise ValueError(
-                f"`release.gate.min_accuracy_of` has {', '.join(unknown)}, but `data.sources` has no source of such "
-                f"a `name` (names: {', '.join(names) or 'none'}); name one so, or take the floor away"
-            )
-        tested = {source.name for source in sources if source.held_out or self.data.validation_fraction}
-        if untested := sorted(floors - tested):
-            raise ValueError(
-                f"`release.gate.min_accuracy_of` has {', '.join(untested)}, of which no pair is held out; make a "
-                "source of that name `held_out`, raise `data.validation_fraction`, or take the floor away"
+                f"`release.gate.min_accuracy_of` has {', '.join(untested)}, but no source of such a `name` has held-out pairs "
+                f"(those that have: {', '.join(sorted(tested)) or 'none'}); name one so and hold it out, or remove the floor"
             )
         return self
 

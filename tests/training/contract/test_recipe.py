@@ -161,14 +161,14 @@ MISTAKES = [
         "{data: {sources: [{path: a, name: c}, {path: b, name: a}]}, "
         "release: {model_name: m, gate: {min_accuracy_of: {e: 0, a: 1, d: 0}}}}",
         "",
-        r"`release.gate.min_accuracy_of` has d, e, but `data.sources` .* \(names: a, c\); name one so",
+        r"`release.gate.min_accuracy_of` has d, e, but no source of such a `name` .* \(those that have: a, c\); name one so",
     ),
-    ("release: {model_name: m, gate: {min_accuracy_of: {b: 0}}}", "", r"has b, but .* \(names: none\)"),
+    ("release: {model_name: m, gate: {min_accuracy_of: {b: 0}}}", "", r"has b, but .* \(those that have: none\)"),
     (
         "{data: {sources: [{path: a, name: a}, {path: b, name: b, held_out: true}], validation_fraction: 0}, "
         "release: {model_name: m, gate: {min_accuracy_of: {a: 0, b: 1}}}}",
         "",
-        "has a, of which no pair is held out; make a source of that name `held_out`",
+        r"has a, but .* has held-out pairs \(those that have: b\); name one so and hold it out",
     ),
     (
         "release: {model_name: m, gate: {min_accuracy_of: {a: yes}}}",
