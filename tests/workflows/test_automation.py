@@ -3,11 +3,12 @@
 import json
 import shutil
 import warnings
+from pathlib import Path
 
 import dagster as dg
 import pytest
 
-from assets.changes import CORRUPT_RECORD
+from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
 from assets.materialized import input_version_tag, latest, latest_of
 from assets.world import find_tokenizer
@@ -167,9 +168,10 @@ def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_ver
     assert Sensed(sensed.folder, sensed.instance).requests() == 0
     record = services.store.record_file("tokenization_spec", how.key)
     sound = record.read_bytes()
-    flip(record)
-    [request] = Sensed(sensed.folder, sensed.instance).tick().run_requests
-    assert request.tags["pedigree/cause"] == f"tokenization_spec: {CORRUPT_RECORD}"
+    for damage, words in ((flip, CORRUPT_RECORD), (Path.unlink, NO_RECORD)):
+        damage(record)
+        [request] = Sensed(sensed.folder, sensed.instance).tick().run_requests
+        assert request.tags["pedigree/cause"] == f"tokenization_spec: {words}"
     record.write_bytes(sound)
     before = template.read_text()
     template.write_text("{# shorter #}" + before)

@@ -70,9 +70,8 @@ class Section(Frozen):
         kind: Any = cls.model_fields[info.field_name].annotation
         if isinstance(given, bool) and kind is not bool:
             kinds = {int: "a number", float: "a number", str: "text, in quotes"}
-            possible = [
-                getattr(part, "__origin__", part) for part in (kind, *get_args(kind))
-            ]  # of Annotated, what it is about
+            # Of an Annotated, the type that it is about.
+            possible = [getattr(part, "__origin__", part) for part in (kind, *get_args(kind))]
             expected = next((words for k, words in kinds.items() if k in possible), "a section or a word")
             raise _misread(given, expected)
         return given
