@@ -28,7 +28,7 @@ def _data(recipe: Recipe) -> Settings:
     }
     if any(source.fraction < 1 for source in sources):
         settings["fractions"] = [source.fraction for source in sources]
-    if recipe.data.is_named:
+    if recipe.data.has_named_sources:
         settings["names"] = [source.name for source in sources]
     return settings
 
@@ -159,7 +159,7 @@ GRAPH: dict[str, Node] = {
         ("pytorch", "mlflow"),
         "Held-out loss, rewards and accuracy, a table of the pairs, and answers before and after.",
         needs=("policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"),
-        may_need=lambda recipe: ("raw_preferences",) if recipe.data.is_named else (),
+        may_need=lambda recipe: ("raw_preferences",) if recipe.data.has_named_sources else (),
         spec="evaluation_spec",
         pool=GPU_POOL,
         version="3",

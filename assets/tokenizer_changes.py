@@ -27,13 +27,8 @@ def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[st
     try:
         template = list(_template_changes(before.json("spec.json")["template"], template_text(now)))
         tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
-    except (
-        AttributeError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ):  # files of another form: whether they load the job will say
-        template, tokens = [], []
+    except (AttributeError, KeyError, TypeError, ValueError):
+        template, tokens = [], []  # a file of another form: the job will say whether it loads
     yield from template
     yield from tokens
     if tokens:

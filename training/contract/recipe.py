@@ -71,8 +71,7 @@ class Data(Section):
     max_quarantined: Share = 0.05
 
     @property
-    def is_named(self) -> bool:
-        """Whether any of the sources has a name."""
+    def has_named_sources(self) -> bool:
         return any(source.name is not None for source in self.sources)
 
     @model_validator(mode="after")
