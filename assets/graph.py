@@ -40,13 +40,25 @@ def _tokenization(recipe: Recipe) -> Settings:
     return recipe.tokenization.model_dump(mode="json", exclude=elsewhere | unused)
 
 
+def _tuning(recipe: Recipe) -> Settings:
+    """Nothing without supervised tuning; without `router_aux_loss_coef` where it is 0: such a model keeps its key."""
+    if (sft := recipe.reference.sft) is None:
+        return {}
+    return sft.model_dump(mode="json", exclude=set() if sft.router_aux_loss_coef else {"router_aux_loss_coef"})
+
+
 def _training(recipe: Recipe) -> Settings:
-    """Without `epochs` where `max_steps` decides, and without `head_precision` where it is exact: such a spec keeps its key."""
+    """Without `epochs` where `max_steps` decides, and without fields that came later where they ask for nothing.
+
+    These are `head_precision` and `router_aux_loss_coef`; so such a spec keeps its key.
+    """
     training, unused = recipe.training, set[str]()
     if training.max_steps is not None:
         unused.add("epochs")
     if training.head_precision == "exact":
         unused.add("head_precision")
+    if not training.router_aux_loss_coef:
+        unused.add("router_aux_loss_coef")
     return training.model_dump(mode="json", exclude=unused) | {"loss": training.loss.settings()}
 
 
@@ -134,7 +146,7 @@ GRAPH: dict[str, Node] = {
         "The frozen model the policy is measured against: the base model, or the base model after supervised tuning.",
         needs=("base_model",),
         may_need=lambda recipe: ("tokenized_pairs",) if recipe.reference.sft else (),
-        reads=lambda recipe: recipe.reference.sft.model_dump(mode="json") if recipe.reference.sft else {},
+        reads=_tuning,
         pool=GPU_POOL,
     ),
     "reference_logprobs": Node(

@@ -36,6 +36,7 @@ from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import foreign_tokens, load_tokenizer
 from training.distributed import Group
+from training.model.routing import ExpertBalance
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import load_frozen
 from training.parallel.masters import Masters
@@ -83,7 +84,8 @@ class _Tuning:
         if self.record.resumed_step is None and not self.starts_as_reference:
             self._prove_apart()
         self.masters = self._load()
-        objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group)
+        balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
+        objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group, balance)
         self.stepper = Stepper(self.masters, objective, self.batches, settings, self.steps)
         self.trainer = Trainer(job, events, self.stepper, self.record)
 
@@ -111,9 +113,9 @@ class _Tuning:
         trainable = TrainableModel(
             self.start.folder, settings.precision, settings.adapter, settings.seed, settings.disable_dropout
         )
-        float8_head = settings.head_precision == "float8"
+        float8_head, balanced = settings.head_precision == "float8", settings.router_aux_loss_coef > 0
         with self.record.timed("loading"):
-            return load_for_training(trainable, self.job.compute, self.group, self.events, float8_head)
+            return load_for_training(trainable, self.job.compute, self.group, self.events, float8_head, balanced)
 
     def observe(self, step: int) -> None:
         """Before the first step the proof, or how far the policy is from the table; held-out metrics when they are due."""

@@ -5,6 +5,8 @@ short ones, as everywhere in language modelling. Stepping, resuming and saving a
 the pair that carries a chosen response; a response that several pairs share is trained on as often.
 """
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,12 +14,13 @@ from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
-from training.data.packing import Batches, Positions, Tokens, train_items
+from training.data.packing import Batches, MicroBatch, Positions, Tokens, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
 from training.model.body import text_config
-from training.model.logprobs import CollatedRows, collate, logprobs_of
+from training.model.logprobs import CollatedRows, LogProbs, collate, logprobs_of
 from training.model.prepare import demand_trainable
+from training.model.routing import ExpertBalance
 from training.objective import Objective
 from training.parallel.models import TrainableModel
 from training.run_record import RunRecord
@@ -29,19 +32,27 @@ from training.trainer import Trainer
 class ResponseObjective(Objective[CollatedRows]):
     """The mean negative log-prob of the chosen responses' tokens."""
 
-    def __init__(self, pairs: Pairs) -> None:
-        super().__init__(pairs, ("loss",))
+    def __init__(self, pairs: Pairs, balance: ExpertBalance | None = None) -> None:
+        super().__init__(pairs, ("loss",), balance)
         self._tokens = pairs.trained_lengths("chosen")
 
     def count(self, items: Positions) -> int:
         """Response tokens. None of them is the first of its sequence: every prompt has a token."""
         return int(self._tokens[items].sum())
 
+    def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
+        if self._balance:
+            routed = [found.routing for _, found in self.look_ahead(model, parts)]
+            self._balance.measure(model, routed, self.count(batch))
+
     def collate(self, model: PreTrainedModel, items: Positions) -> CollatedRows:
         return collate(model, [self.pairs.sequence(int(item), "chosen") for item in items])
 
-    def values_IM(self, model: PreTrainedModel, collated: CollatedRows) -> Tensor:
-        return -logprobs_of(model, collated).sums_S[:, None]
+    def score(self, model: PreTrainedModel, collated: CollatedRows) -> LogProbs:
+        return logprobs_of(model, collated)
+
+    def own_values_IM(self, collated: CollatedRows, found: LogProbs) -> Tensor:
+        return -found.sums_S[:, None]
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -51,8 +62,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     record = RunRecord(job, group, events, ("loss",))
     events.phase("loading the base model")
+    balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
     with record.timed("loading"):
-        masters = load_for_training(TrainableModel(base.folder, "float32"), job.compute, group, events)
+        trainable = TrainableModel(base.folder, "float32")
+        masters = load_for_training(trainable, job.compute, group, events, balanced=balance is not None)
     pairs.demand_known_tokens(text_config(masters.model).vocab_size)
     demand_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen")
@@ -60,7 +73,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
     )
     steps = settings.epochs * batches.steps_per_epoch
-    stepper = Stepper(masters, ResponseObjective(pairs), batches, settings, steps)
+    stepper = Stepper(masters, ResponseObjective(pairs, balance), batches, settings, steps)
     Trainer(job, events, stepper, record).run()
     events.phase("saving the reference model")
     with record.timed("saving"):

@@ -24,13 +24,18 @@ from training.parallel.models import TrainableModel
 
 
 def load_for_training(
-    trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter, float8_head: bool = False
+    trainable: TrainableModel,
+    compute: Compute,
+    group: Group,
+    events: EventWriter,
+    float8_head: bool = False,
+    balanced: bool = False,
 ) -> Masters:
     """The model on all ranks, proved exact and prepared as `compute` asks for. Raises ModelError."""
     masters = build_masters(trainable, compute.parallel, group, events)
     _note_what_is_not_trained(masters.model, trainable, events)
     demand_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
-    prepare_for_training(masters.model, compute, events, masters.own_dropout, float8_head)
+    prepare_for_training(masters.model, compute, events, masters.own_dropout, float8_head, balanced)
     return masters
 
 

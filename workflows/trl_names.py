@@ -26,6 +26,7 @@ FIELDS = {
     "lr_scheduler_type": "training.schedule.type",
     "warmup_steps": "training.schedule.warmup_ratio",
     "bf16": "training.precision",
+    "router_aux_loss_coef": "training.router_aux_loss_coef",
     "peft_config": "training.adapter",
     "r": "training.adapter.rank",
     "lora_alpha": "training.adapter.alpha",

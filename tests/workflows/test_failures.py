@@ -128,6 +128,7 @@ def test_the_recipe_limits_what_the_template_may_leave_out(folder, services):
 
 TYPO = {"adapter": {"target_modules": ["q_prj"]}}
 FLOAT8 = {"precision": "bfloat16", "head_precision": "float8"}
+BALANCED = {"router_aux_loss_coef": 0.01}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,8 @@ FLOAT8 = {"precision": "bfloat16", "head_precision": "float8"}
         (None, TYPO, "reference_logprobs", "`training.adapter.target_modules` names 'q_prj', and in LlamaForCausalLM"),
         ({"epochs": 1}, TYPO, "reference_model", "`training.adapter.target_modules` names 'q_prj'"),
         (None, FLOAT8, "reference_logprobs", "`training.head_precision: float8` needs a GPU"),
+        (None, BALANCED, "reference_logprobs", "`router_aux_loss_coef`: LlamaForCausalLM is no mixture of experts"),
+        (BALANCED, None, "reference_model", "`router_aux_loss_coef`: LlamaForCausalLM is no mixture of experts"),
     ],
 )
 def test_what_training_would_refuse_is_told_before_any_model_runs(folder, services, sft, training, asset, told):

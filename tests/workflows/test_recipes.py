@@ -167,10 +167,20 @@ def test_what_a_store_has_of_a_recipe_is_found_again():
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
     assert {asset: node.code_version(recipe) for asset, node in GRAPH.items()} == CODE_VERSIONS
     faster = recipe.training.model_copy(update={"head_precision": "float8"})
+    balanced = recipe.training.model_copy(update={"router_aux_loss_coef": 0.01})
     dated = recipe.tokenization.model_copy(update={"date": datetime.date(2026, 11, 22)})
-    other = recipe.model_copy(update={"training": faster, "tokenization": dated})
-    for asset in ("training_spec", "tokenization_spec"):
+    for section, changed in (("training", faster), ("training", balanced), ("tokenization", dated)):
+        other, asset = recipe.model_copy(update={section: changed}), f"{section}_spec"
         assert GRAPH[asset].code_version(other) != CODE_VERSIONS[asset], "at any other value it counts"
+
+
+def test_a_tuned_model_that_a_store_has_is_found_again():
+    """Also as it was when stores were filled, with the fields of `sft` at their defaults."""
+    found = []
+    for written in ("{}", "{router_aux_loss_coef: 0}", "{router_aux_loss_coef: 0.01}"):
+        text = MINIMAL.replace("model: ./b", f"model: ./b, sft: {written}")
+        found.append(GRAPH["reference_model"].code_version(Recipe.model_validate(yaml.safe_load(f"{{{text}}}"))))
+    assert found[:2] == ["1-abc63bacde0d"] * 2 and found[2] != found[0]
 
 
 MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"

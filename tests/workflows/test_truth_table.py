@@ -291,6 +291,7 @@ ELSEWHERE = {
     **dict.fromkeys((f"training.loss.of.{name}" for name in Term.model_fields), "belongs to a mixture"),
     **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),
     "training.head_precision": "needs a GPU",
+    **dict.fromkeys(("training.router_aux_loss_coef", "reference.sft.router_aux_loss_coef"), "needs experts"),
     "release.gate.type": "has one value",
 }
 

@@ -17,6 +17,7 @@ from training.contract.fields import (
     Date,
     Fraction,
     Name,
+    NonNegative,
     Positive,
     Section,
     Seed,
@@ -115,6 +116,7 @@ class SupervisedTuning(Section):
     optimizer: Optimizer = AdamW(learning_rate=2e-5)
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
+    router_aux_loss_coef: NonNegative = 0.0
     seed: Seed = 0
 
 
@@ -157,6 +159,7 @@ class Training(Section):
     precision: Dtype = "float32"
     head_precision: Literal["exact", "float8"] = "exact"
     disable_dropout: bool = True
+    router_aux_loss_coef: NonNegative = 0.0
     adapter: Adapter | None = None
     seed: Seed = 0
 

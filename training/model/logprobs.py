@@ -7,6 +7,8 @@ Legend: S sequences, N response tokens of all sequences together, T tokens of a 
     select      the hidden states that predict a response token: only these go through the head
     score       head and log-softmax, the vocabulary in tiles                                           (tiles.py)
 
+A mixture of experts that was asked to also reports how it routed the tokens of the row (routing.py).
+
 Policy and reference, training and evaluation all come through here, so that in a reward, a difference of two log-probs,
 systematic errors cancel. A model that cannot share prefixes runs each sequence in a row of its own, with its usual
 attention: slower, with the same result.
@@ -16,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from training.model.attention import SHARED_PREFIX, use_attention
 from training.model.body import body_of
 from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, build_row
+from training.model.routing import Routing, reports_routing, routing_of, total
 from training.model.sharing import why_not_shared
 from training.model.tiles import token_logprobs, token_logprobs_and_collisions
 
@@ -38,11 +42,13 @@ class LogProbs:
     """`tokens_N`: the log-prob in nats of every response token, sequence after sequence; `counts_S`: how many each has.
 
     `collisions_N`, if asked for: the logarithm of the sum of squared probabilities of the vocabulary in the token's place.
+    `routing`: that of all tokens that were run, of a model that reports it.
     """
 
     tokens_N: Tensor
     counts_S: Tensor
     collisions_N: Tensor | None = None
+    routing: Routing | None = None
 
     @property
     def sums_S(self) -> Tensor:
@@ -108,8 +114,8 @@ def collate(
 def logprobs_of(model: PreTrainedModel, collated: CollatedRows, collisions: bool = False) -> LogProbs:
     """The log-probs of sequences that were collated for `model`."""
     run = getattr(model, _HOOKED, partial(_tokens, model))
-    tokens_N, collisions_N = run(collated.rows, collated.sharing, collisions)
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N)
+    tokens_N, collisions_N, routing = run(collated.rows, collated.sharing, collisions)
+    return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N, routing)
 
 
 def hook_passes(model: PreTrainedModel, group: Group) -> None:
@@ -125,33 +131,37 @@ def runs_in_lockstep(model: PreTrainedModel) -> bool:
 
 def _tokens(
     model: PreTrainedModel, rows: Sequence[Row], sharing: bool, collisions: bool, lockstep: Group | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The log-prob of each response token, and its collision if asked for: all of the pass that reads weights.
+) -> tuple[Tensor, Tensor | None, Routing | None]:
+    """The log-prob of each response token, its collision if asked for, and the routing: all of the pass that reads weights.
 
     In `lockstep` all ranks run the same number of rows: one with fewer runs its first again, and discards the result.
     """
     missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
-    parts = [_hidden(model, row, sharing) for row in rows]
-    parts += [_hidden(model, rows[0], sharing)[:0] for _ in range(missing)]
+    parts = [_body(model, row, sharing) for row in rows]
+    discarded = [_body(model, rows[0], sharing)[0][:0] for _ in range(missing)]
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
-    hidden_NH = torch.cat(parts).to(head.weight_VH.dtype)  # mamba's are float32; its own head rounds them too
+    hidden_NH = torch.cat([hidden_NH for hidden_NH, _ in parts] + discarded)
+    hidden_NH = hidden_NH.to(head.weight_VH.dtype)  # mamba's are float32; its own head rounds them too
+    routing = total([routing for _, routing in parts if routing]) if reports_routing(model) else None
     if collisions:
-        return token_logprobs_and_collisions(hidden_NH, targets_N, head)
-    return token_logprobs(hidden_NH, targets_N, head), None
+        return *token_logprobs_and_collisions(hidden_NH, targets_N, head), routing
+    return token_logprobs(hidden_NH, targets_N, head), None, routing
 
 
 def _most(count: int, group: Group) -> int:
     return int(group.gather_rows(torch.tensor([count], device=group.device)).max())
 
 
-def _hidden(model: PreTrainedModel, row: Row, sharing: bool) -> Tensor:
-    """The hidden states that predict response tokens, N x H, from the model without its head."""
-    inputs = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
+def _body(model: PreTrainedModel, row: Row, sharing: bool) -> tuple[Tensor, Routing | None]:
+    """The hidden states that predict response tokens, N x H, from the model without its head; and the row's routing."""
+    inputs: dict[str, Any] = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
+    if routed := reports_routing(model):
+        inputs["output_router_logits"] = True
     body = body_of(model)
     if sharing:
         with use_attention(model, SHARED_PREFIX):
-            states_1TH = body(**inputs, plan=row.plan).last_hidden_state
+            output = body(**inputs, plan=row.plan)
     else:
-        states_1TH = body(**inputs).last_hidden_state
-    hidden_NH: Tensor = states_1TH[0].index_select(0, row.predictors_N)
-    return hidden_NH
+        output = body(**inputs)
+    hidden_NH: Tensor = output.last_hidden_state[0].index_select(0, row.predictors_N)
+    return hidden_NH, routing_of(model, output.get("router_logits", ()), row.sequences_T) if routed else None

@@ -122,10 +122,12 @@ class Row:
     """Tokens to run, with their positions; those at `predictors_N` predict the response tokens `targets_N`.
 
     Both are sequence after sequence, `counts_S` of each; the last token of a prefix may predict for several sequences.
+    `sequences_T`: of how many sequences each token is part.
     """
 
     ids_T: Tensor
     positions_T: Tensor
+    sequences_T: Tensor
     plan: Plan
     predictors_N: Tensor
     targets_N: Tensor
@@ -135,7 +137,7 @@ class Row:
 def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> Row:
     """One row of all groups, on `device`: for each group its prefix, then what each of its sequences adds to it."""
     segments: list[Segment] = []
-    ids, positions, predictors, targets, counts = [], [], [], [], []
+    ids, positions, sequences, predictors, targets, counts = [], [], [], [], [], []
     end = 0  # of the row so far
     for group in groups:
         predicted = [_predicted(sequence) for sequence in group]
@@ -146,6 +148,7 @@ def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -
             segments.append(Segment(end, shared, None))
             ids.append(runs[0][:shared])
             positions.append(torch.arange(shared))
+            sequences.append(torch.full((shared,), len(group)))
             end += shared
         for sequence, run, places in zip(group, runs, predicted, strict=True):
             before = places - 1  # each is predicted by the token before it, in the prefix or in its own segment
@@ -156,10 +159,12 @@ def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -
                 segments.append(Segment(end, len(run) - shared, prefix))
                 ids.append(run[shared:])
                 positions.append(torch.arange(shared, len(run)))
+                sequences.append(torch.ones(len(run) - shared, dtype=torch.int64))
                 end += len(run) - shared
-    tensors = [*(torch.cat(parts) for parts in (ids, positions, predictors, targets)), torch.tensor(counts)]
-    ids_T, positions_T, predictors_N, targets_N, counts_S = (send(tensor, device) for tensor in tensors)
-    return Row(ids_T, positions_T, Plan(tuple(segments), device), predictors_N, targets_N, counts_S)
+    of_tokens = (torch.cat(parts) for parts in (ids, positions, sequences, predictors, targets))
+    ids_T, positions_T, sequences_T, predictors_N, targets_N = (send(tensor, device) for tensor in of_tokens)
+    counts_S, plan = send(torch.tensor(counts), device), Plan(tuple(segments), device)
+    return Row(ids_T, positions_T, sequences_T, plan, predictors_N, targets_N, counts_S)
 
 
 def common_prefix(runs: Sequence[Tensor]) -> int:

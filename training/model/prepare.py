@@ -35,6 +35,7 @@ from training.model.body import body_of, text_config
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
+from training.model.routing import demand_experts, report_routing
 from training.model.selfcheck import tiny_groups
 from training.model.tiles import compile_tiles
 
@@ -45,8 +46,8 @@ _COMPILE_OPTIONS = {"fallback_random": True}
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     """Raise ModelError or TrainingError where training by `recipe` would: for jobs before it, which may take long.
 
-    It looks for the layers that an adapter names, for layers to checkpoint or compile, and for float8 on the device; and it
-    compiles the tiles of the head, to see whether this machine can.
+    It looks for the layers that an adapter names, for layers to checkpoint or compile, for experts to balance, and for float8
+    on the device; and it compiles the tiles of the head, to see whether this machine can.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
@@ -55,19 +56,28 @@ def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
         targets(model, Adapter.model_validate(adapter))
     if training.get("head_precision") == "float8":
         demand_float8(model.device)
+    if training.get("router_aux_loss_coef"):
+        demand_experts(model)
     if compute.get("compile"):
         with _compiler_explained():
             compile_tiles(model.device, model.dtype)
 
 
 def prepare_for_training(
-    model: PreTrainedModel, compute: Compute, events: EventWriter, own_dropout: bool, float8_head: bool = False
+    model: PreTrainedModel,
+    compute: Compute,
+    events: EventWriter,
+    own_dropout: bool,
+    float8_head: bool = False,
+    balanced: bool = False,
 ) -> None:
     """Make `model` run as `compute` says; `own_dropout`: whether it will draw what its config asks for.
 
-    Raises ModelError where the model has no layers to prepare, or where the device has no float8; TrainingError where
-    torch cannot compile.
+    With `balanced` it reports how it routes tokens to its experts. Raises ModelError where the model has no layers to
+    prepare, or no experts, or where the device has no float8; TrainingError where torch cannot compile.
     """
+    if balanced:
+        report_routing(model)
     if float8_head:
         demand_float8(model.device)
     setattr(model, HEAD_OPTIONS, HeadOptions(float8=float8_head, compiled=compute.compile))
