@@ -2,7 +2,8 @@
 
 Fedus et al. 2022, "Switch Transformers", equations 4 to 6, as transformers computes it: over the tokens of all layers
 together, E times the sum over experts of the share of tokens sent to an expert times its mean probability. Where routing is
-even that is the number of experts a token is sent to, and more where it is not. The shares are constants to the gradient.
+even that is the number of experts a token is sent to, and more where experts are both chosen often and probable. The shares
+are constants to the gradient.
 
 With shares of the whole batch, known before its micro-batches run, the loss is linear in the probabilities: each expert has a
 price, and a micro-batch adds price times probability, summed over its tokens. So it depends on neither micro-batches nor ranks,
