@@ -13,7 +13,7 @@
     distributed                              the processes of a job
 
     data/        from files to tokenized pairs, and from those to micro-batches
-    model/       from sequences to log-probs: rows, attention, head, adapters
+    model/       from sequences to log-probs: rows, attention, head, adapters, routing of experts
     losses/      from log-probs to losses
     parallel/    weights and gradients on one process or many
     launch/      starting, following and ending processes; without torch

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
 
+from tests.training.model.architectures import LOCAL, build
 from tests.training.worlds import build_world
 from training import agreement
 from training.agreement import Flags
@@ -30,6 +31,7 @@ from training.data.tokenized import Pairs
 from training.distributed import Group
 from training.model import transfer
 from training.model.prepare import prepare_for_training
+from training.model.routing import ExpertBalance, routing_of
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
 from training.parallel.models import TrainableModel
@@ -200,6 +202,19 @@ def test_supervised_tuning_waits_in_its_middle_alone(world: Any):
     batches = Batches(train_items(pairs), Tokens(lengths_I, lengths_I), 8, 60, 0)
     stepper = Stepper(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
     take_steps(stepper, ResponseObjective.count)  # which counts on the host
+
+
+@pytest.mark.parametrize("device", [CPU, META], ids=str)
+def test_the_balance_of_experts_waits_for_nothing(device: torch.device):
+    """Of itself; the experts of transformers wait in float32."""
+    model, balance = build("mixtral", LOCAL), ExpertBalance(0.1, Group(0, 1, device))
+    layers, sequences_T = [torch.rand(9, 4, device=device) for _ in range(2)], torch.ones(9, device=device)
+    values_I2 = torch.zeros(3, 2, dtype=torch.float64, device=device)
+    with NoNumbers(), NoWaiting() as watch:
+        routing = routing_of(model, layers, sequences_T)
+        balance.measure(model, [routing], 3)
+        assert balance.added(values_I2, routing).shape == (3, 3)
+    assert watch.operators > 20
 
 
 @pytest.mark.parametrize("loss", [{}, {"ld_alpha": 0.3}, {"weighting": "wpo"}, {"type": "bco_pair"}], ids=str)

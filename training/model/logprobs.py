@@ -7,7 +7,7 @@ Legend: S sequences, N response tokens of all sequences together, T tokens of a 
     select      the hidden states that predict a response token: only these go through the head
     score       head and log-softmax, the vocabulary in tiles                                           (tiles.py)
 
-A mixture of experts that was asked to also reports how it routed the tokens of the row (routing.py).
+A mixture of experts also reports how it routed the row's tokens, if it was asked to (routing.py).
 
 Policy and reference, training and evaluation all come through here, so that in a reward, a difference of two log-probs,
 systematic errors cancel. A model that cannot share prefixes runs each sequence in a row of its own, with its usual
@@ -142,7 +142,8 @@ def _tokens(
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
     hidden_NH = torch.cat([hidden_NH for hidden_NH, _ in parts] + discarded)
     hidden_NH = hidden_NH.to(head.weight_VH.dtype)  # mamba's are float32; its own head rounds them too
-    routing = total([routing for _, routing in parts if routing]) if reports_routing(model) else None
+    routed = [routing for _, routing in parts if routing is not None]
+    routing = total(routed) if routed else None
     if collisions:
         return *token_logprobs_and_collisions(hidden_NH, targets_N, head), routing
     return token_logprobs(hidden_NH, targets_N, head), None, routing
