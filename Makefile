@@ -28,7 +28,7 @@ ui: install
 
 # A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .

@@ -9,13 +9,6 @@ import pytest
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give one worker all files whose tests begin with the recipe that takes a minute to run, and any other file by itself."""
-    beginning = {item.path for item in items if "materialized" in getattr(item, "fixturenames", ())}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("materialized" if item.path in beginning else str(item.path)))
-
-
 def pytest_collection_finish() -> None:
     """Spare the collector the 800,000 objects that imports left, at which it would look again each time."""
     gc.collect()
