@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from tests.training import runs, test_sft
-from tests.training.model.architectures import build
+from tests.training.model.architectures import LOCAL, build
 from tests.training.runs import BETA, RATE, SIDES, losses, published, told, tune
 from tests.training.test_sft import EPS
 from tests.training.worlds import TinyWorld, build_world, write_reference
@@ -23,17 +23,19 @@ from training.contract.logprob_table import LogProbTable
 from training.data.packing import epoch_order
 
 COEFFICIENT, STEPS = 0.1, 6
-EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+
+
+def world_of_experts(place: Path, kind: str) -> TinyWorld:
+    found = build_world(place)
+    (found.model / "model.safetensors").unlink()
+    build(kind, LOCAL).save_pretrained(found.model)
+    write_reference(found, AutoModelForCausalLM.from_pretrained(found.model))
+    return found
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> TinyWorld:
-    """The tiny world, with a mixtral for its model."""
-    found = build_world(tmp_path_factory.mktemp("experts"))
-    (found.model / "model.safetensors").unlink()
-    build("mixtral", EXPERTS).save_pretrained(found.model)
-    write_reference(found, AutoModelForCausalLM.from_pretrained(found.model))
-    return found
+    return world_of_experts(tmp_path_factory.mktemp("experts"), "mixtral")
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -136,16 +138,16 @@ def test_it_makes_the_experts_more_even(world: TinyWorld):
 
 
 @pytest.mark.slow
-def test_ranks_are_one_process(world: TinyWorld, forker: Any, tmp_path: Path):
-    """Where weights are shared a rank without pairs runs another's for company, which must not count."""
-    of_one = settings(batch_size=6, max_steps=7, micro_tokens=30)
+@pytest.mark.parametrize(("kind", "way"), [("mixtral", "ddp"), ("mixtral", "fsdp"), ("gpt_oss", "fsdp")])
+def test_ranks_are_one_process(tmp_path: Path, forker: Any, kind: str, way: str):
+    """In shards a rank that has fewer rows runs some again for company, which must not count: of the two pairs that a batch of
+    six leaves, and of eight pairs by three ranks where each sequence has a row of its own."""
+    rows = {"batch_size": 8} if kind == "gpt_oss" else {"batch_size": 6, "micro_tokens": 30}
+    world, of_one = world_of_experts(tmp_path, kind), settings(max_steps=7, **rows)
     tune(alone := world.job("policy", of_one, "alone"))
-    for way, ranks in (("ddp", 3), ("fsdp", 3)):
-        found = published(job := world.job("policy", of_one, way, parallel=way), forker.run(job, ranks))
-        assert losses(found) == pytest.approx(losses(alone), abs=1e-5), way
-        assert [e["aux_loss"] for e in told(found)] == pytest.approx([e["aux_loss"] for e in told(alone)], abs=1e-5), (
-            way
-        )
+    found = published(job := world.job("policy", of_one, way, parallel=way), forker.run(job, 3))
+    assert losses(found) == pytest.approx(losses(alone), abs=1e-5)
+    assert [e["aux_loss"] for e in told(found)] == pytest.approx([e["aux_loss"] for e in told(alone)], abs=1e-5)
 
 
 def test_a_model_without_experts_is_refused_before_training(tiny_world: TinyWorld):

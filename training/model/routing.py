@@ -92,7 +92,7 @@ class ExpertBalance:
         """The values of a micro-batch with its part of the loss, shared out evenly: in the first column, and as the last."""
         assert routing is not None, "the model does not report its routing"
         part_I1 = (self._prices_E @ routing.probabilities_E / len(values_IM)).expand(len(values_IM), 1)
-        return torch.cat([values_IM[:, :1] + self._coefficient * part_I1, values_IM[:, 1:], part_I1.detach()], dim=1)
+        return torch.cat([values_IM[:, :1] + self._coefficient * part_I1, values_IM[:, 1:], part_I1], dim=1)
 
 
 def _refused(model: PreTrainedModel, why: str) -> ModelError:
