@@ -111,11 +111,16 @@ class _Tuning:
         self.events.phase("loading the model that becomes the policy")
         settings = self.settings
         trainable = TrainableModel(
-            self.start.folder, settings.precision, settings.adapter, settings.seed, settings.disable_dropout
+            self.start.folder,
+            settings.precision,
+            settings.adapter,
+            settings.seed,
+            settings.disable_dropout,
+            float8_head=settings.head_precision == "float8",
+            reports_routing=settings.router_aux_loss_coef > 0,
         )
-        float8_head, balanced = settings.head_precision == "float8", settings.router_aux_loss_coef > 0
         with self.record.timed("loading"):
-            return load_for_training(trainable, self.job.compute, self.group, self.events, float8_head, balanced)
+            return load_for_training(trainable, self.job.compute, self.group, self.events)
 
     def observe(self, step: int) -> None:
         """Before the first step the proof, or how far the policy is from the table; held-out metrics when they are due."""

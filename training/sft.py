@@ -64,8 +64,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("loading the base model")
     balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
     with record.timed("loading"):
-        trainable = TrainableModel(base.folder, "float32")
-        masters = load_for_training(trainable, job.compute, group, events, balanced=balance is not None)
+        trainable = TrainableModel(base.folder, "float32", reports_routing=balance is not None)
+        masters = load_for_training(trainable, job.compute, group, events)
     pairs.demand_known_tokens(text_config(masters.model).vocab_size)
     demand_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen")

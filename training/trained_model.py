@@ -23,19 +23,14 @@ from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
 
 
-def load_for_training(
-    trainable: TrainableModel,
-    compute: Compute,
-    group: Group,
-    events: EventWriter,
-    float8_head: bool = False,
-    balanced: bool = False,
-) -> Masters:
+def load_for_training(trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter) -> Masters:
     """The model on all ranks, proved exact and prepared as `compute` asks for. Raises ModelError."""
     masters = build_masters(trainable, compute.parallel, group, events)
     _note_what_is_not_trained(masters.model, trainable, events)
     demand_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
-    prepare_for_training(masters.model, compute, events, masters.own_dropout, float8_head, balanced)
+    prepare_for_training(
+        masters.model, compute, events, masters.own_dropout, trainable.float8_head, trainable.reports_routing
+    )
     return masters
 
 

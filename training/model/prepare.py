@@ -69,14 +69,14 @@ def prepare_for_training(
     events: EventWriter,
     own_dropout: bool,
     float8_head: bool = False,
-    balanced: bool = False,
+    reports_routing: bool = False,
 ) -> None:
     """Make `model` run as `compute` says; `own_dropout`: whether it will draw what its config asks for.
 
-    With `balanced` it reports how it routes tokens to its experts. Raises ModelError where the model has no layers to
+    With `reports_routing` each pass tells which experts its tokens went to. Raises ModelError where the model has no layers to
     prepare, or no experts, or where the device has no float8; TrainingError where torch cannot compile.
     """
-    if balanced:
+    if reports_routing:
         report_routing(model)
     if float8_head:
         demand_float8(model.device)

@@ -44,7 +44,8 @@ class ModelSource(Protocol):
 class TrainableModel:
     """The model in `folder`, to be trained in `precision`; or a new adapter on it, initialized from `seed`.
 
-    With `disable_dropout` it is trained without the dropout of its config; that of the adapter stays.
+    With `disable_dropout` it is trained without the dropout of its config; that of the adapter stays. With `float8_head` the
+    head multiplies in 8 bits; with `reports_routing` each pass also tells which experts its tokens went to.
     """
 
     work: ClassVar[str] = "training"
@@ -53,6 +54,8 @@ class TrainableModel:
     adapter: Adapter | None = None
     seed: int = 0
     disable_dropout: bool = False
+    float8_head: bool = False
+    reports_routing: bool = False
 
     @property
     def parameter_bytes(self) -> int:
