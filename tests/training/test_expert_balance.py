@@ -44,12 +44,6 @@ def settings(**changes: Any) -> dict[str, Any]:
     return runs.settings(**fields | changes)
 
 
-def supervised(**changes: Any) -> dict[str, Any]:
-    return test_sft.settings(
-        **{"router_aux_loss_coef": COEFFICIENT, "schedule": {"type": "constant", "warmup_ratio": 0.0}} | changes
-    )
-
-
 def aux_loss(model: Any, sequences: list[list[int]]) -> torch.Tensor:
     """By transformers, of a padded batch; the last token of each sequence predicts nothing and is not run."""
     ids = [torch.tensor(sequence[:-1]) for sequence in sequences]
@@ -97,7 +91,9 @@ def test_supervised_tuning_is_a_naive_loop(world: TinyWorld):
         tokens = sum(sum(example["chosen_mask"]) for example in batch)
         return -torch.stack([world.plain_logprob(model, example, "chosen") for example in batch]).sum() / tokens
 
-    test_sft.tune(job := world.job("sft", supervised(), "naive-sft"))
+    constant = {"type": "constant", "warmup_ratio": 0.0}
+    fields = test_sft.settings(router_aux_loss_coef=COEFFICIENT, schedule=constant)
+    test_sft.tune(job := world.job("sft", fields, "naive-sft"))
     expected = naive(world, likelihood, ("chosen",))
     assert [[e["loss"], e["aux_loss"]] for e in told(job)][:STEPS] == [
         pytest.approx(both, abs=1e-5) for both in expected
