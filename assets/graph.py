@@ -19,13 +19,15 @@ GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says o
 
 
 def _data(recipe: Recipe) -> Settings:
-    """Without `fraction` where every source is used whole, and `name` where none has one: such data keeps its key."""
+    """Without `columns`, `fraction` and `name` where no source has one: such data keeps its key."""
     sources = recipe.data.sources
     settings: Settings = {
         "formats": [source.format for source in sources],
         "held_out": [source.held_out for source in sources],
         "validation_fraction": recipe.data.validation_fraction,
     }
+    if any(source.columns for source in sources):
+        settings["columns"] = [source.columns for source in sources]
     if any(source.fraction < 1 for source in sources):
         settings["fractions"] = [source.fraction for source in sources]
     if recipe.data.has_named_sources:

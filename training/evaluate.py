@@ -26,7 +26,7 @@ from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.loss import Loss
 from training.contract.store import Made, write_json
-from training.data.preferences import PREFERENCES_FILE, PREFERENCES_SCHEMA
+from training.data.collector import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer

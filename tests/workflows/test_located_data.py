@@ -33,17 +33,24 @@ def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_a_fraction_of_one_source_is_told_with_those_of_all(tmp_path, fraction):
-    """Where all are used whole nothing is told, as before there were fractions, so that such data keeps its key."""
-    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", "fraction": fraction}]
+@pytest.mark.parametrize(
+    ("asked", "told_as_well"),
+    [
+        ({"fraction": 1.0, "columns": {}}, {}),
+        ({"fraction": 0.5}, {"fractions": [1.0, 0.5]}),
+        ({"columns": {"prompt": "input", "tools": None}}, {"columns": [{}, {"prompt": "input", "tools": None}]}),
+    ],
+)
+def test_what_is_asked_of_one_source_is_told_with_the_others(tmp_path, asked, told_as_well):
+    """Where nothing is asked nothing is told, as before these fields came, so that such data keeps its key."""
+    sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", **asked}]
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "data": {"sources": sources}})
     for name in ("a.jsonl", "b.jsonl"):
         (folder / name).write_text("{}\n")
     pipeline = load_recipe(folder).pipeline
     told = preferences_work(pipeline, find_data(pipeline)).settings
     before = {"formats": ["auto", "auto"], "held_out": [False, False], "validation_fraction": 0.1}
-    assert told == (before if fraction == 1 else {**before, "fractions": [1.0, 0.5]})
+    assert told == {**before, **told_as_well}
 
 
 @pytest.mark.parametrize("paths", [["rows"], ["rows/1.jsonl", "rows/2.jsonl"]], ids=["a folder", "two files"])

@@ -168,6 +168,7 @@ TABLE: dict[str, Row] = {
     "a fraction of the prompts": Row(field("data.sources.0.fraction", 0.5), ".. ... CC .C CCC", 0),
     "a fraction that leaves none out": Row(field("data.sources.0.fraction", 0.999), ".. ... cr .r rrr", 0),
     "a source is named": Row(field("data.sources.0.name", "all"), ".. ... Cc .r rCC", 0),
+    "a field that is in no column": Row(field("data.sources.0.columns", {"tools": None}), ".. ... cr .r rrr", 0),
     "format named": Row(field("data.sources.0.format", "conversational"), ".. ... cr .r rrr", 0),
     "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. ... CC .c CCC", 0),
     "max_quarantined": Row(field("data.max_quarantined", 0.5), NOTHING),

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from training.contract.data_source import DataSource
 from training.contract.errors import RecipeError
 from training.contract.fields import (
     MOST,
@@ -27,43 +28,12 @@ from training.contract.fields import (
 from training.contract.loss import Loss
 from training.contract.optimizer import AdamW, Optimizer, Schedule
 
-Format = Literal[
-    "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
-]
 Dtype = Literal["float32", "bfloat16"]
 # What every chat template gets without being asked for it, and arguments of the function that renders it.
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template", "strftime_now", "self", "conversations"}
 RESERVED |= {"continue_final_message", "return_assistant_tokens_mask"}
 Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-
-
-class DataSource(Section):
-    """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
-
-    If it is `held_out`, all of its prompts are in the validation split, wherever else they occur. `fraction` is the share of
-    its prompts that is used. Held-out pairs of sources with the same `name` get metrics of their own.
-    """
-
-    path: str | None = None
-    hub: str | None = None
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
-    format: Format = "auto"
-    name: SourceName | None = None
-    held_out: bool = False
-    fraction: Annotated[Positive, Field(le=1)] = 1.0
-
-    @model_validator(mode="after")
-    def _one_origin(self) -> Self:
-        if (self.path is None) == (self.hub is None):
-            raise ValueError("give exactly one of `path` (local files) and `hub` (a data set's id)")
-        if self.hub is not None and self.split is None:
-            raise ValueError(f"`hub: {self.hub}` needs a `split`, for example `split: train`")
-        if self.path is not None and (self.config or self.split or self.revision):
-            raise ValueError("`config`, `split` and `revision` belong to `hub`, not to `path`")
-        return self
 
 
 class Data(Section):

@@ -4,21 +4,27 @@
     response_1, response_2   the same
     response_a, response_b   a, b or tie
     response_0, response_1   better_response_id | label | winner ...: 0 or 1
+    conversation_a, conversation_b   the same as response_a and response_b, with the prompt in both
 
-The answer named by more than half of the labels wins. A tie, or no majority, gives no pair: training on it would be
-training on noise.
+In `overall_preference` and `preference_strength`, of HelpSteer 3 and 2 (Wang et al. 2025, 2024), a number below 0 is for the
+first response, 0 a tie, and one above for the second.
+
+Responses are text or messages. The answer named by more than half of the labels wins. A tie, or no majority, gives no pair:
+training on it would be training on noise.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from training.data.quarantine import Quarantined, Reason, Row, text_of
+from training.data.quarantine import Quarantined, Reason, Row
 
 _ANNOTATOR = re.compile(r"annotator_?\d+")
-_LABELS = ("label", "winner", "preference", "preferred", "better_response_id")
+LABELS = ("label", "winner", "preference", "preferred", "better_response_id")
+SIGNED_LABELS = ("overall_preference", "preference_strength")
 _TIES = dict.fromkeys(("tie", "tie (bothbad)", "both", "none", "-1"), 0)
 _BY_NAME = {"a": 1, "b": 2, "model_a": 1, "model_b": 2, **_TIES}
 
@@ -42,6 +48,7 @@ _LAYOUTS = (
     _compared("response_0", "response_1", {"0": 1, "1": 2}),
     _compared("response_1", "response_2", _COUNTED_FROM_1),
     _compared("response_a", "response_b", _COUNTED_FROM_1),
+    _compared("conversation_a", "conversation_b", _COUNTED_FROM_1),
 )
 
 
@@ -51,20 +58,21 @@ def compared_responses(row: Row) -> Compared | None:
 
 
 def winner_first(row: Row) -> tuple[str, str]:
-    """The texts of the better and of the worse response."""
+    """The names of the fields with the better and with the worse response."""
     layout = compared_responses(row)
     if layout is None:
         expected = " or ".join(f"`{layout.first}` and `{layout.second}`" for layout in _LAYOUTS)
         raise Quarantined(Reason.MISSING_FIELD, f"two responses are missing, expected {expected}")
-    first, second = text_of(row, layout.first), text_of(row, layout.second)
-    return (first, second) if _verdict(row, layout) == 1 else (second, first)
+    return (layout.first, layout.second) if _verdict(row, layout) == 1 else (layout.second, layout.first)
 
 
 def _verdict(row: Row, layout: Compared) -> int:
     """1 or 2, whichever response more than half of the labels name."""
     labels = {name: row[name] for name in row if _is_label(name) and row[name] is not None}
     if not labels:
-        raise Quarantined(Reason.MISSING_FIELD, f"there is no label: none of annotator1.., {', '.join(_LABELS)}")
+        raise Quarantined(
+            Reason.MISSING_FIELD, f"there is no label: none of annotator1.., {', '.join(LABELS + SIGNED_LABELS)}"
+        )
     votes = Counter(_vote(name, value, layout) for name, value in labels.items())
     verdict, count = votes.most_common(1)[0]
     if verdict == 0 or count * 2 <= len(labels):
@@ -74,6 +82,8 @@ def _verdict(row: Row, layout: Compared) -> int:
 
 
 def _vote(name: str, value: Any, layout: Compared) -> int:
+    if name in SIGNED_LABELS:
+        return _sign(name, value)
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     spelled = str(number).strip().lower()
     if spelled not in layout.verdicts:
@@ -82,5 +92,15 @@ def _vote(name: str, value: Any, layout: Compared) -> int:
     return layout.verdicts[spelled]
 
 
+def _sign(name: str, value: Any) -> int:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or math.isnan(number):
+        raise Quarantined(Reason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected a number such as -2 or 3")
+    return 0 if number == 0 else 1 if number < 0 else 2
+
+
 def _is_label(name: str) -> bool:
-    return name in _LABELS or _ANNOTATOR.fullmatch(name) is not None
+    return name in LABELS + SIGNED_LABELS or _ANNOTATOR.fullmatch(name) is not None

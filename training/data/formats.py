@@ -9,6 +9,7 @@
     openai           input.messages, preferred_output, non_preferred_output
     comparison       two responses and labels that say which is better (training/data/comparison.py)
 
+A field that is in a column of another name is moved there before (training/data/columns.py).
 In all of them a row may also have the fields `system`, for a system message in front, `tools` and `chat_template_kwargs`
 (training/data/tools.py). A row that does not fit its format, or has what no format reads, such as images, raises `Quarantined`.
 Formats are recognized by the fields of the first rows.
@@ -67,7 +68,8 @@ def detect(rows: Sequence[Row], place: str) -> str:
     found = ", ".join(f"{name} ({_kind(value)})" for name, value in rows[0].items())
     raise DataError(
         f"{place}: none of the preference formats fits the first rows, whose fields are: {found}. Considered: {considered}. "
-        "A row needs a prompt and two answers: rename its fields, or set `format` of the source"
+        "A row needs a prompt and two answers: say which columns hold them in `columns` of the source, as in "
+        "`columns: {prompt: my_question}`"
     )
 
 
@@ -77,17 +79,16 @@ def _kind(value: Any) -> str:
     return "a list" if isinstance(value, list | tuple) else type(value).__name__
 
 
-def _conversational(row: Row) -> Pair:
-    given = field_of(row, "prompt")
-    prompt = (message("user", text_of(row, "prompt")),) if isinstance(given, str) else messages_of(row, "prompt")
-    chosen, rejected = messages_of(row, "chosen"), messages_of(row, "rejected")
+def _conversational(row: Row, better: str = "chosen", worse: str = "rejected") -> Pair:
+    prompt = _prompt(row)
+    chosen, rejected = messages_of(row, better), messages_of(row, worse)
     if chosen and chosen[0]["role"] not in ANSWERING:  # whole conversations beside their prompt, as in UltraFeedback
         return _repeating_prompt(prompt, _after_shared_start(chosen, rejected))
     return make_pair(prompt, chosen, rejected)
 
 
-def _implicit_prompt(row: Row) -> Pair:
-    return _after_shared_start(messages_of(row, "chosen"), messages_of(row, "rejected"))
+def _implicit_prompt(row: Row, better: str = "chosen", worse: str = "rejected") -> Pair:
+    return _after_shared_start(messages_of(row, better), messages_of(row, worse))
 
 
 def _strings(row: Row) -> Pair:
@@ -122,9 +123,17 @@ def _openai(row: Row) -> Pair:
 
 
 def _comparison(row: Row) -> Pair:
-    chosen, rejected = (message("assistant", text) for text in winner_first(row))
-    prompt = _instruction(row) if row.get("prompt") is None and "instruction" in row else text_of(row, "prompt")
-    return make_pair((message("user", prompt),), (chosen,), (rejected,))
+    sides, has_prompt = winner_first(row), row.get("prompt") is not None
+    if _are(row, _LISTS, *sides):
+        return _conversational(row, *sides) if has_prompt else _implicit_prompt(row, *sides)
+    instructed = not has_prompt and "instruction" in row
+    return _answers(row, (message("user", _instruction(row)),) if instructed else _prompt(row), *sides)
+
+
+def _prompt(row: Row) -> tuple[Message, ...]:
+    if isinstance(field_of(row, "prompt"), str):
+        return (message("user", text_of(row, "prompt")),)
+    return messages_of(row, "prompt")
 
 
 def _instruction(row: Row) -> str:
@@ -149,8 +158,8 @@ def _with_system(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
     return (first, *turns) if first["content"].strip() and turns[0] != first else turns
 
 
-def _answers(row: Row, prompt: tuple[Message, ...]) -> Pair:
-    chosen, rejected = (message("assistant", text_of(row, side)) for side in ("chosen", "rejected"))
+def _answers(row: Row, prompt: tuple[Message, ...], better: str = "chosen", worse: str = "rejected") -> Pair:
+    chosen, rejected = (message("assistant", text_of(row, side)) for side in (better, worse))
     return make_pair(prompt, (chosen,), (rejected,))
 
 
@@ -198,6 +207,7 @@ def _are(row: Row, kind: type | tuple[type, ...], *names: str) -> bool:
 
 
 _LISTS = (list, tuple, dict)
+_ASKED = ("prompt", "instruction", "conversation_a")
 
 FORMATS: dict[str, PreferenceFormat] = {
     "openai": PreferenceFormat(
@@ -206,8 +216,8 @@ FORMATS: dict[str, PreferenceFormat] = {
         _openai,
     ),
     "comparison": PreferenceFormat(
-        "instruction or prompt, response1, response2, annotator1.. or label",
-        lambda row: ("instruction" in row or "prompt" in row) and compared_responses(row) is not None,
+        "instruction or prompt, response1, response2, annotator1.. or label; or conversation_a, conversation_b, winner",
+        lambda row: compared_responses(row) is not None and not row.keys().isdisjoint(_ASKED),
         _comparison,
     ),
     "sharegpt": PreferenceFormat(

@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 
 import datasets
 
+from training.contract.data_source import DataSource
 from training.contract.errors import DataError
 from training.contract.events import EventWriter
 from training.contract.hub import CARD, CARD_FILES, Repository, check_files
-from training.contract.recipe import DataSource
 from training.contract.recipe_files import SUFFIXES, DataFile, is_readable
 
 # What `datasets` reads to find configs and splits; the last is a format of old versions.

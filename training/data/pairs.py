@@ -29,8 +29,8 @@ from training.contract.fingerprint import canonical_json, fingerprint_of_stream,
 from training.contract.job import Job
 from training.contract.store import Made
 from training.data.chat_template import ChatTemplate
+from training.data.collector import PREFERENCES_FILE
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
-from training.data.preferences import PREFERENCES_FILE
 from training.data.template import TOKENIZER_FOLDER, read_spec
 from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint

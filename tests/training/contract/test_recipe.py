@@ -152,6 +152,8 @@ MISTAKES = [
     ("data: {sources: [{path: a, split: train}]}", "data.sources.0", "belong to `hub`"),
     ("tokenization: {revision: main}", "tokenization", "belongs to `tokenizer`"),
     ("data: {sources: [{path: a, format: csv}]}", "data.sources.0.format", "'auto'"),
+    ("data: {sources: [{path: a, columns: {promt: q}}]}", "data.sources.0.columns.promt.[key]", "'prompt', 'question'"),
+    ("data: {sources: [{path: a, columns: {prompt: 1}}]}", "data.sources.0.columns.prompt", "string"),
     ("data: {sources: [{path: a, fraction: 0}]}", "data.sources.0.fraction", "greater than 0"),
     ("data: {sources: [{path: a, fraction: 10}]}", "data.sources.0.fraction", "less than or equal to 1"),
     ("data: {sources: [{path: a, name: a b}]}", "data.sources.0.name", "pattern"),

@@ -59,6 +59,7 @@ class Workshop:
             "formats": [source.get("format", "auto") for source in sources],
             "validation_fraction": fraction,
             "held_out": [source.get("held_out", False) for source in sources],
+            "columns": [source.get("columns", {}) for source in sources],
             "fractions": [source.get("fraction", 1.0) for source in sources],
             "names": [source.get("name") for source in sources],
         }

@@ -2,11 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from training.contract.data_source import FieldName
 from training.contract.errors import DataError
+from training.data import comparison
 from training.data.formats import FORMATS, detect
 from training.data.quarantine import Quarantined, Reason
 
@@ -52,6 +54,10 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"prompt": "Why?", "response_0": "Because.", "response_1": "No idea.", "better_response_id": 0},
         {"prompt": "Why?", "response_a": "No idea.", "response_b": "Because.", "winner": "model_b"},
         {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "preference": 1.0},
+        {"prompt": [ASK], "response1": "No idea.", "response2": "Because.", "overall_preference": 2},
+        {"prompt": "Why?", "response_1": "Because.", "response_2": "No idea.", "preference_strength": -1.0},
+        {"prompt": "Why?", "response_a": [GOOD], "response_b": [BAD], "winner": "a"},
+        {"conversation_a": [ASK, BAD], "conversation_b": [ASK, GOOD], "winner": "model_b"},
     ],
 }  # fmt: skip
 
@@ -61,6 +67,36 @@ def test_every_format_reads_the_same_pair(name, row):
     pair = FORMATS[name].convert(row)
     assert (list(pair.prompt), list(pair.chosen), list(pair.rejected)) == PAIR
     assert detect([row], "here") == name
+
+
+class Consulted(dict[str, Any]):
+    """A row that remembers which of its fields it was asked for by name."""
+
+    def __init__(self, row: dict[str, Any]):
+        super().__init__(row)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def test_every_field_that_a_format_reads_may_be_in_a_column_of_another_name():
+    """Those of labels, of which a row has one, stand in the module's own list; each annotator's is named by its number."""
+    consulted = {*comparison.LABELS, *comparison.SIGNED_LABELS}
+    for name, rows in SAME_PAIR.items():
+        for row in map(Consulted, rows):
+            FORMATS[name].convert(row)
+            consulted |= row.names
+    assert {name for name in consulted if not name.startswith("annotator")} == {*get_args(FieldName)}
 
 
 def test_all_formats_of_the_recipe_are_here_and_tested():
@@ -168,6 +204,10 @@ def test_a_row_that_is_no_pair_says_why(name, row, reason):
         ({"annotator1": 0, "annotator2": 0, "annotator3": 1}, Reason.TIE),  # the majority says tie
         ({"annotator1": 1, "annotator2": 2}, Reason.TIE),  # one of two is no majority
         ({"winner": "tie"}, Reason.TIE),
+        ({"overall_preference": 0}, Reason.TIE),
+        ({"overall_preference": "much better"}, Reason.UNKNOWN_LABEL),
+        ({"overall_preference": True}, Reason.UNKNOWN_LABEL),
+        ({"overall_preference": float("nan")}, Reason.UNKNOWN_LABEL),
         ({"label": 3}, Reason.UNKNOWN_LABEL),
         ({"label": None}, Reason.MISSING_FIELD),
         ({}, Reason.MISSING_FIELD),
@@ -185,7 +225,7 @@ def test_detection_follows_most_rows_and_says_what_it_considered():
         assert detect([odd, strings, strings], "here") == "strings"
     with pytest.raises(DataError) as caught:
         detect([{"question_text": "x", "answer": "y"}], "data.jsonl")
-    for word in ("data.jsonl", "question_text (text), answer (text)", *FORMATS, "`format`"):
+    for word in ("data.jsonl", "question_text (text), answer (text)", *FORMATS, "`columns: {"):
         assert word in str(caught.value)
 
 

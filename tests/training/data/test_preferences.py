@@ -4,13 +4,14 @@ import hashlib
 import json
 
 import pytest
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.contract.errors import DataError
 from training.contract.fingerprint import hash_file, value_digest
 from training.contract.recipe_files import data_files
-from training.data.preferences import is_drawn, split_of
+from training.data.collector import is_drawn, split_of
 
 GOOD = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}
 
@@ -241,6 +242,50 @@ def test_only_what_is_used_of_a_held_out_source_is_held_out(workshop, tmp_path):
         workshop.preferences(same, {**same, "held_out": True, "fraction": 1e-6})
     with pytest.raises(DataError, match=r"no usable preference pair in rows.jsonl \(100 x left out by `fraction`\)$"):
         workshop.preferences({**same, "fraction": 1e-6})
+
+
+RENAMED = [
+    ({"input": "Why?", "chosen": "Because.", "rejected": "No idea."}, {"prompt": "input"}),
+    ({"input": "Why?", "prompt": "[INST] Why?", "yes": "Because.", "rejected": "No idea."},
+     {"prompt": "input", "chosen": "yes"}),
+    ({"prompt": "Why?", "chosen": "No idea.", "rejected": "Because."}, {"chosen": "rejected", "rejected": "chosen"}),
+    ({**GOOD, "images": ["a.png"], "tools": "a hammer"}, {"images": None, "tools": None}),
+    ({"post": "Why?", "A": "No idea.", "B": "Because.", "better": "b"},
+     {"prompt": "post", "response_a": "A", "response_b": "B", "label": "better"}),
+    ({"context": [{"role": "user", "content": "Why?"}], "response1": "Because.", "response2": "No idea.",
+      "overall_preference": -3}, {"prompt": "context"}),
+    ({"prompt": "Why?", "response_0": "No idea.", "response_1": "Because.", "better_response_id": 0,
+      "safer_response_id": 1}, {"better_response_id": "safer_response_id"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(("row", "columns"), RENAMED)
+def test_a_field_is_read_from_the_column_that_holds_it(workshop, tmp_path, row, columns, suffix):
+    """In one of two sources; a row that is no pair is kept as it was read."""
+    rows = Dataset.from_list([row, {name: "" if isinstance(value, str) else value for name, value in row.items()}])
+    getattr(rows, {"jsonl": "to_json", "parquet": "to_parquet"}[suffix])(tmp_path / f"rows.{suffix}")
+    (tmp_path / "own.jsonl").write_text(json.dumps({**GOOD, "prompt": "Who?"}) + "\n")
+    renamed = {"path": str(tmp_path / f"rows.{suffix}"), "columns": columns}
+    done = workshop.preferences({"path": str(tmp_path / "own.jsonl")}, renamed)
+    pairs = done.table("preferences.parquet")
+    assert [pair["prompt"][0]["content"] for pair in pairs] == ["Who?", "Why?"]
+    sides = [[turn["content"] for turn in pairs[1][side]] for side in ("prompt", "chosen", "rejected")]
+    assert sides == [["Why?"], ["Because."], ["No idea."]]
+    [left] = done.table("quarantine.parquet")
+    assert json.loads(left["text"]).keys() == row.keys()
+
+
+def test_a_column_that_comes_late_is_found_and_one_that_never_comes_is_refused(workshop, tmp_path):
+    rows = [*({**GOOD, "prompt": f"Q{n}"} for n in range(40)), {**GOOD, "persona": "You are a teacher."}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(tmp_path / "rows.jsonl")}
+    last = workshop.preferences({**source, "columns": {"system": "persona"}}).table("preferences.parquet")[-1]
+    assert [turn["role"] for turn in last["prompt"]] == ["system", "user"]
+    absent = r"`data.sources.1.columns` says that `{}` is in the column `{}`, and none of the source's rows has one"
+    for field, column, format in (("system", "personna", "auto"), ("prompt", "q", "auto"), ("prompt", "q", "strings")):
+        with pytest.raises(DataError, match=absent.format(field, column)):
+            workshop.preferences(source, {**source, "columns": {field: column}, "format": format})
 
 
 def test_a_pair_has_the_name_of_its_source_and_the_fingerprint_knows_it(workshop, tmp_path):

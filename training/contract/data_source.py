@@ -1,0 +1,50 @@
+"""A source of preference pairs, as a recipe names it: where its files are, and how their rows are read."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from training.contract.fields import Positive, Section, SourceName
+
+Format = Literal[
+    "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
+]
+# The fields of a row that formats read, those that they refuse included; a test holds the list to what they do.
+FieldName = Literal[
+    "prompt", "question", "instruction", "input", "history", "system", "conversations",
+    "chosen", "rejected", "preferred_output", "non_preferred_output",
+    "response1", "response2", "response_0", "response_1", "response_2", "response_a", "response_b",
+    "conversation_a", "conversation_b",
+    "label", "winner", "preference", "preferred", "better_response_id", "overall_preference", "preference_strength",
+    "tools", "chat_template_kwargs", "functions", "image", "images", "videos", "audios",
+]  # fmt: skip
+
+
+class DataSource(Section):
+    """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
+
+    `columns` says in which column a field is that a format reads under another name, or, with null, that it is in none. If
+    the source is `held_out`, all of its prompts are in the validation split, wherever else they occur. `fraction` is the share
+    of its prompts that is used. Held-out pairs of sources with the same `name` get metrics of their own.
+    """
+
+    path: str | None = None
+    hub: str | None = None
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    format: Format = "auto"
+    columns: dict[FieldName, str | None] = Field(default={})
+    name: SourceName | None = None
+    held_out: bool = False
+    fraction: Annotated[Positive, Field(le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("give exactly one of `path` (local files) and `hub` (a data set's id)")
+        if self.hub is not None and self.split is None:
+            raise ValueError(f"`hub: {self.hub}` needs a `split`, for example `split: train`")
+        if self.path is not None and (self.config or self.split or self.revision):
+            raise ValueError("`config`, `split` and `revision` belong to `hub`, not to `path`")
+        return self
