@@ -4,10 +4,11 @@ This table is the one place that knows the shape of a pipeline. The Dagster asse
 derivations are computed from it, and `pedigree status` walks it. Order is topological.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from training.contract.fields import Section
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation, Source
 from training.contract.memo import SCORING_VERSION
@@ -35,33 +36,28 @@ def _data(recipe: Recipe) -> Settings:
     return settings
 
 
+def _dumped(section: Section, *later: str, exclude: Collection[str] = ()) -> Settings:
+    """A section, without the fields in `later` that have their defaults: while they ask for nothing, a key stays as it was."""
+    fields = type(section).model_fields
+    unused = {name for name in later if getattr(section, name) == fields[name].get_default()}
+    return section.model_dump(mode="json", exclude={*unused, *exclude})
+
+
 def _tokenization(recipe: Recipe) -> Settings:
-    """Without what its files say themselves, and without a date where there is none: such a spec keeps its key."""
-    elsewhere = {"tokenizer", "revision", "chat_template"}
-    unused = {"date"} if recipe.tokenization.date is None else set()
-    return recipe.tokenization.model_dump(mode="json", exclude=elsewhere | unused)
+    """Without what its files say themselves."""
+    return _dumped(recipe.tokenization, "date", exclude=("tokenizer", "revision", "chat_template"))
 
 
 def _tuning(recipe: Recipe) -> Settings:
-    """Nothing without supervised tuning; without `router_aux_loss_coef` where it is 0: such a model keeps its key."""
-    if (sft := recipe.reference.sft) is None:
-        return {}
-    return sft.model_dump(mode="json", exclude=set() if sft.router_aux_loss_coef else {"router_aux_loss_coef"})
+    return {} if recipe.reference.sft is None else _dumped(recipe.reference.sft, "router_aux_loss_coef")
 
 
 def _training(recipe: Recipe) -> Settings:
-    """Without `epochs` where `max_steps` decides, and without fields that came later where they ask for nothing.
-
-    These are `head_precision` and `router_aux_loss_coef`; so such a spec keeps its key.
-    """
-    training, unused = recipe.training, set[str]()
-    if training.max_steps is not None:
-        unused.add("epochs")
-    if training.head_precision == "exact":
-        unused.add("head_precision")
-    if not training.router_aux_loss_coef:
-        unused.add("router_aux_loss_coef")
-    return training.model_dump(mode="json", exclude=unused) | {"loss": training.loss.settings()}
+    """Without `epochs` where `max_steps` decides."""
+    training = recipe.training
+    unused = () if training.max_steps is None else ("epochs",)
+    settings = _dumped(training, "head_precision", "router_aux_loss_coef", exclude=unused)
+    return settings | {"loss": training.loss.settings()}
 
 
 def _scoring(recipe: Recipe) -> Settings:
@@ -70,9 +66,7 @@ def _scoring(recipe: Recipe) -> Settings:
 
 
 def _release(recipe: Recipe) -> Settings:
-    """Without floors for single sources where there is none: such a release keeps its key."""
-    unused = {} if recipe.release.gate.min_accuracy_of else {"gate": {"min_accuracy_of"}}
-    return recipe.release.model_dump(mode="json", exclude=unused)
+    return _dumped(recipe.release) | {"gate": _dumped(recipe.release.gate, "min_accuracy_of")}
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,7 @@ GRAPH: dict[str, Node] = {
         "Preference pairs in one schema, each in its split; rows that are none, with reasons, in quarantine.",
         needs=("preference_source",),
         reads=_data,
-        version="4",
+        version="5",
     ),
     "tokenized_pairs": Node(
         "data",

@@ -16,7 +16,7 @@ FieldName = Literal[
     "response1", "response2", "response_0", "response_1", "response_2", "response_a", "response_b",
     "conversation_a", "conversation_b",
     "label", "winner", "preference", "preferred", "better_response_id", "overall_preference", "preference_strength",
-    "tools", "chat_template_kwargs", "functions", "image", "images", "videos", "audios",
+    "tools", "chat_template_kwargs", "functions", "image", "images", "video", "videos", "audio", "audios",
 ]  # fmt: skip
 
 
@@ -24,8 +24,8 @@ class DataSource(Section):
     """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
 
     `columns` says in which column a field is that a format reads under another name, or, with null, that it is in none. If
-    the source is `held_out`, all of its prompts are in the validation split, wherever else they occur. `fraction` is the share
-    of its prompts that is used. Held-out pairs of sources with the same `name` get metrics of their own.
+    the source is `held_out`, its prompts are in the validation split, wherever else they occur. `fraction` is the share of its
+    prompts that is used. Held-out pairs of sources with the same `name` get metrics of their own.
     """
 
     path: str | None = None

@@ -1,33 +1,68 @@
 """The columns of a source, where a recipe says that they stand for fields of other names (`data.sources[].columns`)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from training.contract.errors import DataError
 from training.data.quarantine import Row
 
 
 class Columns:
-    """Gives rows the names that formats know, and remembers which of the columns it has seen."""
+    """Gives rows the names that formats know, and remembers which columns were there, and which fields a format asked for."""
 
     def __init__(self, source: int, columns: Mapping[str, str | None]) -> None:
-        self._source, self._columns = source, columns
-        self._unseen = {column for column in columns.values() if column is not None}
-        self._known_otherwise = self._unseen | columns.keys()
+        self._place = f"`data.sources.{source}.columns`"
+        self._column_of = {field: column for field, column in columns.items() if column is not None}
+        self._replaced = {*columns, *self._column_of.values()}
+        self._unseen = set(self._column_of.values())
+        self._first: list[str] = []
+        self._asked: set[str] = set()
 
-    def named(self, row: Row) -> Row:
+    def renamed(self, row: Row) -> Row:
         """`row`, in which each field is what its column holds; without fields that are in no column."""
-        if not self._columns:
+        if not self._replaced:
             return row
+        self._first = self._first or list(row)
         self._unseen -= row.keys()
-        others = {name: value for name, value in row.items() if name not in self._known_otherwise}
-        found = {field: row[column] for field, column in self._columns.items() if column is not None and column in row}
-        return others | found
+        others = {name: value for name, value in row.items() if name not in self._replaced}
+        return others | {field: row[column] for field, column in self._column_of.items() if column in row}
 
-    def refuse_unseen(self) -> None:
-        """Raises DataError for a column that no row had so far."""
-        for field, column in self._columns.items():
-            if column in self._unseen:
+    def watched(self, row: Row) -> Row:
+        """`row` renamed, for the format that reads it."""
+        return _Watched(self.renamed(row), self._asked) if self._replaced else row
+
+    def refuse_unseen(self, rows: str) -> None:
+        """Raises DataError for a column that no row had so far; `rows` says which rows these are."""
+        for field, column in self._column_of.items():
+            if column in self._unseen and self._first:
                 raise DataError(
-                    f"`data.sources.{self._source}.columns` says that `{field}` is in the column `{column}`, and none of the "
-                    "source's rows has one; correct its name"
+                    f"{self._place} says that `{field}` is in the column {column!r}, and none of {rows} has one; the columns "
+                    f"of the first are {', '.join(map(repr, self._first))}"
                 )
+
+    def refuse_unread(self) -> None:
+        """Raises DataError for a column whose field no row was asked for, since the format reads others."""
+        for field, column in self._column_of.items():
+            if field not in self._asked:
+                raise DataError(
+                    f"{self._place} says that `{field}` is in the column {column!r}, but the rows were read without it, from "
+                    f"{', '.join(sorted(self._asked))}: set what stands in its way to null, as in `instruction: null`, or name "
+                    "the `format` of the source"
+                )
+
+
+class _Watched(dict[str, Any]):
+    """A row that notes which of its fields are asked for by name."""
+
+    def __init__(self, row: Row, asked: set[str]) -> None:
+        super().__init__(row)
+        self._asked = asked
+
+    def __getitem__(self, name: str) -> Any:
+        self._asked.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name in self:
+            self._asked.add(name)
+        return super().get(name, default)

@@ -16,16 +16,17 @@ training on it would be training on noise.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from training.contract.errors import DataError
 from training.data.quarantine import Quarantined, Reason, Row
 
 _ANNOTATOR = re.compile(r"annotator_?\d+")
 LABELS = ("label", "winner", "preference", "preferred", "better_response_id")
 SIGNED_LABELS = ("overall_preference", "preference_strength")
-_TIES = dict.fromkeys(("tie", "tie (bothbad)", "both", "none", "-1"), 0)
+_TIES = dict.fromkeys(("tie", "tie (bothbad)", "both", "both_bad", "none", "-1"), 0)
 _BY_NAME = {"a": 1, "b": 2, "model_a": 1, "model_b": 2, **_TIES}
 
 
@@ -52,9 +53,27 @@ _LAYOUTS = (
 )
 
 
+RESPONSES = {name for layout in _LAYOUTS for name in (layout.first, layout.second)}
+_TELLING_ROWS = 16  # where a tenth are ties, and the others 1 or 2 as often, so many lack a 2 once in 14,000 times
+
+
 def compared_responses(row: Row) -> Compared | None:
     """The layout whose two responses the row has."""
-    return next((layout for layout in _LAYOUTS if layout.first in row and layout.second in row), None)
+    has = {name for name, value in row.items() if value is not None}
+    return next((layout for layout in _LAYOUTS if layout.first in has and layout.second in has), None)
+
+
+def refuse_labels_from_0(rows: Sequence[Row], place: str) -> None:
+    """Raises DataError where responses are counted from 1 and their labels are 0 and 1 alone: 0 is hardly a tie then."""
+    counted = [row for row in rows if (layout := compared_responses(row)) and layout.verdicts["0"] == 0]
+    labels = [_spelled(row[name]) for row in counted for name in row if _is_label(name) and name not in SIGNED_LABELS]
+    found = {label for label in labels if label.isdecimal()}
+    if found == {"0", "1"} and len(counted) >= _TELLING_ROWS:
+        raise DataError(
+            f"{place}: the labels of the first rows are 0 and 1 and never 2, but responses of these names are counted from 1, "
+            "and 0 is a tie. Say in `columns` of the source which response 0 and 1 are, as in `columns: {response_0: "
+            "response_a, response_1: response_b}`, or write ties as `tie`"
+        )
 
 
 def winner_first(row: Row) -> tuple[str, str]:
@@ -84,18 +103,22 @@ def _verdict(row: Row, layout: Compared) -> int:
 def _vote(name: str, value: Any, layout: Compared) -> int:
     if name in SIGNED_LABELS:
         return _sign(name, value)
-    number = int(value) if isinstance(value, float) and value.is_integer() else value
-    spelled = str(number).strip().lower()
+    spelled = _spelled(value)
     if spelled not in layout.verdicts:
         expected = ", ".join(layout.verdicts)
         raise Quarantined(Reason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected one of {expected}")
     return layout.verdicts[spelled]
 
 
+def _spelled(value: Any) -> str:
+    """A label as text, a number without `.0`, which it has from a table with gaps."""
+    return str(value).strip().lower().removesuffix(".0")
+
+
 def _sign(name: str, value: Any) -> int:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or math.isnan(number):
         raise Quarantined(Reason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected a number such as -2 or 3")

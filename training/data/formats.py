@@ -2,9 +2,9 @@
 
     conversational   prompt, chosen, rejected: messages (or a prompt of plain text before message lists)
     implicit_prompt  chosen, rejected: whole conversations; what they share at the start is the prompt
-    strings          prompt (or question), chosen, rejected: plain text
+    strings          prompt (or question), chosen, rejected: plain text; the prompt may be messages
     sharegpt         conversations, chosen, rejected: messages spelled {from, value}
-    hh               chosen, rejected: transcripts "\\n\\nHuman: ...\\n\\nAssistant: ..."
+    hh               chosen, rejected: transcripts "\\n\\nHuman: ...\\n\\nAssistant: ...", or the ends of one in `prompt`
     alpaca           instruction, input, chosen, rejected: plain text
     openai           input.messages, preferred_output, non_preferred_output
     comparison       two responses and labels that say which is better (training/data/comparison.py)
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from training.contract.errors import DataError
-from training.data.comparison import compared_responses, winner_first
+from training.data.comparison import RESPONSES, compared_responses, refuse_labels_from_0, winner_first
 from training.data.messages import ANSWERING, SHAREGPT_STYLE, Message, Pair, make_pair, message, messages_of
 from training.data.quarantine import (
     Quarantined,
@@ -35,10 +35,13 @@ from training.data.quarantine import (
 )
 from training.data.tools import template_kwargs_text, tools_text
 
+_ASKED = ("prompt", "question", "instruction")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # What a trainer would pass to the template besides the messages, or show the model: it is part of the conversation.
-_UNSUPPORTED_FIELDS = ("functions", "image", "images", "videos", "audios")
+_UNSUPPORTED_FIELDS = ("functions", "image", "images", "video", "videos", "audio", "audios")
+# How a list of messages, or of texts, begins where a file that has no lists holds it as JSON or as Python writes it.
+_LIST = re.compile(r"""\s*\[\s*(\{\s*['"](role|from|content|value)['"]\s*:|")""")
 
 
 @dataclass(frozen=True)
@@ -73,28 +76,34 @@ def detect(rows: Sequence[Row], place: str) -> str:
     )
 
 
+def refuse_misread(rows: Sequence[Row], place: str) -> None:
+    """Raises DataError where most of `rows` hold lists as text, or their labels count from 0 where 1 is the first response."""
+    refuse_labels_from_0(rows, place)
+    for name in rows[0] if rows else ():
+        found = [text for row in rows if isinstance(text := row.get(name), str) and _LIST.match(text)]
+        if name in _SPOKEN and len(found) * 2 > len(rows):
+            raise DataError(
+                f"{place}: `{name}` holds lists written as text, such as {found[0][:60]!r}; save the data as JSON lines or "
+                "Parquet, which have lists"
+            )
+
+
 def _kind(value: Any) -> str:
     if value is None or isinstance(value, str):
         return "text" if value else "empty"
     return "a list" if isinstance(value, list | tuple) else type(value).__name__
 
 
-def _conversational(row: Row, better: str = "chosen", worse: str = "rejected") -> Pair:
-    prompt = _prompt(row)
-    chosen, rejected = messages_of(row, better), messages_of(row, worse)
-    if chosen and chosen[0]["role"] not in ANSWERING:  # whole conversations beside their prompt, as in UltraFeedback
-        return _repeating_prompt(prompt, _after_shared_start(chosen, rejected))
-    return make_pair(prompt, chosen, rejected)
+def _conversational(row: Row) -> Pair:
+    return _messages(row, ("prompt",))
 
 
-def _implicit_prompt(row: Row, better: str = "chosen", worse: str = "rejected") -> Pair:
-    return _after_shared_start(messages_of(row, better), messages_of(row, worse))
+def _implicit_prompt(row: Row) -> Pair:
+    return _messages(row, ())
 
 
 def _strings(row: Row) -> Pair:
-    # A table of several sets has every field in every row.
-    name = "question" if row.get("prompt") is None and "question" in row else "prompt"
-    return _answers(row, (message("user", text_of(row, name)),))
+    return _texts(row, ("prompt", "question"))
 
 
 def _sharegpt(row: Row) -> Pair:
@@ -109,7 +118,7 @@ def _hh(row: Row) -> Pair:
 
 
 def _alpaca(row: Row) -> Pair:
-    return _answers(row, (*_history(row), message("user", _instruction(row))))
+    return _texts(row, ("instruction",))
 
 
 def _openai(row: Row) -> Pair:
@@ -123,28 +132,46 @@ def _openai(row: Row) -> Pair:
 
 
 def _comparison(row: Row) -> Pair:
-    sides, has_prompt = winner_first(row), row.get("prompt") is not None
-    if _are(row, _LISTS, *sides):
-        return _conversational(row, *sides) if has_prompt else _implicit_prompt(row, *sides)
-    instructed = not has_prompt and "instruction" in row
-    return _answers(row, (message("user", _instruction(row)),) if instructed else _prompt(row), *sides)
+    sides = winner_first(row)
+    return (_messages if _are(row, _LISTS, *sides) else _texts)(row, _ASKED, *sides)
 
 
-def _prompt(row: Row) -> tuple[Message, ...]:
-    if isinstance(field_of(row, "prompt"), str):
-        return (message("user", text_of(row, "prompt")),)
-    return messages_of(row, "prompt")
+def _messages(row: Row, asked: Sequence[str], better: str = "chosen", worse: str = "rejected") -> Pair:
+    """The pair of two answers in messages to what stands in one of the fields `asked`, or else begins both of them."""
+    prompt, chosen, rejected = _prompt(row, asked), messages_of(row, better), messages_of(row, worse)
+    if not prompt:
+        return _after_shared_start(chosen, rejected)
+    if chosen and chosen[0]["role"] not in ANSWERING:  # whole conversations beside their prompt, as in UltraFeedback
+        return _repeating_prompt(prompt, _after_shared_start(chosen, rejected))
+    return make_pair(prompt, chosen, rejected)
 
 
-def _instruction(row: Row) -> str:
-    parts = (text_of(row, "instruction"), optional_text(row, "input"))
-    return "\n\n".join(part for part in parts if part.strip())
+def _texts(row: Row, asked: Sequence[str], better: str = "chosen", worse: str = "rejected") -> Pair:
+    """The pair of two answers in plain text to what stands in one of the fields `asked`, after the turns in `history`."""
+    prompt = _prompt(row, asked)
+    if not prompt:
+        raise Quarantined(Reason.MISSING_FIELD, f"`{asked[0]}` is missing")
+    chosen, rejected = (message("assistant", text_of(row, side)) for side in (better, worse))
+    return make_pair((*_history(row), *prompt), (chosen,), (rejected,))
+
+
+def _prompt(row: Row, asked: Sequence[str]) -> tuple[Message, ...]:
+    """The turns in the first of the fields `asked` that the row has, which holds messages or text; none without one."""
+    name = next((name for name in asked if row.get(name) is not None), None)
+    if name is None:
+        return ()
+    if _are(row, _LISTS, name):
+        return messages_of(row, name)
+    texts = (text_of(row, name), optional_text(row, "input") if name == "instruction" else "")
+    return (message("user", "\n\n".join(text for text in texts if text.strip())),)
 
 
 def _history(row: Row) -> tuple[Message, ...]:
-    """Earlier turns of an alpaca row: a list of [question, answer]."""
-    turns: list[Message] = []
-    for index, turn in enumerate(row.get("history") or ()):
+    """Earlier turns: a list of [question, answer]."""
+    given, turns = row.get("history") or (), list[Message]()
+    if not isinstance(given, list | tuple):
+        raise Quarantined(Reason.WRONG_TYPE, f"`history` is {type(given).__name__}, expected a list of earlier turns")
+    for index, turn in enumerate(given):
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise Quarantined(Reason.WRONG_TYPE, f"`history[{index}]` is not a [question, answer]")
         for role, content in zip(("user", "assistant"), turn, strict=True):
@@ -155,17 +182,20 @@ def _history(row: Row) -> tuple[Message, ...]:
 def _with_system(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
     """`turns`, after the row's `system` prompt if it has one and they do not begin with it."""
     first = message("system", optional_text(row, "system"))
-    return (first, *turns) if first["content"].strip() and turns[0] != first else turns
-
-
-def _answers(row: Row, prompt: tuple[Message, ...], better: str = "chosen", worse: str = "rejected") -> Pair:
-    chosen, rejected = (message("assistant", text_of(row, side)) for side in (better, worse))
-    return make_pair(prompt, (chosen,), (rejected,))
+    said = first["content"].strip()
+    is_there = turns[0]["role"] == "system" and turns[0]["content"].strip() == said
+    return (first, *turns) if said and not is_there else turns
 
 
 def _transcript(row: Row, name: str) -> tuple[Message, ...]:
-    """The turns of a transcript; the one space after the colon is punctuation, everything else is content."""
-    before, *turns = _TURN.split(text_of(row, name))
+    """The turns of a transcript, or of one that begins in `prompt`.
+
+    The one space after the colon is punctuation, everything else is content.
+    """
+    text = text_of(row, name)
+    if not _is_transcript(text) and _is_transcript(row.get("prompt")):
+        text = text_of(row, "prompt") + text
+    before, *turns = _TURN.split(text)
     if before.strip() or not turns:
         raise Quarantined(Reason.BAD_TRANSCRIPT, f'`{name}` does not begin with "\\n\\nHuman:"')
     speakers, contents = turns[::2], turns[1::2]
@@ -202,12 +232,28 @@ def _repeating_prompt(prompt: Sequence[Message], pair: Pair) -> Pair:
     return pair
 
 
+def _is_transcript(value: Any) -> bool:
+    start = _TURN.search(value) if isinstance(value, str) else None
+    return start is not None and not value[: start.start()].strip()
+
+
 def _are(row: Row, kind: type | tuple[type, ...], *names: str) -> bool:
     return all(isinstance(row.get(name), kind) for name in names)
 
 
 _LISTS = (list, tuple, dict)
-_ASKED = ("prompt", "instruction", "conversation_a")
+_TRANSCRIPTS = ("chosen", "prompt")
+# The fields that are what somebody said.
+_SPOKEN = {
+    "prompt",
+    "question",
+    "conversations",
+    "chosen",
+    "rejected",
+    "preferred_output",
+    "non_preferred_output",
+    *RESPONSES,
+}
 
 FORMATS: dict[str, PreferenceFormat] = {
     "openai": PreferenceFormat(
@@ -217,13 +263,24 @@ FORMATS: dict[str, PreferenceFormat] = {
     ),
     "comparison": PreferenceFormat(
         "instruction or prompt, response1, response2, annotator1.. or label; or conversation_a, conversation_b, winner",
-        lambda row: compared_responses(row) is not None and not row.keys().isdisjoint(_ASKED),
+        lambda row: (
+            compared_responses(row) is not None
+            and not row.keys().isdisjoint((*_ASKED, "conversation_a"))
+            and (row.get("chosen") is None or row.get("rejected") is None)
+        ),
         _comparison,
     ),
     "sharegpt": PreferenceFormat(
         "conversations, chosen, rejected",
         lambda row: _are(row, _LISTS, "conversations", "chosen", "rejected"),
         _sharegpt,
+    ),
+    "hh": PreferenceFormat(
+        'chosen, rejected: "\\n\\nHuman: ...\\n\\nAssistant: ...", or the ends of one in `prompt`',
+        lambda row: (
+            _are(row, str, "chosen", "rejected") and any(_is_transcript(row.get(name)) for name in _TRANSCRIPTS)
+        ),
+        _hh,
     ),
     "alpaca": PreferenceFormat(
         "instruction, input, chosen, rejected",
@@ -232,13 +289,11 @@ FORMATS: dict[str, PreferenceFormat] = {
     ),
     "strings": PreferenceFormat(
         "prompt or question, chosen, rejected: text",
-        lambda row: _are(row, str, "chosen", "rejected") and (_are(row, str, "prompt") or _are(row, str, "question")),
+        lambda row: (
+            _are(row, str, "chosen", "rejected")
+            and (_are(row, (str, *_LISTS), "prompt") or _are(row, (str, *_LISTS), "question"))
+        ),
         _strings,
-    ),
-    "hh": PreferenceFormat(
-        'chosen, rejected: "\\n\\nHuman: ...\\n\\nAssistant: ..."',
-        lambda row: _are(row, str, "chosen", "rejected") and _TURN.search(row["chosen"]) is not None,
-        _hh,
     ),
     "conversational": PreferenceFormat(
         "prompt, chosen, rejected: messages",

@@ -24,9 +24,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names for one thi
 _ONLY_OF = {"tool_call_id": "tool", **dict.fromkeys(("tool_calls", *_REASONING), "assistant")}
 # Fields of a message that change what the model would have seen: leaving them out trains on another conversation.
 _UNSUPPORTED_FIELDS = (
-    "function_call",
-    "images",
-    "audio",
+    *("function_call", "function_calls", "functions"),
+    *("image", "images", "video", "videos", "audio", "audios"),
 )
 
 

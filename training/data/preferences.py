@@ -21,10 +21,10 @@ from training.contract.recipe_files import DataFile
 from training.contract.store import Made
 from training.data.collector import Collector, SourceFile, SourceSettings
 from training.data.columns import Columns
-from training.data.formats import FORMATS, detect
+from training.data.formats import FORMATS, detect, refuse_misread
 from training.data.hub_files import hub_files
 from training.data.messages import Pair
-from training.data.quarantine import Quarantined, Reason
+from training.data.quarantine import Quarantined, Reason, Row
 from training.data.readers import Record, read_records
 from training.distributed import Group
 
@@ -49,9 +49,12 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             _collect(each, collector)
             progress.advance()
     for source in sources:
-        source.columns.refuse_unseen()
+        source.columns.refuse_unseen("the source's rows")
     collector.refuse_if_empty()
     collector.refuse_empty_held_out(inputs)
+    for source in sources:
+        if collector.pairs_of_source[source.number]:
+            source.columns.refuse_unread()
     for reason, count in collector.reasons.most_common():
         events.note(f"{count} rows in quarantine: {reason}")
     if collector.left_out:
@@ -106,31 +109,29 @@ def _convert(record: Record, name: str, columns: Columns) -> Pair:
     if record.problem is not None:
         raise record.problem
     try:
-        return FORMATS[name].convert(columns.named(record.value))
+        return FORMATS[name].convert(columns.watched(record.value))
     except RecursionError:
         raise Quarantined(Reason.BAD_JSON, "nested too deeply") from None
 
 
 def _recognize(given: SourceFile) -> tuple[str, Iterator[Record]]:
-    """The format of a file, and all of its records, those that were read to detect it included."""
-    file, records = given.file, read_records(given.file)
-    if given.source.format != "auto":
-        return given.source.format, records
-    seen: list[Record] = []
-    objects = 0
+    """The format of a file, and all of its records, those that were looked at first included."""
+    records, name, place = read_records(given.file), given.source.format, str(given.file.path)
+    first: list[Record] = []
+    rows: list[Row] = []
     for record in records:
-        seen.append(record)
-        objects += record.problem is None
-        if objects == _DETECTION_ROWS:
+        first.append(record)
+        if record.problem is None:
+            rows.append(given.source.columns.renamed(record.value))
+        if len(rows) == _DETECTION_ROWS:
             break
-    if not seen:
-        return given.source.format, records
-    if not objects:
-        raise DataError(f"{file.path}: no row of it can be read; line {seen[0].line}: {seen[0].problem}")
-    rows = [given.source.columns.named(record.value) for record in seen if record.problem is None]
-    try:
-        name = detect(rows, str(file.path))
-    except DataError:
-        given.source.columns.refuse_unseen()
-        raise
-    return name, itertools.chain(seen, records)
+    if name == "auto" and rows:
+        try:
+            name = detect(rows, place)
+        except DataError:
+            given.source.columns.refuse_unseen(f"the first rows of {place}")
+            raise
+    elif name == "auto" and first:
+        raise DataError(f"{place}: no row of it can be read; line {first[0].line}: {first[0].problem}")
+    refuse_misread(rows, place)
+    return name, itertools.chain(first, records)

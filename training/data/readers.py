@@ -17,7 +17,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BufferedReader, TextIOWrapper
@@ -132,6 +132,7 @@ def _read_table(
     try:
         with open_data(path) as file:
             for batch in batches(file):
+                _refuse_repeated(path, batch.schema.names)
                 for value in batch.to_pylist():
                     number += 1
                     yield Record(number, value)
@@ -151,16 +152,18 @@ def _read_csv(path: Path) -> Iterator[Record]:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
-            if len(set(header)) < len(header):
-                [(twice, _)] = Counter(header).most_common(1)
-                raise DataError(
-                    f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one"
-                )
+            _refuse_repeated(path, header)
             for number, cells in enumerate(reader, start=1):
                 if cells:
                     yield _csv_record(number, header, cells)
         except csv.Error as error:
             raise DataError(f"{path} is not CSV after row {number}: {error}; quote its fields") from error
+
+
+def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
+    if len(set(columns)) < len(columns):
+        [(twice, _)] = Counter(columns).most_common(1)
+        raise DataError(f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one")
 
 
 def _csv_record(number: int, header: list[str], cells: list[str]) -> Record:

@@ -1,6 +1,7 @@
 """Tools that a conversation may use, calls of them by the assistant, their results, and what else a template is given.
 
-    tools of a row    [{type: function, function: {name, description, parameters}}]; or without the outer object; or its text
+    tools of a row    [{type: function, function: {name, description, parameters}}]; or without the outer object; or its text,
+                      or a list of the text of each
     a call            tool_calls: [{id, type: function, function: {name, arguments}}]; or without the outer object
     its result        a message of the role `tool`, which may have `tool_call_id` and `name`
     what else         chat_template_kwargs of a row: an object, or its text
@@ -29,10 +30,8 @@ _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON writes it; not a backsl
 
 def tools_text(given: Any, place: str) -> str:
     """The tools in `given`, as JSON text; the empty string where there are none. Raises Quarantined."""
-    tools = _parsed(given, place, list)
-    for index, tool in enumerate(tools):
-        _checked(tool, f"{place}[{index}]")
-    return _text(tools if isinstance(given, str) else without_nulls(tools), place)
+    tools, is_text = _parsed(given, place, list), isinstance(given, str)
+    return _text([_tool(tool, f"{place}[{index}]", is_text) for index, tool in enumerate(tools)], place)
 
 
 def template_kwargs_text(given: Any, place: str) -> str:
@@ -90,6 +89,12 @@ def _checked(item: Any, place: str) -> Row:
         raise Quarantined(Reason.WRONG_TYPE, f"`{place}.function` is {type(function).__name__}, expected an object")
     clean_text(field_of(function, "name", f"{place}."), f"{place}.name")
     return function
+
+
+def _tool(given: Any, place: str, in_text: bool) -> Any:
+    item = _parsed(given, place, dict) if isinstance(given, str) else given
+    _checked(item, place)
+    return item if in_text or isinstance(given, str) else without_nulls(item)
 
 
 def _call(given: Any, place: str, in_text: bool) -> Item:

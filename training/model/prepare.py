@@ -35,7 +35,7 @@ from training.model.body import body_of, text_config
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
-from training.model.routing import demand_experts, report_routing
+from training.model.routing import report_routing, routing_reported
 from training.model.selfcheck import tiny_groups
 from training.model.tiles import compile_tiles
 
@@ -46,8 +46,8 @@ _COMPILE_OPTIONS = {"fallback_random": True}
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     """Raise ModelError or TrainingError where training by `recipe` would: for jobs before it, which may take long.
 
-    It looks for the layers that an adapter names, for layers to checkpoint or compile, for experts to balance, and for float8
-    on the device; and it compiles the tiles of the head, to see whether this machine can.
+    It looks for the layers that an adapter names, for layers to checkpoint or compile, and for float8 on the device; it runs a
+    few tokens to see which experts they go to, and compiles the tiles of the head, to see whether this machine can.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
@@ -57,7 +57,7 @@ def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     if training.get("head_precision") == "float8":
         demand_float8(model.device)
     if training.get("router_aux_loss_coef"):
-        demand_experts(model)
+        _demand_routing(model)
     if compute.get("compile"):
         with _compiler_explained():
             compile_tiles(model.device, model.dtype)
@@ -126,6 +126,14 @@ def _compiler_explained() -> Iterator[None]:
             f"`compute.compile`: torch cannot compile on this machine: {telling}; install what is missing of a C++ compiler "
             "and the headers of Python (on Debian: apt-get install -y g++ python3-dev), or set it to false"
         ) from error
+
+
+def _demand_routing(model: PreTrainedModel) -> None:
+    """Raise ModelError unless passes report where their tokens went; some models have experts that do not."""
+    sequences, sizes = tiny_groups(text_config(model).vocab_size)
+    with _undisturbed(model), routing_reported(model), torch.no_grad():
+        model.eval()
+        response_logprobs(model, sequences, sizes)
 
 
 def _warm_up(model: PreTrainedModel, own_dropout: bool) -> None:

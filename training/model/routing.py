@@ -12,7 +12,8 @@ and asks for balance over the batch, not within every few sequences (Qiu et al. 
 Legend: E experts, T tokens of a row.
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,27 +38,33 @@ class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a
 
 
 def report_routing(model: PreTrainedModel) -> None:
-    """Make every pass of `model` report its routing. Raises ModelError if it has no experts that are balanced this way."""
-    demand_experts(model)
+    """Make every pass of `model` report its routing. Raises ModelError if it has no experts that are balanced by a loss."""
+    config = text_config(model)
+    if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):
+        raise _refused(model, "its configuration has no `router_aux_loss_coef`, or no experts")
     setattr(model, _REPORTED, True)
+
+
+@contextlib.contextmanager
+def routing_reported(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which passes report their routing. Raises ModelError as `report_routing`."""
+    report_routing(model)
+    try:
+        yield
+    finally:
+        delattr(model, _REPORTED)
 
 
 def reports_routing(model: PreTrainedModel) -> bool:
     return hasattr(model, _REPORTED)
 
 
-def demand_experts(model: PreTrainedModel) -> None:
-    """Raise ModelError unless `model` is a mixture of experts whose authors balance it by a loss."""
-    config = text_config(model)
-    if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):
-        raise _refused(model, "its configuration has no `router_aux_loss_coef`, or no experts")
-
-
 def routing_of(model: PreTrainedModel, layers: Sequence[Tensor], sequences_T: Tensor) -> Routing:
     """The routing of a row, from its router's logits, T x E in each layer; `sequences_T` as in `Row`. Raises ModelError."""
     config, shapes = text_config(model), {tuple(logits_TE.shape) for logits_TE in layers}
     if shapes != {(len(sequences_T), _experts(config))}:
-        raise _refused(model, f"of {len(sequences_T)} tokens and {_experts(config)} experts its layers report {shapes}")
+        told = " and ".join(map(str, sorted(shapes))) or "nothing"
+        raise _refused(model, f"of {len(sequences_T)} tokens and {_experts(config)} experts its layers report {told}")
     each, weights_T, parts = int(config.num_experts_per_tok), sequences_T.double(), []
     for logits_TE in layers:
         probabilities_TE = logits_TE.softmax(-1, dtype=torch.float32)

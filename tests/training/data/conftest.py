@@ -72,11 +72,15 @@ class Workshop:
 
     def rows(self, rows: list[Any], format: str = "auto", fraction: float = 0.1) -> Done:
         """`preferences` over rows written as JSON lines; text is written as it is."""
+        return self.preferences({**self.source(rows), "format": format}, fraction=fraction)
+
+    def source(self, rows: list[Any]) -> dict[str, Any]:
+        """A source of rows written as JSON lines; text is written as it is."""
         self.folder.mkdir(exist_ok=True)
         path = self.folder / f"rows{self.count}.jsonl"
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        return self.preferences({"path": str(path), "format": format}, fraction=fraction)
+        return {"path": str(path)}
 
     def tokenizer(self, tokenizer: Path, chat_template: Path | None = None, /, **settings: Any) -> Done:
         """The job on these files, with the hashes that they have now unless `settings` hold others."""

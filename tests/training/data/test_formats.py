@@ -32,6 +32,8 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
         {"prompt": "Why?", "question": "As it was asked at first", "chosen": "Because.", "rejected": "No idea."},
         {"prompt": None, "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": [ASK], "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea.", "response_1": "Yes.", "response_2": "So."},
     ],
     "sharegpt": [
         {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "Because."},
@@ -39,7 +41,12 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"conversations": [{"from": "user", "value": "Why?"}], "chosen": [{"from": "assistant", "value": "Because."}],
          "rejected": [{"from": "assistant", "value": "No idea."}]},
     ],
-    "hh": [{"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."}],
+    "hh": [
+        {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."},
+        {"prompt": "\n\nHuman: Why?\n\nAssistant:", "chosen": " Because.", "rejected": " No idea."},
+        {"prompt": "Why?", "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
+         "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."},
+    ],
     "alpaca": [
         {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No idea.", "output": "x"},
         {"instruction": "Why?", "input": None, "chosen": "Because.", "rejected": "No idea."},
@@ -57,6 +64,9 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"prompt": [ASK], "response1": "No idea.", "response2": "Because.", "overall_preference": 2},
         {"prompt": "Why?", "response_1": "Because.", "response_2": "No idea.", "preference_strength": -1.0},
         {"prompt": "Why?", "response_a": [GOOD], "response_b": [BAD], "winner": "a"},
+        {"question": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1.0"},
+        {"instruction": "Why?", "response1": [GOOD], "response2": [BAD], "label": 1},
+        {"prompt": "Why?", "response_0": None, "response_1": "Because.", "response_2": "No idea.", "label": 1},
         {"conversation_a": [ASK, BAD], "conversation_b": [ASK, GOOD], "winner": "model_b"},
     ],
 }  # fmt: skip
@@ -108,6 +118,12 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
     [
         ("alpaca", {"instruction": "Fix it.", "input": "freind", "chosen": "a", "rejected": "b"}, ["Fix it.\n\nfreind"]),
         ("alpaca", {"instruction": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
+        ("strings", {"prompt": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
+        ("comparison", {"instruction": "C", "history": [["A", "B"]], "response1": "a", "response2": "b", "label": 1},
+         ["A", "B", "C"]),
+        ("conversational", {"prompt": None, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["Why?"]),
+        ("conversational", {"system": "S ", "prompt": [{"role": "system", "content": "S"}, ASK], "chosen": [GOOD],
+         "rejected": [BAD]}, ["S", "Why?"]),
         ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
         ("conversational", {"system": "S", "prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, ["S", "Why?"]),
         ("implicit_prompt", {"system": "S", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["S", "Why?"]),
@@ -186,6 +202,15 @@ UNUSABLE = [
     ("conversational", _conversation() | {"chat_template_kwargs": [True]}, Reason.WRONG_TYPE),
     ("conversational", _conversation() | {"chat_template_kwargs": "{thinking}"}, Reason.BAD_JSON),
     ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
+    ("alpaca", {"instruction": "A", "history": 3, "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
+    ("alpaca", {"input": "A", "chosen": "a", "rejected": "b"}, Reason.MISSING_FIELD),
+    ("strings", {"prompt": "A", "chosen": "a", "rejected": "b", "audio": {"path": "a.wav"}}, Reason.UNSUPPORTED_FIELD),
+    (
+        "implicit_prompt",
+        {"chosen": [ASK, GOOD | {"function_calls": "f()"}], "rejected": [ASK, BAD]},
+        Reason.UNSUPPORTED_FIELD,
+    ),
+    ("hh", {"prompt": "\n\nHuman: Why?", "chosen": " a", "rejected": " b"}, Reason.PROMPTS_DIFFER),
 ]
 
 
@@ -204,6 +229,8 @@ def test_a_row_that_is_no_pair_says_why(name, row, reason):
         ({"annotator1": 0, "annotator2": 0, "annotator3": 1}, Reason.TIE),  # the majority says tie
         ({"annotator1": 1, "annotator2": 2}, Reason.TIE),  # one of two is no majority
         ({"winner": "tie"}, Reason.TIE),
+        ({"winner": "both_bad"}, Reason.TIE),
+        ({"overall_preference": 10**400}, Reason.UNKNOWN_LABEL),
         ({"overall_preference": 0}, Reason.TIE),
         ({"overall_preference": "much better"}, Reason.UNKNOWN_LABEL),
         ({"overall_preference": True}, Reason.UNKNOWN_LABEL),

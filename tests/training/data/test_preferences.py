@@ -282,10 +282,66 @@ def test_a_column_that_comes_late_is_found_and_one_that_never_comes_is_refused(w
     source = {"path": str(tmp_path / "rows.jsonl")}
     last = workshop.preferences({**source, "columns": {"system": "persona"}}).table("preferences.parquet")[-1]
     assert [turn["role"] for turn in last["prompt"]] == ["system", "user"]
-    absent = r"`data.sources.1.columns` says that `{}` is in the column `{}`, and none of the source's rows has one"
-    for field, column, format in (("system", "personna", "auto"), ("prompt", "q", "auto"), ("prompt", "q", "strings")):
-        with pytest.raises(DataError, match=absent.format(field, column)):
+    absent = r"`data.sources.1.columns` says that `{}` is in the column '{}', and none of {} has one; .* are 'prompt', 'chosen'"
+    first, every = "the first rows of .*rows.jsonl", "the source's rows"
+    for field, column, format, where in (
+        ("system", "personna", "auto", every), ("prompt", "q", "auto", first), ("prompt", "q", "strings", every),
+    ):  # fmt: skip
+        with pytest.raises(DataError, match=absent.format(field, column, where)):
             workshop.preferences(source, {**source, "columns": {field: column}, "format": format})
+    (tmp_path / "none.jsonl").write_text("{\n")
+    unread = {"path": str(tmp_path / "none.jsonl"), "columns": {"prompt": "q"}, "format": "strings"}
+    assert workshop.preferences(source, unread).details["reasons"] == {"bad JSON": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "read"),
+    [
+        ({"instruction": "Judge it.", "q": "Why?", "chosen": "a", "rejected": "b"}, {"prompt": "q"}, "instruction, rejected"),
+        ({**GOOD, "q": "Who?"}, {"question": "q"}, "chosen, prompt, rejected"),
+        ({**GOOD, "better": 1}, {"label": "better"}, "chosen, prompt, rejected"),
+        ({"prompt": "Why?", "response_0": "a", "response_1": "b", "best": 1, "x": "c", "y": "d"},
+         {"response_1": "x", "response_2": "y", "label": "best"}, "label, prompt, response_0, response_1"),
+    ],
+)  # fmt: skip
+def test_a_column_that_no_row_is_asked_for_is_refused(workshop, row, columns, read):
+    """Another field comes first: what the recipe says would not be what is trained."""
+    with pytest.raises(
+        DataError, match=rf"in the column '\w+', but the rows were read without it, from .*{read}: set what"
+    ):
+        workshop.preferences({**workshop.source([row]), "columns": columns})
+
+
+def _labelled(labels):
+    return [{"prompt": f"Q{n}", "response_a": "a", "response_b": "b", "label": label} for n, label in enumerate(labels)]
+
+
+def test_labels_that_count_from_0_are_not_taken_for_ties(workshop):
+    with pytest.raises(
+        DataError, match=r"labels of the first rows are 0 and 1 and never 2, .* `columns: \{response_0:"
+    ):
+        workshop.rows(_labelled([0, 1, 1, "0"] * 4))
+    with pytest.raises(DataError, match="labels of the first rows"):
+        workshop.rows(_labelled([0.0, 1.0] * 8), "comparison")
+    named = {"response_0": "response_a", "response_1": "response_b"}
+    done = workshop.preferences({**workshop.source(_labelled([0, 1, 1, 0] * 4)), "columns": named})
+    assert [row["chosen"][0]["content"] for row in done.table("preferences.parquet")] == ["a", "b", "b", "a"] * 4
+    for labels in ([0, 1, 1, 2] * 4, [0, 1, 1, 0], [1] * 16, ["tie", 1] * 8):
+        assert workshop.rows(_labelled(labels)).details["counts"]["pairs"] == sum(label in (1, 2) for label in labels)
+
+
+@pytest.mark.parametrize(
+    ("side", "text"),
+    [
+        ("chosen", '[{"role": "assistant", "content": "Because."}]'),
+        ("chosen", " [{'content': 'Because.', 'role': 'assistant'}]"),
+        ("prompt", '["Why?"]'),
+    ],
+)
+def test_lists_written_as_text_are_not_taken_for_text(workshop, side, text):
+    with pytest.raises(DataError, match=rf"rows\d.jsonl: `{side}` holds lists written as text, such as .*; save "):
+        workshop.rows([{**GOOD, side: text}] * 3)
+    assert workshop.rows([{**GOOD, side: text}, GOOD]).details["counts"]["pairs"] == 2, "an answer may be JSON"
 
 
 def test_a_pair_has_the_name_of_its_source_and_the_fingerprint_knows_it(workshop, tmp_path):

@@ -34,6 +34,14 @@ def _csv(path: Path) -> None:
     path.write_bytes("\r\n".join(["prompt,chosen,rejected", *quoted, ""]).encode("utf-8-sig"))
 
 
+def _twice() -> bytes:
+    """A Parquet file with two columns of one name, which Arrow writes."""
+    pq.write_table(
+        pa.table([["a"], ["b"], ["c"]], names=["chosen", "prompt", "chosen"]), sink := pa.BufferOutputStream()
+    )
+    return bytes(sink.getvalue())
+
+
 def _packed(rows) -> bytes:
     return gzip.compress("\n".join(map(json.dumps, rows)).encode())
 
@@ -227,6 +235,7 @@ def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp
         ("open.csv", 'a\n"x', "is not CSV"),
         ("cut.csv.gz", gzip.compress(b"a" * 99, mtime=0)[:-9], "cannot be read: Compressed file ended"),
         ("twice.csv", "chosen,prompt,chosen\na,b,c\n", "has two columns `chosen`"),
+        ("twice.parquet", _twice(), "has two columns `chosen`"),
     ],
 )
 def test_an_unusable_place_is_refused_by_name(tmp_path, name, content, words):

@@ -261,7 +261,7 @@ def test_a_call_without_arguments_is_one_with_none(nothing):
         ({**ASKED, "tools": "[{"}, Reason.BAD_JSON, "`tools` is text"),
         ({**ASKED, "tools": {"name": "weather"}}, Reason.WRONG_TYPE, "`tools` is dict"),
         ({**ASKED, "tools": '"weather"'}, Reason.WRONG_TYPE, "`tools` is str"),
-        ({**ASKED, "tools": ["weather"]}, Reason.WRONG_TYPE, r"`tools\[0\]` is str"),
+        ({**ASKED, "tools": ["weather"]}, Reason.BAD_JSON, r"`tools\[0\]` is text that is no JSON"),
         ({**ASKED, "tools": [{"type": "function"}]}, Reason.MISSING_FIELD, r"`tools\[0\].name`"),
         ({**ASKED, "tools": [{"function": "weather"}]}, Reason.WRONG_TYPE, r"`tools\[0\].function` is str"),
         ({**ASKED, "tools": [{"name": "a", "default": float("nan")}]}, Reason.WRONG_TYPE, "what JSON cannot"),

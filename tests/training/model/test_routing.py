@@ -14,6 +14,7 @@ from training.contract.errors import ModelError
 from training.model.body import text_config
 from training.model.logprobs import collate, logprobs_of
 from training.model.prefix import TokenSequence
+from training.model.prepare import demand_trainable
 from training.model.routing import ExpertBalance, Routing, report_routing
 
 CHANGES = {kind: changes for kind, _, changes in VARIANTS}
@@ -101,16 +102,20 @@ def test_a_model_without_experts_is_refused(kind: str, changes: dict[str, Any]):
 @pytest.mark.parametrize(
     ("kind", "changes", "told"),
     [
-        ("qwen2_moe", CHANGES["qwen2_moe"] | {"mlp_only_layers": [0, 1]}, r"4 experts its layers report set\(\)"),
+        ("qwen2_moe", CHANGES["qwen2_moe"] | {"mlp_only_layers": [0, 1]}, r"4 experts its layers report nothing"),
         (
             "doge",
             {"is_moe": True, "num_experts": 16, "num_experts_per_tok": 2},
-            r"of 19 tokens and 16 experts its layers report \{\(2, 19, 4\)\}",
+            r"of 19 tokens and 16 experts its layers report \(2, 19, 4\)",
         ),
     ],
 )
 def test_layers_that_report_something_else_are_refused(kind: str, changes: dict[str, Any], told: str):
-    """None of whose layers has its experts, and one with experts of its own kind."""
-    report_routing(model := build(kind, changes))
+    """None of whose layers has its experts, and one with experts of its own kind; by the jobs before training as well."""
+    model = build(kind, changes)
+    with pytest.raises(ModelError, match=told.replace("19", r"\d+")):
+        demand_trainable(model, {"training": {"router_aux_loss_coef": 0.1}})
+    assert logprobs_of(model, collate(model, groups()[0], [2])).routing is None
+    report_routing(model)
     with pytest.raises(ModelError, match=told):
         routing(model, groups())
