@@ -63,6 +63,11 @@ def compared_responses(row: Row) -> Compared | None:
     return next((layout for layout in _LAYOUTS if layout.first in has and layout.second in has), None)
 
 
+def names_a_verdict(value: Any, layout: Compared) -> bool:
+    """Whether `value` is no answer, but says which of the two responses is one."""
+    return _spelled(value) in layout.verdicts
+
+
 def refuse_labels_from_0(rows: Sequence[Row], place: str) -> None:
     """Raises DataError where responses are counted from 1 and their labels are 0 and 1 alone: 0 is hardly a tie then."""
     counted = [row for row in rows if (layout := compared_responses(row)) and layout.verdicts["0"] == 0]

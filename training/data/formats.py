@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from training.contract.errors import DataError
-from training.data.comparison import RESPONSES, compared_responses, refuse_labels_from_0, winner_first
+from training.data.comparison import RESPONSES, compared_responses, names_a_verdict, refuse_labels_from_0, winner_first
 from training.data.messages import ANSWERING, SHAREGPT_STYLE, Message, Pair, make_pair, message, messages_of
 from training.data.quarantine import (
     Quarantined,
@@ -134,6 +134,14 @@ def _openai(row: Row) -> Pair:
 def _comparison(row: Row) -> Pair:
     sides = winner_first(row)
     return (_messages if _are(row, _LISTS, *sides) else _texts)(row, _ASKED, *sides)
+
+
+def _compares(row: Row) -> bool:
+    """Whether a row has two responses and what they answer, and no pair beside them that says which is chosen."""
+    layout = compared_responses(row)
+    if layout is None or row.keys().isdisjoint((*_ASKED, "conversation_a")):
+        return False
+    return row.get("chosen") is None or row.get("rejected") is None or names_a_verdict(row["chosen"], layout)
 
 
 def _messages(row: Row, asked: Sequence[str], better: str = "chosen", worse: str = "rejected") -> Pair:
@@ -262,12 +270,8 @@ FORMATS: dict[str, PreferenceFormat] = {
         _openai,
     ),
     "comparison": PreferenceFormat(
-        "instruction or prompt, response1, response2, annotator1.. or label; or conversation_a, conversation_b, winner",
-        lambda row: (
-            compared_responses(row) is not None
-            and not row.keys().isdisjoint((*_ASKED, "conversation_a"))
-            and (row.get("chosen") is None or row.get("rejected") is None)
-        ),
+        "prompt, question or instruction, response1, response2, annotator1.. or label; or conversation_a, conversation_b, label",
+        _compares,
         _comparison,
     ),
     "sharegpt": PreferenceFormat(

@@ -246,6 +246,20 @@ def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
     assert caught.value.reason is reason
 
 
+@pytest.mark.parametrize("chosen", ["response_2", "model_b", 2, "B"])
+def test_the_name_of_a_response_is_not_taken_for_an_answer(chosen):
+    row = {
+        "prompt": "Why?",
+        "response_1": "No idea.",
+        "response_2": "Because.",
+        "chosen": chosen,
+        "rejected": "response_1",
+    }
+    assert detect([row], "here") == "comparison"
+    with pytest.raises(Quarantined, match="there is no label"):
+        FORMATS["comparison"].convert(row)
+
+
 def test_detection_follows_most_rows_and_says_what_it_considered():
     strings = SAME_PAIR["strings"][0]
     for odd in ({"a": 1}, *(rows[0] for rows in SAME_PAIR.values())):
