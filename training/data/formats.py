@@ -270,7 +270,7 @@ FORMATS: dict[str, PreferenceFormat] = {
         _openai,
     ),
     "comparison": PreferenceFormat(
-        "prompt, question or instruction, response1, response2, annotator1.. or label; or conversation_a, conversation_b, label",
+        "prompt, question or instruction, response1, response2, label; or conversation_a, conversation_b, label",
         _compares,
         _comparison,
     ),
