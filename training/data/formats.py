@@ -12,7 +12,7 @@
 A field that is in a column of another name is moved there before (training/data/columns.py).
 In all of them a row may also have the fields `system`, for a system message in front, `tools` and `chat_template_kwargs`
 (training/data/tools.py). A row that does not fit its format, or has what no format reads, such as images, raises `Quarantined`.
-Formats are recognized by the fields of the first rows.
+Formats are recognized by the fields of the first rows (training/data/detection.py).
 """
 
 import re
@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from training.contract.errors import DataError
-from training.data.comparison import RESPONSES, compared_responses, names_a_verdict, refuse_labels_from_0, winner_first
+from training.data.comparison import compared_responses, names_a_verdict, winner_first
 from training.data.messages import ANSWERING, SHAREGPT_STYLE, Message, Pair, make_pair, message, messages_of
 from training.data.quarantine import (
     Quarantined,
@@ -40,8 +39,6 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # What a trainer would pass to the template besides the messages, or show the model: it is part of the conversation.
 _UNSUPPORTED_FIELDS = ("functions", "image", "images", "video", "videos", "audio", "audios")
-# How a list of messages, or of texts, begins where a file that has no lists holds it as JSON or as Python writes it.
-_LIST = re.compile(r"""\s*\[\s*(\{\s*['"](role|from|content|value)['"]\s*:|")""")
 
 
 @dataclass(frozen=True)
@@ -59,39 +56,6 @@ class PreferenceFormat:
         tools = pair.tools or tools_text(row.get("tools"), "tools")
         template_kwargs = template_kwargs_text(row.get("chat_template_kwargs"), "chat_template_kwargs")
         return replace(pair, prompt=_with_system(row, pair.prompt), tools=tools, chat_template_kwargs=template_kwargs)
-
-
-def detect(rows: Sequence[Row], place: str) -> str:
-    """The format that fits most of `rows`, one at least. Raises DataError, naming what was considered, if none fits any."""
-    votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}
-    best = max(votes, key=lambda name: votes[name])
-    if votes[best]:
-        return best
-    considered = "; ".join(f"{name} ({form.fields})" for name, form in FORMATS.items())
-    found = ", ".join(f"{name} ({_kind(value)})" for name, value in rows[0].items())
-    raise DataError(
-        f"{place}: none of the preference formats fits the first rows, whose fields are: {found}. Considered: {considered}. "
-        "A row needs a prompt and two answers: say which columns hold them in `columns` of the source, as in "
-        "`columns: {prompt: my_question}`"
-    )
-
-
-def refuse_misread(rows: Sequence[Row], place: str) -> None:
-    """Raises DataError where most of `rows` hold lists as text, or their labels count from 0 where 1 is the first response."""
-    refuse_labels_from_0(rows, place)
-    for name in rows[0] if rows else ():
-        found = [text for row in rows if isinstance(text := row.get(name), str) and _LIST.match(text)]
-        if name in _SPOKEN and len(found) * 2 > len(rows):
-            raise DataError(
-                f"{place}: `{name}` holds lists written as text, such as {found[0][:60]!r}; save the data as JSON lines or "
-                "Parquet, which have lists"
-            )
-
-
-def _kind(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return "text" if value else "empty"
-    return "a list" if isinstance(value, list | tuple) else type(value).__name__
 
 
 def _conversational(row: Row) -> Pair:
@@ -251,18 +215,6 @@ def _are(row: Row, kind: type | tuple[type, ...], *names: str) -> bool:
 
 _LISTS = (list, tuple, dict)
 _TRANSCRIPTS = ("chosen", "prompt")
-# The fields that are what somebody said.
-_SPOKEN = {
-    "prompt",
-    "question",
-    "conversations",
-    "chosen",
-    "rejected",
-    "preferred_output",
-    "non_preferred_output",
-    *RESPONSES,
-}
-
 FORMATS: dict[str, PreferenceFormat] = {
     "openai": PreferenceFormat(
         "input.messages, preferred_output, non_preferred_output",

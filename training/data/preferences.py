@@ -21,7 +21,9 @@ from training.contract.recipe_files import DataFile
 from training.contract.store import Made
 from training.data.collector import Collector, SourceFile, SourceSettings
 from training.data.columns import Columns
-from training.data.formats import FORMATS, detect, refuse_misread
+from training.data.comparison import refuse_labels_from_0
+from training.data.detection import detect
+from training.data.formats import FORMATS
 from training.data.hub_files import hub_files
 from training.data.messages import Pair
 from training.data.quarantine import Quarantined, Reason, Row
@@ -133,5 +135,5 @@ def _recognize(given: SourceFile) -> tuple[str, Iterator[Record]]:
             raise
     elif name == "auto" and first:
         raise DataError(f"{place}: no row of it can be read; line {first[0].line}: {first[0].problem}")
-    refuse_misread(rows, place)
+    refuse_labels_from_0(rows, place)
     return name, itertools.chain(first, records)

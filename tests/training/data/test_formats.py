@@ -9,7 +9,8 @@ import pytest
 from training.contract.data_source import FieldName
 from training.contract.errors import DataError
 from training.data import comparison
-from training.data.formats import FORMATS, detect
+from training.data.detection import detect
+from training.data.formats import FORMATS
 from training.data.quarantine import Quarantined, Reason
 
 ASK = {"role": "user", "content": "Why?"}

@@ -342,6 +342,7 @@ def test_lists_written_as_text_are_not_taken_for_text(workshop, side, text):
     with pytest.raises(DataError, match=rf"rows\d.jsonl: `{side}` holds lists written as text, such as .*; save "):
         workshop.rows([{**GOOD, side: text}] * 3)
     assert workshop.rows([{**GOOD, side: text}, GOOD]).details["counts"]["pairs"] == 2, "an answer may be JSON"
+    assert workshop.rows([{**GOOD, side: text}] * 3, "strings").details["counts"]["pairs"] == 3, "and so may all"
 
 
 def test_a_pair_has_the_name_of_its_source_and_the_fingerprint_knows_it(workshop, tmp_path):
