@@ -20,6 +20,7 @@ from assets.graph import GRAPH
 from assets.step import Step
 from assets.tokenizer_changes import tokenizer_changes
 from assets.world import Found, FoundData, FoundModel, FoundTokenizer, named_files
+from training.contract.data_source import SOURCE_LISTS, settings_by_source
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.fingerprint import short, shortened
 from training.contract.manifest import Derivation
@@ -89,8 +90,16 @@ def own_changes(before: Derivation, recipe: Recipe) -> list[str]:
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """`field old -> new` for every field, by its dotted name, that is not what it was; a new section is one change."""
-    for name, old, new in _differences(before, now):
+    for name, old, new in _differences(_as_written(before), _as_written(now)):
         yield f"{name} {_shown(old)} -> {_shown(new)}"
+
+
+def _as_written(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of sources a source at a time, as a recipe has them; all others as they are."""
+    if "formats" not in settings:
+        return settings
+    others = {name: value for name, value in settings.items() if name not in SOURCE_LISTS}
+    return {**others, "sources": {str(n): about for n, about in enumerate(settings_by_source(settings))}}
 
 
 def _code_version(before: Derivation, now: str) -> Iterator[str]:
@@ -201,8 +210,6 @@ def _has_sections(values: list[Any]) -> bool:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, (dict, list)):
+    if value is None or isinstance(value, (bool, dict, list)):
         return shorten(json.dumps(value, ensure_ascii=False).replace('"', ""), _LONGEST_SECTION, placeholder=" ...")
     return shortened(str(value))

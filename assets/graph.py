@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from training.contract.data_source import settings_of_sources
 from training.contract.fields import Section
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation, Source
@@ -20,20 +21,7 @@ GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says o
 
 
 def _data(recipe: Recipe) -> Settings:
-    """Without `columns`, `fraction` and `name` where no source has one: such data keeps its key."""
-    sources = recipe.data.sources
-    settings: Settings = {
-        "formats": [source.format for source in sources],
-        "held_out": [source.held_out for source in sources],
-        "validation_fraction": recipe.data.validation_fraction,
-    }
-    if any(source.columns for source in sources):
-        settings["columns"] = [source.columns for source in sources]
-    if any(source.fraction < 1 for source in sources):
-        settings["fractions"] = [source.fraction for source in sources]
-    if recipe.data.has_named_sources:
-        settings["names"] = [source.name for source in sources]
-    return settings
+    return {**settings_of_sources(recipe.data.sources), "validation_fraction": recipe.data.validation_fraction}
 
 
 def _dumped(section: Section, *later: str, exclude: Collection[str] = ()) -> Settings:

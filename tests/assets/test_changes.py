@@ -33,8 +33,34 @@ def test_a_line_of_the_template_that_is_a_rule(tmp_path):
 
 
 def test_a_list_is_shown_as_it_is_written():
-    told = setting_changes({"names": [None, "old"], "held_out": [False]}, {"names": [None, "new"], "held_out": [True]})
-    assert list(told) == ["held_out [false] -> [true]", "names [null, old] -> [null, new]"]
+    told = setting_changes({"betas": [0.9, None], "tied": [False]}, {"betas": [0.9, "x"], "tied": [True]})
+    assert list(told) == ["betas [0.9, null] -> [0.9, x]", "tied [false] -> [true]"]
+
+
+def test_settings_of_sources_are_told_a_source_at_a_time():
+    before = {"formats": ["auto"], "held_out": [False], "validation_fraction": 0.1}
+    now = {
+        "formats": ["auto"],
+        "held_out": [True],
+        "columns": [{"prompt": "q"}],
+        "names": ["new"],
+        "validation_fraction": 0.2,
+    }
+    assert list(setting_changes(before, now)) == [
+        "sources.0.columns.prompt absent -> q",
+        "sources.0.held_out false -> true",
+        "sources.0.name null -> new",
+        "validation_fraction 0.1 -> 0.2",
+    ]
+    another = {
+        "formats": ["auto", "hh"],
+        "held_out": [False, True],
+        "fractions": [1.0, 0.5],
+        "validation_fraction": 0.1,
+    }
+    assert list(setting_changes(before, another)) == [
+        "sources.1 absent -> {format: hh, columns: {}, held_out: true, fraction: 0.5, name: null}"
+    ]
 
 
 def test_no_file_is_named_where_a_token_is(tmp_path):

@@ -118,7 +118,7 @@ def test_a_changed_special_token(looking):
 
 def test_a_changed_rule_of_tokenization(looking):
     edit(looking, {**ATTRIBUTES, "tokenization": {"max_length": 64, "template_kwargs": {"deep": True}}})
-    assert stale(looking)["tokenization_spec"] == ["max_length 128 -> 64", "template_kwargs.deep absent -> True"]
+    assert stale(looking)["tokenization_spec"] == ["max_length 128 -> 64", "template_kwargs.deep absent -> true"]
 
 
 def test_changed_weights(looking):

@@ -1,6 +1,7 @@
 """A source of preference pairs, as a recipe names it: where its files are, and how their rows are read."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +19,16 @@ FieldName = Literal[
     "label", "winner", "preference", "preferred", "better_response_id", "overall_preference", "preference_strength",
     "tools", "chat_template_kwargs", "functions", "image", "images", "video", "videos", "audio", "audios",
 ]  # fmt: skip
+
+# The names of settings that hold a list, and the field of a source that each lists; those of `_FIRST` are always there.
+SOURCE_LISTS = {
+    "formats": "format",
+    "columns": "columns",
+    "held_out": "held_out",
+    "fractions": "fraction",
+    "names": "name",
+}
+_FIRST = ("formats", "held_out")
 
 
 class DataSource(Section):
@@ -48,3 +59,24 @@ class DataSource(Section):
         if self.path is not None and (self.config or self.split or self.revision):
             raise ValueError("`config`, `split` and `revision` belong to `hub`, not to `path`")
         return self
+
+
+def settings_of_sources(sources: Sequence[DataSource]) -> dict[str, Any]:
+    """How the rows of `sources` are read: for each field a list.
+
+    Without lists that ask for nothing, of fields that came later: such data keeps its key.
+    """
+    lists = {name: [getattr(source, field) for source in sources] for name, field in SOURCE_LISTS.items()}
+    return {name: found for name, found in lists.items() if name in _FIRST or any(v != _default(name) for v in found)}
+
+
+def settings_by_source(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of each source, from lists that `settings_of_sources` made."""
+    return [
+        {field: settings[name][n] if name in settings else _default(name) for name, field in SOURCE_LISTS.items()}
+        for n in range(len(settings["formats"]))
+    ]
+
+
+def _default(name: str) -> Any:
+    return DataSource.model_fields[SOURCE_LISTS[name]].get_default()

@@ -10,9 +10,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
-from training.contract.data_source import DataSource
+from training.contract.data_source import DataSource, settings_by_source
 from training.contract.errors import DataError
 from training.contract.events import EventWriter, Progress
 from training.contract.fingerprint import fingerprint_of_stream
@@ -42,7 +41,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     assert group.world == 1, "reading preferences is the work of one process"
     listed = _listed(job, events)
     events.phase("reading preferences")
-    sources = _sources(job.settings)
+    by_source = enumerate(settings_by_source(job.settings))
+    sources = [
+        SourceSettings(**{**about, "number": n, "columns": Columns(n, about["columns"])}) for n, about in by_source
+    ]
     given = zip(listed, sources, strict=True)
     inputs = _distinctly_named([SourceFile(file, source) for files, source in given for file in files])
     with contextlib.closing(Collector(job.staging, job.settings["validation_fraction"])) as collector:
@@ -71,16 +73,6 @@ def _listed(job: Job, events: EventWriter) -> list[list[DataFile]]:
         hub_files(source, events) if source.path is None else [DataFile.model_validate(file) for file in files]
         for source, files in zip(sources, job.locations["files"], strict=True)
     ]
-
-
-def _sources(settings: dict[str, Any]) -> list[SourceSettings]:
-    """What the recipe says of each source; a setting that came later is absent where no source asks for anything."""
-    number = len(settings["formats"])
-    absent = {"columns": [{}] * number, "fractions": [1.0] * number, "names": [None] * number}
-    by_field = {**absent, **settings}
-    fields = ("formats", "columns", "held_out", "fractions", "names")
-    by_source = zip(*(by_field[name] for name in fields), strict=True)
-    return [SourceSettings(n, form, Columns(n, columns), *rest) for n, (form, columns, *rest) in enumerate(by_source)]
 
 
 def _distinctly_named(inputs: list[SourceFile]) -> list[SourceFile]:
