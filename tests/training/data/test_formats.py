@@ -45,8 +45,8 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
     "hh": [
         {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."},
         {"prompt": "\n\nHuman: Why?\n\nAssistant:", "chosen": " Because.", "rejected": " No idea."},
-        {"prompt": "Why?", "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
-         "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."},
+        *({"prompt": prompt, "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
+           "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."} for prompt in ("Why?", "\n\nHuman: Why?\n\nAssistant:")),
     ],
     "alpaca": [
         {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No idea.", "output": "x"},
@@ -125,6 +125,7 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
         ("conversational", {"prompt": None, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["Why?"]),
         ("conversational", {"system": "S ", "prompt": [{"role": "system", "content": "S"}, ASK], "chosen": [GOOD],
          "rejected": [BAD]}, ["S", "Why?"]),
+        ("strings", {"prompt": "C", "input": "d", "chosen": "a", "rejected": "b"}, ["C"]),
         ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
         ("conversational", {"system": "S", "prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, ["S", "Why?"]),
         ("implicit_prompt", {"system": "S", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["S", "Why?"]),
@@ -245,6 +246,12 @@ def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
     with pytest.raises(Quarantined) as caught:
         FORMATS["comparison"].convert({"instruction": "A", "response1": "a", "response2": "b", **labels})
     assert caught.value.reason is reason
+
+
+def test_a_text_in_which_speakers_occur_is_no_transcript():
+    assert (
+        detect([{"prompt": "Write a play.", "chosen": "Act 1\n\nHuman: Hi.", "rejected": "No."}], "here") == "strings"
+    )
 
 
 @pytest.mark.parametrize("chosen", ["response_2", "model_b", 2, "B"])

@@ -282,7 +282,7 @@ def test_a_column_that_comes_late_is_found_and_one_that_never_comes_is_refused(w
     source = {"path": str(tmp_path / "rows.jsonl")}
     last = workshop.preferences({**source, "columns": {"system": "persona"}}).table("preferences.parquet")[-1]
     assert [turn["role"] for turn in last["prompt"]] == ["system", "user"]
-    absent = r"`data.sources.1.columns` says that `{}` is in the column '{}', and none of {} has one; .* are 'prompt', 'chosen'"
+    absent = r"sources.1.columns` says that `{}` is in the column '{}', and none of {} has one; .* 'prompt', 'chosen', 'rejected'$"
     first, every = "the first rows of .*rows.jsonl", "the source's rows"
     for field, column, format, where in (
         ("system", "personna", "auto", every), ("prompt", "q", "auto", first), ("prompt", "q", "strings", every),
@@ -326,6 +326,8 @@ def test_labels_that_count_from_0_are_not_taken_for_ties(workshop):
     named = {"response_0": "response_a", "response_1": "response_b"}
     done = workshop.preferences({**workshop.source(_labelled([0, 1, 1, 0] * 4)), "columns": named})
     assert [row["chosen"][0]["content"] for row in done.table("preferences.parquet")] == ["a", "b", "b", "a"] * 4
+    signed = [{"preference_strength": row.pop("label"), **row} for row in _labelled([-1, 0, 1] * 6)]
+    assert workshop.rows(signed).details["counts"]["pairs"] == 12
     for labels in ([0, 1, 1, 2] * 4, [0, 1, 1, 0], [1] * 16, ["tie", 1] * 8):
         assert workshop.rows(_labelled(labels)).details["counts"]["pairs"] == sum(label in (1, 2) for label in labels)
 
@@ -343,6 +345,8 @@ def test_lists_written_as_text_are_not_taken_for_text(workshop, side, text):
         workshop.rows([{**GOOD, side: text}] * 3)
     assert workshop.rows([{**GOOD, side: text}, GOOD]).details["counts"]["pairs"] == 2, "an answer may be JSON"
     assert workshop.rows([{**GOOD, side: text}] * 3, "strings").details["counts"]["pairs"] == 3, "and so may all"
+    others = [{**GOOD, "models": text}, {**GOOD, side: '["a"] is a list.'}]
+    assert all(workshop.rows([row] * 3).details["counts"]["pairs"] == 3 for row in others)
 
 
 def test_a_pair_has_the_name_of_its_source_and_the_fingerprint_knows_it(workshop, tmp_path):

@@ -59,6 +59,7 @@ BARE = [{"name": "weather", "arguments": {"place": "東京", "days": 2}}]
     [
         ("conversational", ASKED),
         ("conversational", {**ASKED, "tools": json.dumps(TOOLS)}),
+        ("conversational", {**ASKED, "tools": [json.dumps(tool) for tool in TOOLS]}),
         ("conversational", {**ASKED, "chosen": [_said("assistant", "", tool_calls=AS_TEXT)]}),
         ("conversational", {**ASKED, "chosen": [{"role": "assistant", "tool_calls": json.dumps(AS_TEXT)}]}),
         ("implicit_prompt", {"chosen": [ASK, CALL], "rejected": [ASK, BAD], "tools": TOOLS}),
@@ -67,7 +68,15 @@ BARE = [{"name": "weather", "arguments": {"place": "東京", "days": 2}}]
             {"input": {"messages": [ASK], "tools": TOOLS}, "preferred_output": [CALL], "non_preferred_output": [BAD]},
         ),
     ],
-    ids=["objects", "tools as text", "arguments as text", "calls as text", "implicit prompt", "openai"],
+    ids=[
+        "objects",
+        "tools as text",
+        "each tool as text",
+        "arguments as text",
+        "calls as text",
+        "implicit prompt",
+        "openai",
+    ],
 )
 def test_every_spelling_is_the_same_pair(name, row):
     pair = FORMATS[name].convert(copy.deepcopy(row))
@@ -323,6 +332,10 @@ def test_null_in_an_object_is_absent_and_in_text_is_null():
         "chosen": [{**CALL, "tool_calls": [_call("weather", {"place": "東京", "hour": None, "days": 2})]}],
     }
     text = {**ASKED, "chosen": [{**CALL, "tool_calls": [_call("weather", '{"place": null}')]}]}
+    tools = FORMATS["conversational"].convert(
+        {**ASKED, "tools": ['{"name": "a", "strict": null}', {"name": "b", "strict": None}]}
+    )
+    assert json.loads(tools.tools) == [{"name": "a", "strict": None}, {"name": "b"}]
     calls = [FORMATS["conversational"].convert(row).chosen[0]["tool_calls"] for row in (objects, text)]
     assert [json.loads(call)[0]["function"]["arguments"] for call in calls] == [
         {"place": "東京", "days": 2},
