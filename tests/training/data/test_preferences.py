@@ -282,7 +282,7 @@ def test_a_column_that_comes_late_is_found_and_one_that_never_comes_is_refused(w
     source = {"path": str(tmp_path / "rows.jsonl")}
     last = workshop.preferences({**source, "columns": {"system": "persona"}}).table("preferences.parquet")[-1]
     assert [turn["role"] for turn in last["prompt"]] == ["system", "user"]
-    absent = r"sources.1.columns` says that `{}` is in the column '{}', and none of {} has one; .* 'prompt', 'chosen', 'rejected'$"
+    absent = r"sources.1.columns` says that `{}` is in the column '{}', and none of {} has .* 'prompt', 'chosen', 'rejected'$"
     first, every = "the first rows of .*rows.jsonl", "the source's rows"
     for field, column, format, where in (
         ("system", "personna", "auto", every), ("prompt", "q", "auto", first), ("prompt", "q", "strings", every),
