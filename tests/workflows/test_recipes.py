@@ -147,7 +147,7 @@ CODE_VERSIONS = {
     "tokenization_spec": "1-ae782c9ff1ed",
     "training_spec": "1-b343bf3cd062",
     "evaluation_spec": "1-7d6b65356284",
-    "raw_preferences": "4-c0f4dfffbb96",
+    "raw_preferences": "5-c0f4dfffbb96",
     "tokenized_pairs": "2-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
@@ -160,8 +160,8 @@ CODE_VERSIONS = {
 def test_what_a_store_has_of_a_recipe_is_found_again():
     """As it was when stores were filled; a field that is added leaves the key as it is at its default, or comes with a version.
 
-    With version 4 of `raw_preferences` rows may hold arguments for the template, so they have to be read again anyway; with
-    version 2 of `tokenized_pairs` a pair is dropped of which the template leaves out a message. `disable_dropout` counts at its
+    With version 4 of `raw_preferences` rows may hold arguments for the template, and with version 5 transcripts begin in the
+    prompt and `history` counts beside plain text too, so they have to be read again anyway; with version 2 of `tokenized_pairs` a pair is dropped of which the template leaves out a message. `disable_dropout` counts at its
     default too, since before it policies were trained with the dropout of their config.
     """
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
