@@ -160,9 +160,10 @@ CODE_VERSIONS = {
 def test_what_a_store_has_of_a_recipe_is_found_again():
     """As it was when stores were filled; a field that is added leaves the key as it is at its default, or comes with a version.
 
-    With version 4 of `raw_preferences` rows may hold arguments for the template, and with version 5 transcripts begin in the
-    prompt and `history` counts beside plain text too, so they have to be read again anyway; with version 2 of `tokenized_pairs` a pair is dropped of which the template leaves out a message. `disable_dropout` counts at its
-    default too, since before it policies were trained with the dropout of their config.
+    With version 4 of `raw_preferences` rows may hold arguments for the template, and with version 5 transcripts may begin in
+    `prompt`, and `history` counts beside all plain text, so they have to be read again anyway; with version 2 of
+    `tokenized_pairs` a pair is dropped of which the template leaves out a message. `disable_dropout` counts at its default too,
+    since before it policies were trained with the dropout of their config.
     """
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
     assert {asset: node.code_version(recipe) for asset, node in GRAPH.items()} == CODE_VERSIONS
