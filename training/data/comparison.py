@@ -54,7 +54,7 @@ _LAYOUTS = (
 
 
 RESPONSES = {name for layout in _LAYOUTS for name in (layout.first, layout.second)}
-_TELLING_ROWS = 16  # where a tenth are ties, and the others 1 or 2 as often, so many lack a 2 once in 14,000 times
+_TELLING_LABELS = 16  # where a tenth are ties, and the others 1 or 2 as often, so many lack a 2 once in 14,000 times
 
 
 def compared_responses(row: Row) -> Compared | None:
@@ -72,8 +72,8 @@ def refuse_labels_from_0(rows: Sequence[Row], place: str) -> None:
     """Raises DataError where responses are counted from 1 and their labels are 0 and 1 alone: 0 is hardly a tie then."""
     counted = [row for row in rows if (layout := compared_responses(row)) and layout.verdicts["0"] == 0]
     labels = [_spelled(row[name]) for row in counted for name in row if _is_label(name) and name not in SIGNED_LABELS]
-    found = {label for label in labels if label.isdecimal()}
-    if found == {"0", "1"} and len(counted) >= _TELLING_ROWS:
+    numbers = [label for label in labels if label.isdecimal()]
+    if set(numbers) == {"0", "1"} and len(numbers) >= _TELLING_LABELS:
         raise DataError(
             f"{place}: the labels of the first rows are 0 and 1 and never 2, but responses of these names are counted from 1, "
             "and 0 is a tie. Say in `columns` of the source which response 0 and 1 are, as in `columns: {response_0: "

@@ -101,9 +101,9 @@ def _comparison(row: Row) -> Pair:
 
 
 def _compares(row: Row) -> bool:
-    """Whether a row has two responses and what they answer, and no pair beside them that says which is chosen."""
+    """Whether a row has two responses, with what they answer in them or beside them, and no pair that says which is chosen."""
     layout = compared_responses(row)
-    if layout is None or row.keys().isdisjoint((*_ASKED, "conversation_a")):
+    if layout is None or (row.keys().isdisjoint(_ASKED) and not _are(row, _LISTS, layout.first, layout.second)):
         return False
     return row.get("chosen") is None or row.get("rejected") is None or names_a_verdict(row["chosen"], layout)
 

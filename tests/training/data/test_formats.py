@@ -68,6 +68,7 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"question": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1.0"},
         {"instruction": "Why?", "response1": [GOOD], "response2": [BAD], "label": 1},
         {"prompt": "Why?", "response_0": None, "response_1": "Because.", "response_2": "No idea.", "label": 1},
+        {"response_0": [ASK, BAD], "response_1": [ASK, GOOD], "label": 1},
         {"conversation_a": [ASK, BAD], "conversation_b": [ASK, GOOD], "winner": "model_b"},
     ],
 }  # fmt: skip

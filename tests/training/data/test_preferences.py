@@ -328,8 +328,10 @@ def test_labels_that_count_from_0_are_not_taken_for_ties(workshop):
     assert [row["chosen"][0]["content"] for row in done.table("preferences.parquet")] == ["a", "b", "b", "a"] * 4
     signed = [{"preference_strength": row.pop("label"), **row} for row in _labelled([-1, 0, 1] * 6)]
     assert workshop.rows(signed).details["counts"]["pairs"] == 12
-    for labels in ([0, 1, 1, 2] * 4, [0, 1, 1, 0], [1] * 16, ["tie", 1] * 8):
-        assert workshop.rows(_labelled(labels)).details["counts"]["pairs"] == sum(label in (1, 2) for label in labels)
+    for labels in ([0, 1, 1, 2] * 4, [0, 1, 1, 0], [1] * 16, ["tie", 1] * 8, ["a"] * 16 + [0, 1]):
+        assert workshop.rows(_labelled(labels)).details["counts"]["pairs"] == sum(
+            label in (1, 2, "a") for label in labels
+        )
 
 
 @pytest.mark.parametrize(
