@@ -15,12 +15,39 @@ from training.contract.locks import is_held
 from training.contract.staging import Claim, claim_folder
 
 PROCESS_TAG = "pedigree/process"
+# The states of a run that a process is working on, or was before it died.
+BEGUN = [
+    dg.DagsterRunStatus.NOT_STARTED,
+    dg.DagsterRunStatus.STARTING,
+    dg.DagsterRunStatus.STARTED,
+    dg.DagsterRunStatus.CANCELING,
+]
 
 
 def sign(context: dg.AssetExecutionContext, home: Path) -> None:
-    """Tag the run of `context` with this process, unless the command that started the run has done so."""
+    """Tag the run of `context` with this process, unless the command that started the run has done so.
+
+    What dead processes left is closed first, as a command does before its run: else one that a schedule started would wait
+    for a slot of theirs in a pool.
+    """
     if process_of(context.run) is None:
+        close_dead_runs(context.instance, home)
         context.instance.add_run_tags(context.run.run_id, signature(context.run.run_id, home))
+
+
+def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
+    """Mark runs as failed whose process is gone, and free their slots in the pools.
+
+    A killed process cannot do so itself, and Dagster does not for runs on its own machine: such a run would count as started,
+    what it was to make as in progress, which no condition requests, and its slot in the pool `gpu` as taken, for ever.
+    """
+    for begun in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
+        if (process := process_of(begun)) is None or is_alive(process, home):
+            continue
+        # Asked again now that nobody works on it: its process may have ended it since the runs were listed.
+        for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
+            instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
+            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 
 
 def signature(run_id: str, home: Path) -> dict[str, str]:

@@ -3,7 +3,8 @@
 * The schedule requests the whole graph. Every asset asks the store first; what is there is only read, once, to see that it
   is whole.
 * The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
-  from its latest materialization, the sensor requests the assets that record it, and no others.
+  from its latest materialization, the sensor requests the assets that record it, and no others. It also closes runs whose
+  process is gone: what they were to make counts as in progress, and the conditions would wait for it.
 * The automation condition of every asset (`assets.conditions`) does the rest: recorded content that changed, or a code
   version that a changed recipe gave, requests everything downstream in one run. Unchanged content requests nothing.
 
@@ -21,6 +22,7 @@ from assets.changes import changes_since
 from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline
+from assets.process import close_dead_runs
 from assets.world import Found, FoundTokenizer, hash_cache, look
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.fingerprint import fingerprint
@@ -99,6 +101,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
     )
     def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
         services = build_services(pedigree_home())
+        close_dead_runs(context.instance, services.home)
         history = History(context.instance, pipeline, services.store)
         if history.latest("preference_source").fingerprint is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")

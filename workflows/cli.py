@@ -14,6 +14,7 @@ import click
 from assets.graph import GRAPH
 from assets.names import refuse_namesake
 from assets.page import write_page
+from assets.process import close_dead_runs
 from assets.release import sole_decision
 from model_registry.connection import connect
 from training.contract.errors import UsageError
@@ -237,6 +238,7 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance() as instance:
         connect(tracking)
+        close_dead_runs(instance, home)
         warn_of_unlimited_gpu(instance)
     with web_servers(home, tracking, port, mlflow_port, people.print) as (dagster, mlflow):
         people.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)

@@ -16,7 +16,7 @@ from assets.kinship import with_upstream
 from assets.materialized import Materialization, latest
 from assets.names import claim
 from assets.pipeline import Pipeline, Services
-from assets.process import is_alive, process_of, signature
+from assets.process import close_dead_runs, signature
 from training.contract.errors import PedigreeError
 from workflows.recipes import LoadedRecipe
 
@@ -26,8 +26,6 @@ T = TypeVar("T")
 # Progress bars and reports tell what happens; Dagster's own log of a run is in its event log.
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
-# The states of a run that a process is working on, or was before it died.
-BEGUN = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELING]
 _OURS = f"{PedigreeError.__module__}."
 Outcome = Literal["computed", "reused", "failed"]
 
@@ -130,20 +128,6 @@ def _signed_run(services: Services, instance: dg.DagsterInstance) -> dict[str, A
     run_id = str(uuid.uuid4())
     tags = signature(run_id, services.home)
     return {"instance": instance, "run_id": run_id, "tags": tags, "run_config": _QUIET}
-
-
-def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
-    """Mark runs as failed whose process is gone, and free their slots in the pools.
-
-    A killed process cannot do so itself: its run would count as started, and its slot in the pool `gpu` as taken, for ever.
-    """
-    for begun in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
-        if (process := process_of(begun)) is None or is_alive(process, home):
-            continue
-        # Asked again now that nobody works on it: its process may have ended it since the runs were listed.
-        for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
-            instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
-            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 
 
 def warn_of_unlimited_gpu(instance: dg.DagsterInstance) -> None:

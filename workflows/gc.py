@@ -34,6 +34,7 @@ from assets.adapters import MERGED
 from assets.graph import GRAPH
 from assets.materialized import Materialization, latest_of, made_in
 from assets.pipeline import Services
+from assets.process import BEGUN, close_dead_runs
 from assets.release import demand_releases
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.job import Job
@@ -43,13 +44,12 @@ from training.contract.memo import scoring_rule
 from training.contract.recipe import Dtype
 from training.contract.removal import freed_bytes, keys_by_fingerprint, remove_artifact
 from training.contract.staging import lock_beside
-from workflows.execution import BEGUN, close_dead_runs
 
 Reference = tuple[str, str]  # kind and fingerprint
 
 _KINDS = (*GRAPH, MERGED, "proof")
 _MEMO = "memo/"
-_UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, dg.DagsterRunStatus.NOT_STARTED, *BEGUN])
+_UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, *BEGUN])
 _UNREADABLE_JOB_SECONDS = 24 * 3600.0
 _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
 

@@ -11,6 +11,7 @@ import pytest
 from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
 from assets.materialized import input_version_tag, latest, latest_of
+from assets.process import PROCESS_TAG
 from assets.world import find_tokenizer
 from tests.workflows.homes import ATTRIBUTES, flip, write_recipe
 from training.contract.store import Made, write_json
@@ -194,6 +195,17 @@ def test_a_materialization_shows_what_changed(sensed):
     sensed.look()
     assert "preferences.jsonl differs (1 -> 2 rows read)" in shown("preference_source")
     assert shown("base_model") == "nothing"
+
+
+def test_the_sensor_closes_a_run_whose_process_is_gone(sensed):
+    """What such a run was to make would count as in progress for ever, and the conditions would never ask for it."""
+    home = pedigree_home()
+    gone = home / "processes" / "gone.lock"
+    run = sensed.instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
+    sensed.instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {gone}"})
+    sensed.look()
+    sensed.tick()
+    assert sensed.instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.FAILURE
 
 
 def test_the_schedule_asks_for_the_whole_graph(sensed):

@@ -9,11 +9,11 @@ import dagster as dg
 import pytest
 
 from assets.pipeline import Services
-from assets.process import PROCESS_TAG, is_alive, process_of, sign, this_process
+from assets.process import PROCESS_TAG, close_dead_runs, is_alive, process_of, sign, this_process
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import StoreError
 from training.contract.staging import claim_folder
-from workflows.execution import close_dead_runs, in_gpu_pool, materialize, warn_of_unlimited_gpu
+from workflows.execution import in_gpu_pool, materialize, warn_of_unlimited_gpu
 from workflows.recipes import load_recipe
 from workflows.resources import build_services, settle
 
@@ -94,6 +94,27 @@ def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, cap
     thread.join()
     found = [instance.get_run_by_id(run.run_id).status for run in (unsigned, dying)]
     assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE]
+
+
+@pytest.mark.parametrize("status", [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTED])
+def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, status):
+    """As after a reboot: the run of a schedule takes the place in the pool that the one before was killed with."""
+    dead = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=status)
+    instance.add_run_tags(dead.run_id, {PROCESS_TAG: f"{dead.run_id} elsewhere 1 {services.home / 'gone.lock'}"})
+    instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+    instance.event_log_storage.claim_concurrency_slot("gpu", dead.run_id, "train")
+
+    @dg.asset
+    def source(context: dg.AssetExecutionContext) -> None:
+        sign(context, services.home)
+
+    @dg.asset(deps=[source], pool="gpu")
+    def trained(context: dg.AssetExecutionContext) -> None:
+        sign(context, services.home)
+
+    assert dg.materialize([source, trained], instance=instance).success
+    assert instance.get_run_by_id(dead.run_id).status == dg.DagsterRunStatus.FAILURE
+    assert places_taken(instance) == 0
 
 
 def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_it_first(services, instance):
