@@ -28,6 +28,10 @@ _ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 # How requests' client says that it gave up, and why; of that, the words behind the name of a class and the address.
 _GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
 _WORDS = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]*\): )?(?P<words>.*)\1\)""")
+# SQLite's, Postgres's and MySQL's words, as SQLAlchemy gives them behind the name of the driver's error.
+_DATABASE_AWAY = re.compile(
+    r"OperationalError\).*(database is locked|[Cc]onnection refused|server closed the connection|Can't connect)"
+)
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
@@ -85,17 +89,24 @@ class Connection:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client. The tables of a new SQLite file are made under a lock: of two processes at once, one would fail."""
-    if not uri.startswith(_SQLITE):
-        return MlflowClient(uri)
-    database = Path(uri.removeprefix(_SQLITE))
-    lock = database.with_name(f"{database.name}.lock")
-    with locked(lock):
-        is_new = not database.exists()
-        client = MlflowClient(uri)
-        if is_new:
-            share_databases([database], lock)
-    return client
+    """A client. A new SQLite file gets its tables under a lock: of two processes at once, one would fail."""
+    if uri.startswith(_SQLITE):
+        database = Path(uri.removeprefix(_SQLITE))
+        lock = database.with_name(f"{database.name}.lock")
+        with locked(lock):
+            if not database.exists():
+                _make_tables(database, lock)
+    return MlflowClient(uri)
+
+
+def _make_tables(database: Path, lock: Path) -> None:
+    """Under another name until all are there: what a killed process has left, MLflow can neither use nor finish."""
+    unfinished = database.with_name(f"{database.name}.new")
+    for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
+        left.unlink(missing_ok=True)
+    MlflowClient(f"{_SQLITE}{unfinished}")
+    share_databases([unfinished], lock)
+    unfinished.rename(database)
 
 
 def _brief_patience() -> contextlib.AbstractContextManager[None]:
@@ -147,8 +158,8 @@ def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds:
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the server gave no answer, or only server errors."""
-    return _GAVE_UP.search(str(error)) is not None
+    """Whether the server gave no answer, or only server errors; or a database that it is held by others, or down."""
+    return _GAVE_UP.search(str(error)) is not None or _DATABASE_AWAY.search(str(error)) is not None
 
 
 def is_server(uri: str) -> bool:

@@ -5,19 +5,27 @@ import os
 import re
 import shutil
 import socket
+import sqlite3
+import subprocess
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from sqlalchemy import create_engine
+from sqlalchemy.exc import OperationalError
 
 from model_registry.connection import (
     DEFAULT_PAGE,
     Connection,
     connect,
+    is_away,
     note_address,
     page,
     reason,
@@ -155,6 +163,36 @@ def test_permissions_of_what_is_there_stay_as_they_are(tmp_path: Path, migrated_
         path.chmod(0o600)
     connect(f"sqlite:///{private[0]}")
     assert [path.stat().st_mode & 0o777 for path in private] == [0o600] * 3
+
+
+def test_tables_that_a_killed_process_did_not_finish_are_made_again(tmp_path: Path):
+    """SIGKILL while MLflow makes its tables, of about 950 kB."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    making = subprocess.Popen(
+        [sys.executable, "-c", f"from model_registry.connection import connect; connect({uri!r})"]
+    )
+    while not any(100_000 < file.stat().st_size < 800_000 for file in tmp_path.glob("mlflow.db*")):
+        assert making.poll() is None
+        time.sleep(0.01)
+    making.kill()
+    making.wait()
+    assert [each.name for each in connect(uri).search_experiments()] == ["Default"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
+def test_a_database_that_others_hold_for_long_is_away(tmp_path: Path):
+    """The words are SQLite's own; those of a Postgres server that is down come from its driver, which is not installed here."""
+    database = tmp_path / "busy.db"
+    engine = create_engine(f"sqlite:///{database}", connect_args={"timeout": 0.01})
+    with closing(sqlite3.connect(database)) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(OperationalError) as found, engine.begin() as connection:
+            connection.exec_driver_sql("CREATE TABLE runs (id)")
+    assert is_away(MlflowException(found.value))
+    assert is_away(
+        MlflowException('(psycopg2.OperationalError) connection to server at "db" failed: Connection refused')
+    )
+    assert not is_away(MlflowException("(sqlite3.OperationalError) no such table: runs"))
 
 
 def test_a_server_that_lets_nobody_connect_is_told_like_one_that_refuses(
