@@ -163,8 +163,8 @@ GRAPH: dict[str, Node] = {
     "released_model": Node(
         "release",
         ("mlflow",),
-        "A version in the MLflow registry, and the gate's decision whether it is champion. Losses are those of the held-out "
-        "pairs, rounded to 1 / pairs: the Ladder tells no more, so that the pairs can be used again.",
+        "A version in the MLflow registry, and the gate's decision whether it is champion: only a candidate that is better on "
+        "the held-out pairs by more than one standard error replaces it, so that the pairs can be used again.",
         needs=("policy", "evaluation", "tokenization_spec"),
         reads=_release,
     ),

@@ -101,7 +101,10 @@ def locate_base_model(pipeline: Pipeline, registry: Registry, emit: Emit | None 
 
 
 def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) -> LocatedModel | AbsentModel:
-    """The same without a download, and without reading files whose hashes are in the cache."""
+    """The same without a download from the hub, and without reading files whose hashes are in the cache.
+
+    A registered model whose files are on a server is fetched, once.
+    """
     named = _named_model(pipeline.recipe)
     with written(pipeline, "reference.model"):
         if not named.is_of_hub:

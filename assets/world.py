@@ -112,7 +112,7 @@ class FoundTokenizer(Found):
 def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
     """`asset`, one of `ROOTS`, as it would be now. Raises DataError, HubError, ModelError or RegistryError.
 
-    With a `cache`, files in it are not read again, and no model is downloaded.
+    With a `cache`, files in it are not read again, and no model of the hub is downloaded.
     """
     match asset:
         case "preference_source":

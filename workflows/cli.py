@@ -5,9 +5,11 @@ import os
 import sys
 import threading
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,14 +23,23 @@ from training.contract.errors import UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
-from workflows.execution import RunReport, materialize, warn_of_unlimited_gpu
+from workflows.execution import INTERRUPTED, RunReport, materialize, warn_of_unlimited_gpu
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as look
 from workflows.plan import plan as make_plan
 from workflows.progress import Progress
 from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_place
-from workflows.reporting import JsonGroup, people, print_json, reporting, results
+from workflows.reporting import (
+    REFUSALS,
+    JsonGroup,
+    explained,
+    people,
+    print_error,
+    print_json,
+    reporting,
+    results,
+)
 from workflows.resources import build_services, dagster_instance, pedigree_home, settle
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
@@ -66,23 +77,50 @@ def main() -> None:
 def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
     """Materialize a recipe: compute what changed, reuse the rest."""
     found = _found(recipe)
-    reports: list[RunReport] = []
-    for loaded in found if variants else found[:1]:
-        if variants:
-            people.print(f"[bold]{loaded.pipeline.name}[/]")
-        with Progress(people) as progress, dagster_instance() as instance:
-            reports.append(materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select))
-        if not as_json:
-            show.run_report(results, reports[-1], with_samples=not variants)
-        if reports[-1].interrupted:
+    if variants:
+        _run_each(found, select, as_json)
+        return
+    report = _run(found[0], select)
+    if as_json:
+        print_json(_told(report))
+    else:
+        show.run_report(results, report, with_samples=True)
+    if not report.succeeded:
+        sys.exit(1)
+
+
+def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) -> None:
+    """Run one after the other, until somebody stops them. What fails outside its assets has an `error` and no report."""
+    told: list[dict[str, Any]] = []
+    for loaded in found:
+        people.print(f"[bold]{loaded.pipeline.name}[/]")
+        try:
+            report = _run(loaded, select)
+        except REFUSALS as error:
+            told.append({"recipe": loaded.pipeline.name, "succeeded": False, "error": explained(error)})
+            print_error(told[-1]["error"])
+            is_stopped = told[-1]["error"] == INTERRUPTED
+        else:
+            told.append(_told(report))
+            is_stopped = report.interrupted
+            if not as_json:
+                show.run_report(results, report, with_samples=False)
+        if is_stopped:
             break
     if as_json:
-        told = [{k: v for k, v in asdict(report).items() if k != "samples"} for report in reports]
-        print_json({"recipe": reports[0].recipe, "runs": told} if variants else told[0])
-    if failed := [report.recipe for report in reports if not report.succeeded]:
-        if variants:
-            people.print(f"{len(reports)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
+        print_json({"recipe": found[0].pipeline.name, "runs": told})
+    if failed := [each["recipe"] for each in told if not each["succeeded"]]:
+        people.print(f"{len(told)} of {len(found)} were run, {len(failed)} failed: {', '.join(failed)}")
         sys.exit(1)
+
+
+def _run(loaded: LoadedRecipe, select: str | None) -> RunReport:
+    with Progress(people) as progress, dagster_instance() as instance:
+        return materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select)
+
+
+def _told(report: RunReport) -> dict[str, Any]:
+    return {name: value for name, value in asdict(report).items() if name != "samples"}
 
 
 @main.command()

@@ -26,6 +26,9 @@ from workflows.resources import pedigree_home
 
 P = ParamSpec("P")
 
+# What a person can act on: our own errors; what the operating system refuses, such as a disk that is full, a folder nobody may
+# write to, or a database on either; and Ctrl-C.
+REFUSALS = (PedigreeError, OSError, DatabaseError, dg.DagsterExecutionInterruptedError, KeyboardInterrupt)
 # Pictures of what would move the cursor, name the window or fill the clipboard; rich itself leaves most of it as it is.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _PICTURES |= dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
@@ -67,35 +70,44 @@ def _told_in_json(words: Sequence[str]) -> Iterator[None]:
 
 
 def reporting(command: Callable[P, None]) -> Callable[P, None]:
-    """An error that a person can act on ends the command with its message and its exit code, without a traceback.
+    """One of `REFUSALS` ends the command with its message and its exit code, without a traceback.
 
-    So does what the operating system refuses: a disk that is full, a folder nobody may write to, a database on either. All
-    that a command does is of one state of the hub.
+    All that a command does is of one state of the hub.
     """
 
     @wraps(command)
     def reported(*args: P.args, **kwargs: P.kwargs) -> None:
-        message, code = "", PedigreeError.exit_code
         try:
             with asking_once():
                 return command(*args, **kwargs)
-        except PedigreeError as error:
-            message, code = str(error), error.exit_code
-        except (KeyboardInterrupt, dg.DagsterExecutionInterruptedError):
-            message = INTERRUPTED
         except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
             raise
-        except OSError as error:
-            message = _refused(str(error))
-        except DatabaseError as error:
-            message = _refused(f"a database refuses: {error.orig}")
+        except REFUSALS as error:
+            message = explained(error)
+            code = error.exit_code if isinstance(error, PedigreeError) else PedigreeError.exit_code
         if kwargs.get("as_json"):
             print_json({"error": message})
-        # Not wrapped: paths stay whole, and what is piped has the lines it was given.
-        people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+        print_error(message)
         sys.exit(code)
 
     return reported
+
+
+def explained(error: BaseException) -> str:
+    """What a person reads of one of `REFUSALS`."""
+    match error:
+        case KeyboardInterrupt() | dg.DagsterExecutionInterruptedError():
+            return INTERRUPTED
+        case OSError():
+            return _refused(str(error))
+        case DatabaseError():
+            return _refused(f"a database refuses: {error.orig}")
+    return str(error)
+
+
+def print_error(message: str) -> None:
+    # Not wrapped: paths stay whole, and what is piped has the lines it was given.
+    people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
+from yaml import YAMLError
 
 from assets.pipeline import Listener, Services, ignore
 from model_registry.moved import follow_move
@@ -65,19 +66,32 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
     """Dagster's instance for a while, in a home that is made if it is not there; its files are the group's as others are.
 
     One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
-    Raises StoreError where nothing can be written.
+    Raises StoreError where nothing can be written, or the home's dagster.yaml is none.
     """
     settle(pedigree_home())
     home = Path(os.environ["DAGSTER_HOME"])
     lock = home / "instance.lock"
     with locked(lock):
-        opened = dg.DagsterInstance.get()
+        try:
+            opened = dg.DagsterInstance.get()
+        except (dg.DagsterInvalidConfigError, YAMLError) as error:
+            raise StoreError(
+                f"{home / 'dagster.yaml'} is no configuration of Dagster: {_mistakes(error)}; correct it, or remove it: "
+                "the next command writes another"
+            ) from error
         share_databases(home.rglob("*.db*"), lock)
     with opened as instance:
         try:
             yield instance
         finally:
             share_databases(home.rglob("*.db*"), lock)
+
+
+def _mistakes(error: dg.DagsterInvalidConfigError | YAMLError) -> str:
+    """Without the list of everything that Dagster takes, which fills a page."""
+    if isinstance(error, dg.DagsterInvalidConfigError):
+        return " ".join(each.message.partition(". Expected:")[0] for each in error.errors)
+    return str(error)
 
 
 def build_services(home: Path, listener: Listener = ignore) -> Services:

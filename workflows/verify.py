@@ -143,7 +143,9 @@ class _Verifier:
 
     def _version_fault(self, release_key: str) -> str | None:
         """Whether the registered version holds the weights of its policy, or of the merged policy if that is an adapter."""
-        registry, name = self._services.registry, self._pipeline.recipe.release.model_name
+        registry, made_from = self._services.registry, self._history.made_from("released_model")
+        release = self._pipeline.recipe.release.model_dump() if made_from is None else made_from.settings
+        name = release["model_name"]  # what it was released as, whatever the recipe says by now
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
         if version is None:
             return f"there is no version of {name} for it in the registry any more"

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
@@ -35,6 +36,7 @@ _DATABASE_AWAY = re.compile(
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
+_ENVIRONMENT = threading.RLock()
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -89,14 +91,23 @@ class Connection:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client. A new SQLite file gets its tables under a lock: of two processes at once, one would fail."""
+    """A client. A new SQLite file gets its tables under a lock: of two processes at once, one would fail.
+
+    Raises RegistryError where the driver of a database is not installed.
+    """
     if uri.startswith(_SQLITE):
         database = Path(uri.removeprefix(_SQLITE))
         lock = database.with_name(f"{database.name}.lock")
         with locked(lock):
             if not database.exists():
                 _make_tables(database, lock)
-    return MlflowClient(uri)
+    try:
+        return MlflowClient(uri)
+    except ModuleNotFoundError as error:
+        raise RegistryError(
+            f"{shown(uri)} needs the package {error.name}, which is not installed here: install it, or name another database "
+            "or server in MLFLOW_TRACKING_URI"
+        ) from error
 
 
 def _make_tables(database: Path, lock: Path) -> None:
@@ -126,17 +137,21 @@ def unprinted() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """MLflow reads its settings from the environment at every request and takes them nowhere else."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    """MLflow reads its settings from the environment at every request and takes them nowhere else.
+
+    One thread at a time: of two, the last to leave would restore what the other had set, for all runs started from here.
+    """
+    with _ENVIRONMENT:
+        before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
 
 
 def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds: float = _RESTART_SECONDS) -> T:

@@ -21,6 +21,7 @@ from model_registry.files import MODEL_FOLDER, holds_model, local_path, move_int
 from model_registry.records import tags_of
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.fingerprint import fingerprint, short
+from training.contract.locks import locked
 
 PREVIOUS_TAG = "pedigree.previous_champion"
 ROLLED_BACK_TAG = "pedigree.rolled_back"
@@ -248,14 +249,18 @@ class Registry:
             )
 
     def _downloaded(self, version: Version) -> Path:
-        """A version's model folder, fetched once, since its files never change; there is none where they are gone."""
+        """A version's model folder, fetched once, since its files never change; there is none where they are gone.
+
+        Whoever else wants it waits: a second download would take the place of the first, which is read by then.
+        """
         target = self.downloads / version.name / _place(version)
         if target.is_dir() or not self.has_files(version):
             return target
-        with scratch(self.downloads) as staging:
-            fetched = self.fetch(version, MODEL_FOLDER, staging)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            move_into_place(fetched, target, staging)
+        with locked(self.downloads / f".{version.name}-{target.name}.lock"), scratch(self.downloads) as staging:
+            if not target.is_dir():
+                fetched = self.fetch(version, MODEL_FOLDER, staging)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                move_into_place(fetched, target, staging)
         return target
 
 

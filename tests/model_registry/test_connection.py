@@ -124,6 +124,30 @@ def test_unrepeated_overrules_and_restores_the_patience_of_the_user(monkeypatch:
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "5"
 
 
+def test_patience_is_restored_where_threads_overlap(monkeypatch: pytest.MonkeyPatch):
+    """As sensors do in Dagster's code server, whose environment every run it starts inherits."""
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    inside, may_leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with unrepeated():
+            inside.set()
+            may_leave.wait(0.5)
+
+    def second() -> None:
+        inside.wait()
+        with unrepeated():
+            may_leave.set()
+            earlier.join(0.5)
+
+    earlier, later = threading.Thread(target=first), threading.Thread(target=second)
+    for thread in (earlier, later):
+        thread.start()
+    for thread in (earlier, later):
+        thread.join()
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
 def test_no_password_is_in_a_message():
     """Not even one with an @ in it, nor in the words of the library below."""
     uri = "postgresql://me:p@ss@host/runs"

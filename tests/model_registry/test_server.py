@@ -4,6 +4,7 @@ import re
 import shutil
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,17 @@ def test_a_run_and_a_version_through_http(
     with pytest.raises(RegistryError, match=r"cannot download raw_preferences of remote/1") as missing:
         registry.fetch(version, "raw_preferences", fetched)
     assert not isinstance(missing.value, RegistryAway)
+    with ThreadPoolExecutor(3) as many:
+        folders = [many.submit(registry.resolve, "models:/remote@champion") for _ in range(3)]
+        inodes = [found.result().stat().st_ino for found in folders]
+    assert len(set(inodes)) == 1, "one fetched it, the others waited"
     folder = registry.resolve("models:/remote@champion")
     assert weights_identity(folder) == weights_identity(policy)
-    inode = folder.stat().st_ino
-    assert registry.resolve("models:/remote/1") == folder and folder.stat().st_ino == inode, "not fetched again"
+    assert registry.resolve("models:/remote/1") == folder and folder.stat().st_ino == inodes[0], "not fetched again"
     assert registry.outdated_downloads() == [], "it is champion"
-    assert {path.name for path in (tmp_path / "downloads").iterdir()} == {"remote", ".staging"}
+    [name] = [path.name for path in (tmp_path / "downloads" / "remote").iterdir()]
+    found = {path.name for path in (tmp_path / "downloads").iterdir()}
+    assert found == {"remote", ".staging", f".remote-{name}.lock"}
     assert list((tmp_path / "downloads" / ".staging").iterdir()) == []
     assert warnings == []
     assert capfd.readouterr().out == "", "stdout is a command's own"

@@ -51,6 +51,24 @@ def test_with_json_a_slip_is_json_as_well(home, words, named):
     assert home.invoke(*(word for word in words if word != "--json")).stdout == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "mistake"), [("concurency: {}", "concurency"), ("telemetry: {enabled: false", "line 1")]
+)
+def test_a_mistake_in_dagster_s_configuration_is_told_with_its_file(tmp_path, text, mistake):
+    """Of a sweep, each recipe has it: one that cannot begin does not take along what the others have to report."""
+    home = Home(tmp_path / "home")
+    settings = home.path / "dagster" / "dagster.yaml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text(text)
+    recipe = write_recipe(tmp_path / "sweep", {**ATTRIBUTES, "variants": {"seed": {"training": {"seed": 1}}}})
+    for words in (["status", recipe], ["run", recipe, "--variants"]):
+        done = home.invoke(*map(str, words), "--json")
+        told = json.loads(done.stdout)
+        runs = told.get("runs", [told])
+        assert done.exit_code == 1 and all(str(settings) in run["error"] and mistake in run["error"] for run in runs)
+    assert [(run["recipe"], run["succeeded"]) for run in runs] == [("sweep", False), ("sweep-seed", False)]
+
+
 def test_ctrl_c_ends_the_imports_without_a_word():
     """They take seconds; the library that is mapped when the signal is sent is one of the first."""
     process = subprocess.Popen(

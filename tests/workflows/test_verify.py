@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from assets.changes import CORRUPT_RECORD
-from tests.workflows.homes import Home, flip
+from tests.workflows.homes import ATTRIBUTES, Home, edit, flip
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
 from training.contract.logprob_table import LogProbTable
@@ -50,6 +50,11 @@ def test_what_lies_outside_the_store(looking):
         "preference_source": "preferences.jsonl differs (160 -> 1 rows read)",
         "base_model": "model.safetensors differs",
     }
+
+
+def test_what_was_released_under_another_name_is_still_whole(looking):
+    edit(looking, {**ATTRIBUTES, "release": {"model_name": "renamed"}})
+    assert faults(looking) == {}
 
 
 def test_flipped_bits_and_lost_files(looking, materialized):

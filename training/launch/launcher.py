@@ -93,7 +93,8 @@ def _explain(job: Job, log: Path, status: int) -> str:
         return f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{_last_lines(text)}"
     cause = failure.message
     if failure.traceback:
-        cause = f"{failure.type}: {cause}, in {_FRAME.findall(failure.traceback)[-1]}"
+        places = _FRAME.findall(failure.traceback)  # none in that of an exception group
+        cause = ", in ".join([f"{failure.type}: {cause}", *places[-1:]])
     rank = "" if failure.rank is None or job.nodes * job.processes == 1 else f"{_rank(job, failure.rank)} of "
     return f"{cause}; {rank}the {job.kind} job failed, whose log is {log}"
 
