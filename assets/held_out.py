@@ -5,7 +5,7 @@ whose tokens are the same, and a pair that is in the data twice counts once. Aft
 Whether a pair is ranked rightly can still be compared then: there it is identified by its messages.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -13,12 +13,14 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from assets.rows import SIDES
+from model_registry.gate import Measure, Prompts, Values
 from training.contract.fingerprint import value_digest
 from training.contract.loss import Loss
 from training.contract.nulls import without_nulls
 from training.contract.store import Artifact
 
 Row = Mapping[str, Any]
+_REFERENCE = "reference_model"
 _ORIGIN = {"split", "source", "line", "source_name"}
 
 
@@ -32,12 +34,24 @@ def rows_by_pair(evaluation: Artifact, source: str | None = None) -> dict[str, R
 def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[str, Row]:
     """The same by what is said in the pair: `raw_preferences` are those that the evaluation was made from."""
     rows = {row["row"]: row for row in pq.read_table(evaluation.file("pairs.parquet")).to_pylist()}
-    said = pq.read_table(raw_preferences.file("preferences.parquet"))
-    said = said.select([name for name in said.column_names if name not in _ORIGIN])
-    said = said.filter(pc.is_in(said["row"], pa.array(rows, pa.int64())))
+    said = _said(rows, raw_preferences)
     return {
         value_digest(without_nulls(pair)).hex(): rows[row] for pair in said.to_pylist() for row in [pair.pop("row")]
     }
+
+
+def prompts(rows: Mapping[str, Row], raw_preferences: Artifact) -> Prompts:
+    """What is said in the prompts of `rows`, as a digest, by the same names."""
+    said = _said([row["row"] for row in rows.values()], raw_preferences).select(["row", "prompt"])
+    digests = {pair["row"]: value_digest(without_nulls(pair["prompt"])).hex() for pair in said.to_pylist()}
+    return {pair: digests[row["row"]] for pair, row in rows.items()}
+
+
+def _said(rows: Iterable[int], raw_preferences: Artifact) -> pa.Table:
+    """What was said in these rows, without where they come from."""
+    said = pq.read_table(raw_preferences.file("preferences.parquet"))
+    said = said.select([name for name in said.column_names if name not in _ORIGIN])
+    return said.filter(pc.is_in(said["row"], pa.array(rows, pa.int64())))
 
 
 def loss(row: Row) -> float:
@@ -45,25 +59,52 @@ def loss(row: Row) -> float:
 
 
 def accuracy(row: Row) -> float:
-    """1 where the chosen response has the higher reward, else 0; comparable under every loss."""
+    """1 where the chosen response has the higher reward, else 0; comparable under every loss over the same reference."""
     return float(row["margin"] > 0)
 
 
-def margin(row: Row) -> float:
+def margin(row: Row, other: Row | None = None) -> float:
     """The log-ratio (policy over reference) of the chosen response minus that of the rejected one, in nats.
 
-    This is the reward's margin divided by beta, so it is comparable under every beta and loss.
+    This is the reward's margin divided by beta, so it is comparable under every beta and loss over the same reference: with
+    `other`, that of the same pair in another evaluation.
     """
-    chosen, rejected = (row[f"policy_{side}_logprob"] - row[f"reference_{side}_logprob"] for side in SIDES)
+    reference = row if other is None else other
+    chosen, rejected = (row[f"policy_{side}_logprob"] - reference[f"reference_{side}_logprob"] for side in SIDES)
     return float(chosen - rejected)
 
 
 def scale(evaluation: Artifact) -> dict[str, str]:
     """What its losses depend on beside the policy: those of two evaluations can be compared only where this is equal.
 
-    The settings of the loss, the reference, and the pairs if a pair's loss depends on the others.
+    The settings of the loss, the reference if it needs one, and the pairs if a pair's loss depends on the others.
     """
     settings = Loss.model_validate(evaluation.derivation.settings["loss"])
-    kinds = ("reference_model", "tokenized_pairs") if settings.depends_on_batch else ("reference_model",)
+    counts = {_REFERENCE: settings.needs_reference, "tokenized_pairs": settings.depends_on_batch}
     inputs = evaluation.derivation.inputs
-    return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in kinds}}
+    return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in counts if counts[kind]}}
+
+
+def common_measure(evaluation: Artifact, champion: Artifact) -> Measure:
+    """What can be compared of two evaluations of pairs with the same tokens.
+
+    Losses, if they are of one scale; else how pairs are ranked. Where the candidate's rewards are over another reference than
+    the champion's, over the latter: whoever ranks more pairs rightly than a bad reference is no better than the champion.
+    """
+    ours, theirs = scale(evaluation), scale(champion)
+    if ours == theirs:
+        return Measure.LOSS
+    if ours.get(_REFERENCE) in (None, champion.derivation.inputs[_REFERENCE].fingerprint):
+        return Measure.ERROR_RATE
+    return Measure.ERROR_RATE_OVER_ITS_REFERENCE
+
+
+def measured(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, Row]) -> Values:
+    """What is compared of each of `rows`, the lower the better; `champion` are the champion's rows, by the same names."""
+    match measure:
+        case Measure.LOSS:
+            return {pair: loss(row) for pair, row in rows.items()}
+        case Measure.ERROR_RATE:
+            return {pair: 1.0 - accuracy(row) for pair, row in rows.items()}
+        case Measure.ERROR_RATE_OVER_ITS_REFERENCE:
+            return {pair: 1.0 - float(margin(row, champion.get(pair)) > 0) for pair, row in rows.items()}

@@ -18,14 +18,14 @@ from assets.adapters import MERGED, plain_model
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
-from assets.held_out import Row, accuracy, loss, rows_by_messages, rows_by_pair, scale
+from assets.held_out import common_measure, measured, prompts, rows_by_messages, rows_by_pair
 from assets.materialized import Materialization
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline
 from assets.step import Step
 from assets.version_files import put_back
 from model_registry.connection import shown, through_restart
-from model_registry.gate import MIN_PAIRS, Decision, Losses, Measure, decide
+from model_registry.gate import MIN_PROMPTS, Decision, Measure, Prompts, Values, decide
 from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
 from training.contract.errors import RegistryAway, RegistryError
 from training.contract.fingerprint import fingerprint, short
@@ -195,16 +195,14 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
     if champion is not None and champion.number == version.number:
         return Decision(True, ["it is the champion already"], {})
     evaluation = candidate.above["evaluation"]
-    measure, ours, theirs = Measure.LOSS, _values(rows_by_pair(evaluation), Measure.LOSS), None
-    if champion is not None:
-        measure, ours, theirs = _compared(candidate, champion)
-    decision = decide(
-        ours,
-        theirs,
-        measure,
-        metrics=evaluation.details["metrics"],
-        gate=candidate.step.pipeline.recipe.release.gate,
-    )
+    metrics, gate = evaluation.details["metrics"], candidate.step.pipeline.recipe.release.gate
+    if champion is None:
+        decision = decide(
+            measured(Measure.LOSS, rows_by_pair(evaluation), {}), None, Measure.LOSS, metrics=metrics, gate=gate
+        )
+    else:
+        measure, ours, theirs, of_prompts = _compared(candidate, champion)
+        decision = decide(ours, theirs, measure, metrics=metrics, gate=gate, prompts=of_prompts)
     return _unless_rolled_back(candidate, decision)
 
 
@@ -218,19 +216,19 @@ def _unless_rolled_back(candidate: _Candidate, decision: Decision) -> Decision:
     return replace(decision, promote=False, reasons=[reason, *decision.reasons])
 
 
-def _compared(candidate: _Candidate, champion: Version) -> tuple[Measure, Losses, Losses]:
-    """What is compared of the pairs that both were evaluated on: their losses, if they are of one scale; else their ranks.
+def _compared(candidate: _Candidate, champion: Version) -> tuple[Measure, Values, Values, Prompts]:
+    """What is compared of the pairs that both were evaluated on: how, by pair of the candidate's and of the champion's.
 
-    Where no ten pairs have the same tokens, as after another template, a pair is known by its messages, and has another loss.
+    Where no ten pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank,
+    over the reference that each has, can be compared.
     """
     ours, theirs = candidate.above["evaluation"], _artifact_of(candidate, champion, "evaluation")
-    measure = Measure.LOSS if scale(theirs) == scale(ours) else Measure.ERROR_RATE
-    rows, others = rows_by_pair(ours), rows_by_pair(theirs)
-    if len(rows.keys() & others.keys()) < MIN_PAIRS:
-        measure = Measure.ERROR_RATE
-        rows = rows_by_messages(ours, candidate.store.open("raw_preferences", candidate.lineage["raw_preferences"]))
+    said = candidate.store.open("raw_preferences", candidate.lineage["raw_preferences"])
+    rows, others, measure = rows_by_pair(ours), rows_by_pair(theirs), common_measure(ours, theirs)
+    if len(rows.keys() & others.keys()) < MIN_PROMPTS:
+        measure, rows = Measure.ERROR_RATE, rows_by_messages(ours, said)
         others = rows_by_messages(theirs, _artifact_of(candidate, champion, "raw_preferences"))
-    return measure, _values(rows, measure), _values(others, measure)
+    return measure, measured(measure, rows, others), measured(measure, others, others), prompts(rows, said)
 
 
 def _artifact_of(candidate: _Candidate, champion: Version, kind: str) -> Artifact:
@@ -258,10 +256,6 @@ def _artifact_of(candidate: _Candidate, champion: Version, kind: str) -> Artifac
             f"nothing can be compared with it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, "
             f"or release into another `release.model_name` ({error})"
         ) from error
-
-
-def _values(rows: Mapping[str, Row], measure: Measure) -> Losses:
-    return {pair: loss(row) if measure is Measure.LOSS else 1.0 - accuracy(row) for pair, row in rows.items()}
 
 
 def _result(

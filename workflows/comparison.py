@@ -2,10 +2,11 @@
 
 What counts is what was last evaluated, with the settings it was made with, whatever the files say by now; a note says where
 they differ. Every recipe is compared with the first that was evaluated, pair by pair on the held-out pairs
-that both saw: how hard a pair is cancels, and what is left has the standard error s / sqrt(n) that the gate decides by.
+that both saw: how hard a pair is cancels, and what is left has the standard error that the gate decides by.
 
 Accuracy (the share of pairs whose chosen response has the higher reward) and margin (in nats, before beta) mean the same
-whatever the loss. A loss is compared with itself only: by the gate's rule, under the same settings and the same reference.
+whatever the loss, over the same reference; a note says where it is another. A loss is compared with itself only: by the gate's
+rule, under the same settings and the same reference.
 """
 
 import statistics
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 
 import dagster as dg
 
-from assets.held_out import accuracy, loss, margin, rows_by_pair, scale
+from assets.held_out import accuracy, loss, margin, prompts, rows_by_pair, scale
 from assets.materialized import Ancestor, History
 from assets.pipeline import Pipeline, Services
-from model_registry.gate import MIN_PAIRS, PairedDifference, paired_difference
+from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_prompts, paired_difference
 from model_registry.records import flatten
 from training.contract.errors import PedigreeError, StoreError
 from training.contract.fingerprint import short, shortened
@@ -40,7 +41,7 @@ _CONTENTS = {"preference_source": "data.sources", "base_model": "reference.model
 class Evaluated:
     """The last evaluation of a recipe; without `values` (by measure, then by pair) it has none.
 
-    `settings`: by dotted names, as in the recipe; `scale`: what a loss has to have in common to be compared.
+    `settings`: by dotted names, as in the recipe; `scale`: what a loss has to have in common to be compared; `prompts` by pair.
     """
 
     recipe: str
@@ -48,6 +49,8 @@ class Evaluated:
     scale: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    prompts: Prompts = field(default_factory=dict)
+    reference: str | None = None
 
 
 @dataclass(frozen=True)
@@ -108,32 +111,43 @@ def _evaluated(history: History, services: Services, found: str, source: str | N
         names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
         found = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
         return Evaluated(history.pipeline.name, notes=(found,))
+    stood_on = history.ancestry({"evaluation": found})
     return Evaluated(
         recipe=history.pipeline.name,
-        settings=_settings(history.ancestry({"evaluation": found})),
+        settings=_settings(stood_on),
         scale=scale(artifact),
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
         notes=_edited(history.pipeline, services, history.instance),
+        prompts=prompts(rows, services.store.open("raw_preferences", stood_on["raw_preferences"].fingerprint)),
+        reference=stood_on["reference_model"].fingerprint,
     )
 
 
 def _beside(first: Evaluated, each: Evaluated, differing: Sequence[str]) -> Compared:
     measures = [name for name in MEASURES if name != "loss" or each.scale == first.scale]
-    pairs, shared = len(each.values["accuracy"]), len(each.values["accuracy"].keys() & first.values["accuracy"].keys())
-    comparable = each is not first and shared >= MIN_PAIRS
+    pairs, shared = len(each.values["accuracy"]), each.values["accuracy"].keys() & first.values["accuracy"].keys()
+    count = count_prompts(shared, each.prompts)
+    comparable = each is not first and count >= MIN_PROMPTS
     notes = list(each.notes)
-    if shared < max(pairs, len(first.values["accuracy"])):
-        few = "" if shared >= MIN_PAIRS else f", which is too few to compare ({MIN_PAIRS})"
-        notes.append(f"evaluated on other pairs than {first.recipe}: {shared} of {pairs} are common{few}")
+    if len(shared) < max(pairs, len(first.values["accuracy"])):
+        few = "" if count >= MIN_PROMPTS else f", which is too few to compare ({MIN_PROMPTS} prompts are needed)"
+        notes.append(f"evaluated on other pairs than {first.recipe}: {len(shared)} of {pairs} are common{few}")
     elif each is not first and not comparable:
-        notes.append(f"{shared} held-out pairs are too few to tell a difference from chance ({MIN_PAIRS} are needed)")
+        notes.append(
+            f"{len(shared)} held-out pairs are too few to tell a difference from chance ({MIN_PROMPTS} prompts are needed)"
+        )
+    if comparable and each.reference != first.reference:
+        notes.append(
+            f"its reference is not that of {first.recipe}, and its accuracy and margin are measured over its own"
+        )
     return Compared(
         recipe=each.recipe,
         settings={name: each.settings.get(name) for name in differing},
         pairs=pairs,
         means={name: statistics.fmean(each.values[name].values()) for name in measures},
         differences={
-            name: paired_difference(each.values[name], first.values[name]) for name in (measures if comparable else ())
+            name: paired_difference(each.values[name], first.values[name], each.prompts)
+            for name in (measures if comparable else ())
         },
         notes=notes,
     )

@@ -3,28 +3,36 @@
 The same held-out pairs judge every retraining, so plain "lower loss wins" would, over the weeks, select models that
 fit the noise of those pairs. The parameter-free Ladder (Blum and Hardt 2015, "The Ladder: A Reliable Leaderboard for
 Machine Learning Competitions") answers this: the best score changes only when the new one is better by more than one
-standard error of the paired difference, s / sqrt(n) with s the sample standard deviation, and the reported score is
-rounded to a multiple of 1/n. The error of the best score then grows with the logarithm of the number of submissions and
-not with a power of it.
+standard error of the paired difference, and the reported score is rounded to a multiple of 1/n. The error of the best score
+then grows with the logarithm of the number of submissions and not with a power of it. That holds of what the gate decides;
+whoever tunes by hand on the exact losses of each evaluation, which are shown as well, fits the held-out pairs all the same.
+
+The standard error is s / sqrt(n), with s the sample standard deviation, where each pair has a prompt of its own. Pairs of one
+prompt are alike, so it is the one for clusters (Miller 2024, "Adding Error Bars to Evals"), with the factor G / (G - 1) for
+the G prompts, which gives the former where there is no cluster.
 
 Two losses are compared for the same pair only, so data may grow between champion and candidate. Both must have been
 computed with the same loss settings, reference and tokens; where they were not, the caller gives what can still be compared,
-1 for a pair that is ranked wrongly and 0 for any other. The comparison uses the champion's exact mean, not its rounded
+1 for a pair that is ranked wrongly and 0 for any other, over one reference if it can: over its own, the weaker the reference
+a policy was trained from, the more pairs it would rank rightly. The comparison uses the champion's exact mean, not its rounded
 one: else a copy of the champion could pass by the rounding alone.
 """
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from training.contract.recipe import Gate
 
 # Below this a standard error says too little about itself to decide anything.
-MIN_PAIRS = 10
+MIN_PROMPTS = 10
 
-Losses = Mapping[str, float]
+Values = Mapping[str, float]  # by pair
+Prompts = Mapping[str, str]  # by pair; one that is not in it has a prompt of its own
+_OWN_PROMPTS: Prompts = {}
 
 
 class Measure(StrEnum):
@@ -32,27 +40,43 @@ class Measure(StrEnum):
 
     LOSS = "loss"
     ERROR_RATE = "share of wrongly ranked pairs"
+    ERROR_RATE_OVER_ITS_REFERENCE = "share of pairs ranked wrongly over the champion's reference"
 
     @property
     def why(self) -> str:
-        if self is Measure.LOSS:
-            return ""
-        return "the champion's losses are of another loss, reference or template and cannot be compared; "
+        match self:
+            case Measure.LOSS:
+                return ""
+            case Measure.ERROR_RATE:
+                return "the champion's losses are of another loss or template and cannot be compared; "
+            case Measure.ERROR_RATE_OVER_ITS_REFERENCE:
+                return "the champion's losses are over another reference and cannot be compared; "
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean difference of two values on the same pairs, with its standard error."""
+    """The mean difference of two values on the same pairs, which have so many prompts, with its standard error."""
 
     pairs: int
+    prompts: int
     mean: float
     standard_error: float
 
 
-def paired_difference(values: Losses, others: Losses) -> PairedDifference:
-    """`values` minus `others` on the pairs that both have, which must be two at least."""
-    gains = [values[pair] - others[pair] for pair in sorted(values.keys() & others.keys())]
-    return PairedDifference(len(gains), statistics.fmean(gains), statistics.stdev(gains) / math.sqrt(len(gains)))
+def paired_difference(values: Values, others: Values, prompts: Prompts = _OWN_PROMPTS) -> PairedDifference:
+    """`values` minus `others` on the pairs that both have, which must be of two prompts at least."""
+    gains = {pair: values[pair] - others[pair] for pair in sorted(values.keys() & others.keys())}
+    mean = statistics.fmean(gains.values())
+    of_prompts: dict[str, float] = defaultdict(float)
+    for pair, gain in gains.items():
+        of_prompts[prompts.get(pair, pair)] += gain - mean
+    count = len(of_prompts)
+    squares = math.fsum(total**2 for total in of_prompts.values())
+    return PairedDifference(len(gains), count, mean, math.sqrt(count / (count - 1) * squares) / len(gains))
+
+
+def count_prompts(pairs: Collection[str], prompts: Prompts) -> int:
+    return len({prompts.get(pair, pair) for pair in pairs})
 
 
 @dataclass(frozen=True)
@@ -65,7 +89,13 @@ class Decision:
 
 
 def decide(
-    candidate: Losses, champion: Losses | None, measure: Measure, *, metrics: Mapping[str, float], gate: Gate
+    candidate: Values,
+    champion: Values | None,
+    measure: Measure,
+    *,
+    metrics: Mapping[str, float],
+    gate: Gate,
+    prompts: Prompts = _OWN_PROMPTS,
 ) -> Decision:
     """Compare what `measure` says of a candidate with the champion's, by the pair's identity.
 
@@ -80,7 +110,7 @@ def decide(
     for name, floor in gate.min_accuracy_of.items():
         reasons += _below(floor, metrics.get(f"eval/sources/{name}/rewards/accuracies"), figures, f" of {name}")
     if champion is not None:
-        beaten, compared = _compare(candidate, champion, measure, figures)
+        beaten, compared = _compare(candidate, champion, measure, prompts, figures)
         return Decision(beaten and not reasons, [*reasons, *compared], figures)
     if reasons:
         return Decision(False, reasons, figures)
@@ -93,11 +123,11 @@ def rounded(score: float, count: int) -> float:
     return round(score * count) / count
 
 
-def _unfit(losses: Losses, whose: str) -> list[str]:
-    if not losses:
+def _unfit(values: Values, whose: str) -> list[str]:
+    if not values:
         return [f"the {whose} has no held-out losses"]
-    broken = sum(not math.isfinite(loss) for loss in losses.values())
-    return [f"{broken} of the {whose}'s {len(losses)} held-out losses are not finite"] if broken else []
+    broken = sum(not math.isfinite(value) for value in values.values())
+    return [f"{broken} of the {whose}'s {len(values)} held-out losses are not finite"] if broken else []
 
 
 def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: str = "") -> list[str]:
@@ -115,18 +145,22 @@ def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: 
 
 
 def _compare(
-    candidate: Losses, champion: Losses, measure: Measure, figures: dict[str, float]
+    candidate: Values, champion: Values, measure: Measure, prompts: Prompts, figures: dict[str, float]
 ) -> tuple[bool, list[str]]:
     """Whether the candidate is better by more than one standard error on the pairs both have, and the reason."""
     shared = sorted(candidate.keys() & champion.keys())
+    count = count_prompts(shared, prompts)
+    of_prompts = f" of {count} prompts" if count < len(shared) else ""
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
-    if len(shared) < MIN_PAIRS:
-        few = f"only {len(shared)} held-out pairs are shared with the champion; {MIN_PAIRS} are needed"
-        return False, [f"{few}: compare them yourself, and point the alias champion at the better one in MLflow"]
+    if count < MIN_PROMPTS:
+        return False, [
+            f"only {len(shared)} held-out pairs{of_prompts} are shared with the champion; {MIN_PROMPTS} prompts are needed: "
+            "compare them yourself, and point the alias champion at the better one in MLflow"
+        ]
     ours, theirs = {pair: candidate[pair] for pair in shared}, {pair: champion[pair] for pair in shared}
     if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
         return False, broken
-    better = paired_difference(theirs, ours)
+    better = paired_difference(theirs, ours, prompts)
     gain, error = better.mean, better.standard_error
     figures |= {
         f"candidate_{measure.name.lower()}": rounded(statistics.fmean(ours.values()), len(shared)),
@@ -136,6 +170,6 @@ def _compare(
     }
     found = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
     return gain > error, [
-        f"{measure.why}on {len(shared)} shared pairs the {measure} is {found} the champion's; "
+        f"{measure.why}on {len(shared)} shared pairs{of_prompts} the {measure} is {found} the champion's; "
         f"to become champion it must be lower by more than one standard error, {error:.4g}"
     ]

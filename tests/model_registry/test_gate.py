@@ -9,12 +9,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from model_registry import gate
-from model_registry.gate import MIN_PAIRS, Measure, paired_difference, rounded
+from model_registry.gate import MIN_PROMPTS, Measure, paired_difference, rounded
 from training.contract.recipe import Gate
 
 ACCURACY = "eval/rewards/accuracies"
 decide = partial(gate.decide, measure=Measure.LOSS, metrics={ACCURACY: 0.75}, gate=Gate())
-losses = st.lists(st.floats(0, 50), min_size=MIN_PAIRS, max_size=60)
+losses = st.lists(st.floats(0, 50), min_size=MIN_PROMPTS, max_size=60)
 
 
 def named(values: list[float]) -> dict[str, float]:
@@ -46,6 +46,38 @@ def test_a_paired_difference_is_on_what_both_have():
     assert found.standard_error == pytest.approx(0.1 / math.sqrt(15))
 
 
+@given(losses)
+def test_a_pair_that_a_prompt_has_twice_makes_nothing_surer(gains: list[float]):
+    """Taken for independent, twice the pairs would make the standard error smaller by a factor of 1.4."""
+    once, nothing = named(gains), dict.fromkeys(named(gains), 0.0)
+    twice, prompts = (
+        once | {f"again {pair}": gain for pair, gain in once.items()},
+        {f"again {pair}": pair for pair in once},
+    )
+    alone = paired_difference(once, nothing)
+    found = paired_difference(twice, dict.fromkeys(twice, 0.0), prompts)
+    assert (found.pairs, found.prompts) == (2 * len(gains), len(gains))
+    assert (found.mean, found.standard_error) == pytest.approx((alone.mean, alone.standard_error))
+
+
+def test_a_gain_on_pairs_of_few_prompts_is_no_gain():
+    """Forty pairs, on three of four of which the candidate is better, are ten prompts, of which all four pairs go one way.
+
+    Gains of 1 for five prompts, -0.5 for the others: mean 0.25, each 0.75 from it. With four pairs a prompt the squares of the
+    sums are 9, so the standard error is sqrt(10 / 9 * 90) / 40 = 0.25, and not sqrt(40 * 0.5625 / 39 / 40) = 0.12.
+    """
+    candidate = named(([0.0] * 4 + [1.5] * 4) * 5)
+    prompts = {pair: f"prompt-{index // 4}" for index, pair in enumerate(candidate)}
+    champion = named([1.0] * 40)
+    told = decide(candidate, champion, prompts=prompts)
+    assert not told.promote and told.figures["standard_error"] == pytest.approx(0.25)
+    assert told.reasons[0].startswith("on 40 shared pairs of 10 prompts the loss is 0.25 lower")
+    assert decide(candidate, champion).figures["standard_error"] == pytest.approx(0.1201, abs=1e-4)
+    fewer = {pair: min(prompt, "prompt-8") for pair, prompt in prompts.items()}
+    [few] = decide(candidate, champion, prompts=fewer).reasons
+    assert few.startswith("only 40 held-out pairs of 9 prompts are shared with the champion; 10 prompts are needed: ")
+
+
 def test_better_by_less_than_a_standard_error_is_not():
     """Gains of +1 and -0.9 in turn: mean 0.05, s = sqrt(16 * 0.95^2 / 15) = 0.98115, standard error 0.24529."""
     decision = decide(named([0.0, 1.9] * 8), named([1.0] * 16))
@@ -71,7 +103,7 @@ def test_another_measure_is_told_with_why():
     assert decision.promote
     assert (decision.figures["candidate_error_rate"], decision.figures["champion_error_rate"]) == (0.25, 0.5)
     assert decision.reasons == [
-        "the champion's losses are of another loss, reference or template and cannot be compared; on 16 shared pairs the share "
+        "the champion's losses are of another loss or template and cannot be compared; on 16 shared pairs the share "
         "of wrongly ranked pairs is 0.25 lower than the champion's; "
         "to become champion it must be lower by more than one standard error, 0.1118"
     ]
@@ -141,7 +173,7 @@ def test_too_few_shared_pairs_keep_the_champion():
     decision = decide(BETTER, champion)
     assert not decision.promote
     [told] = decision.reasons
-    assert told.startswith("only 9 held-out pairs are shared with the champion; 10 are needed: compare them yourself")
+    assert told.startswith("only 9 held-out pairs are shared with the champion; 10 prompts are needed: compare them")
     assert decision.figures["shared_pairs"] == 9
     assert decide(named([0.0, 0.1] * 5), CHAMPION).promote, "ten are enough"
 

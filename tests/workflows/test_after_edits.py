@@ -354,7 +354,7 @@ def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):
     field("training.seed", 1)(world)
     pipeline = run(ground, world).pipeline
     second = int(client.get_registered_model("plain").aliases["candidate"])
-    few = "only 8 held-out pairs are shared with the champion; 10 are needed"
+    few = "only 8 held-out pairs are shared with the champion; 10 prompts are needed"
     refused = f"{few}: compare them yourself, and point the alias champion at the better one in MLflow"
     moved = f"a person has moved the alias since the gate decided; {refused}"
     assert second != first

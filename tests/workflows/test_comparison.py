@@ -41,6 +41,25 @@ def test_the_difference_of_each_to_the_first_with_its_standard_error():
     assert second.differences["margin"].standard_error == pytest.approx(4 / 6)
 
 
+def test_pairs_of_one_prompt_count_together():
+    """Each prompt's two pairs differ by as much: the standard error is that of ten pairs, not of twenty."""
+    prompts = {f"pair-{index}": f"prompt-{index % 10}" for index in range(20)}
+    first = replace(FIRST, values=values([0.0] * 20), prompts=prompts)
+    second = replace(SECOND, values=values([0.0, 1.0] * 10), prompts=prompts)
+    assert compare([first, second]).recipes[1].differences["accuracy"].standard_error == pytest.approx(1 / 6)
+    few = {pair: f"prompt-{int(pair[5:]) % 9}" for pair in prompts}
+    found = compare([first, replace(second, prompts=few)]).recipes[1]
+    assert not found.differences and found.notes[0].startswith("20 held-out pairs are too few to tell")
+
+
+def test_another_reference_is_told():
+    found = compare(
+        [replace(FIRST, reference="r"), replace(SECOND, reference="s"), replace(SECOND, reference="r")]
+    ).recipes
+    note = "its reference is not that of a, and its accuracy and margin are measured over its own"
+    assert [each.notes for each in found] == [[], [note], []]
+
+
 def test_only_settings_that_differ_are_told():
     found = compare([FIRST, SECOND])
     assert [each.settings for each in found.recipes] == [{"training.loss.beta": "0.1"}, {"training.loss.beta": "0.5"}]
@@ -84,7 +103,7 @@ def test_too_few_common_pairs_give_no_difference(start, common):
     found = compare([FIRST, replace(SECOND, values=values([1.0] * 10, start=start))]).recipes[1]
     assert not found.differences and found.means["accuracy"] == 1.0
     assert found.notes == [
-        f"evaluated on other pairs than a: {common} of 10 are common, which is too few to compare (10)"
+        f"evaluated on other pairs than a: {common} of 10 are common, which is too few to compare (10 prompts are needed)"
     ]
 
 
@@ -92,7 +111,7 @@ def test_nine_pairs_that_both_have_give_no_difference_and_a_note_says_why():
     nine = [replace(each, values=values([1.0] * 9)) for each in (FIRST, SECOND)]
     first, second = compare(nine).recipes
     assert not second.differences and first.notes == []
-    assert second.notes == ["9 held-out pairs are too few to tell a difference from chance (10 are needed)"]
+    assert second.notes == ["9 held-out pairs are too few to tell a difference from chance (10 prompts are needed)"]
 
 
 def test_a_margin_is_the_log_ratios_in_nats_and_a_tie_is_no_success():

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import dagster as dg
+import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
@@ -187,7 +188,7 @@ def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: 
         (edits.field("evaluation.max_new_tokens", 3), r"on \d+ shared pairs the loss is the same as the champion's; "),
         (
             edits.field("training.loss.beta", 0.2),
-            r"the champion's losses are of another loss, reference or template and cannot be compared; "
+            r"the champion's losses are of another loss or template and cannot be compared; "
             r"on \d+ shared pairs the share of wrongly ranked pairs is ",
         ),
         (
@@ -200,8 +201,16 @@ def test_an_evaluation_that_is_lost_is_told_and_the_others_are_compared(ground: 
             r"the champion's losses are of another .* template and cannot be compared; "
             r"on 1[0-9] shared pairs the share of wrongly ranked pairs is ",
         ),
+        (
+            edits.config("rms_norm_eps", 1e-1),
+            r"the champion's losses are over another reference and cannot be compared; "
+            r"on \d+ shared pairs the share of pairs ranked wrongly over the champion's reference is ",
+        ),
     ],
-    ids=["longer samples", "another beta", "another template", "another template for most, and other row numbers"],
+    ids=[
+        *("longer samples", "another beta", "another template"),
+        *("another template for most, and other row numbers", "another base model"),
+    ],
 )
 def test_the_gate_compares_the_losses_of_one_loss_only(
     ground: Ground, reports: list[RunReport], tmp_path, monkeypatch, edit: edits.Edit, compared: str
@@ -209,8 +218,11 @@ def test_the_gate_compares_the_losses_of_one_loss_only(
     """Longer samples change no loss of a pair; another beta is another scale, on which wrongly ranked pairs are counted.
 
     In another template no pair has the tokens that it had, or too few have, and the messages still tell which pair it is.
-    So all held-out pairs are compared in each case, and the error rate is what the evaluation's accuracy leaves.
+    So all held-out pairs are compared in each case, and the error rate is what the evaluation's accuracy leaves; but after a
+    change of the base model both are measured over the champion's.
     """
+    name = PLAIN["release"]["model_name"]
+    champion = ground.services.registry.champion(name)
     folder = Path(shutil.copytree(ground.folders["sweep"], tmp_path / "sweep"))
     edit(edits.World(folder, ground.home, monkeypatch))
     loaded = load_recipe(folder)
@@ -224,5 +236,15 @@ def test_the_gate_compares_the_losses_of_one_loss_only(
     assert released["shared_pairs"] == evaluated["eval/pairs"]
     if "wrongly ranked" in compared:
         assert released["candidate_error_rate"] == pytest.approx(1 - evaluated["eval/rewards/accuracies"])
-    versions = [v for v in ground.services.registry.versions() if v.name == PLAIN["release"]["model_name"]]
+    if "over the champion's reference" in compared:
+        ours, theirs = (
+            pd.read_parquet(ground.services.store.folder("evaluation", fingerprint) / "pairs.parquet").set_index("row")
+            for fingerprint in (evaluated["fingerprint"], champion.fingerprint_of("evaluation"))
+        )
+        chosen, rejected = (
+            ours[f"policy_{side}_logprob"] - theirs[f"reference_{side}_logprob"] for side in ("chosen", "rejected")
+        )
+        assert released["candidate_error_rate_over_its_reference"] == pytest.approx((chosen <= rejected).mean())
+        assert (ours["reference_chosen_logprob"] - theirs["reference_chosen_logprob"]).abs().min() > 1e-3
+    versions = [v for v in ground.services.registry.versions() if v.name == name]
     assert re.match(compared, max(versions, key=lambda version: version.number).tags["pedigree.reasons"])
