@@ -96,7 +96,7 @@ def common_measure(evaluation: Artifact, champion: Artifact) -> Measure:
         return Measure.LOSS
     if ours.get(_REFERENCE) in (None, champion.derivation.inputs[_REFERENCE].fingerprint):
         return Measure.ERROR_RATE
-    return Measure.ERROR_RATE_OVER_ITS_REFERENCE
+    return Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
 
 
 def measured(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, Row]) -> Values:
@@ -106,5 +106,5 @@ def measured(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, R
             return {pair: loss(row) for pair, row in rows.items()}
         case Measure.ERROR_RATE:
             return {pair: 1.0 - accuracy(row) for pair, row in rows.items()}
-        case Measure.ERROR_RATE_OVER_ITS_REFERENCE:
+        case Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
             return {pair: 1.0 - float(margin(row, champion.get(pair)) > 0) for pair, row in rows.items()}

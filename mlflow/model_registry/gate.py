@@ -40,7 +40,7 @@ class Measure(StrEnum):
 
     LOSS = "loss"
     ERROR_RATE = "share of wrongly ranked pairs"
-    ERROR_RATE_OVER_ITS_REFERENCE = "share of pairs ranked wrongly over the champion's reference"
+    ERROR_RATE_OVER_CHAMPIONS_REFERENCE = "share of pairs ranked wrongly over the champion's reference"
 
     @property
     def why(self) -> str:
@@ -49,7 +49,7 @@ class Measure(StrEnum):
                 return ""
             case Measure.ERROR_RATE:
                 return "the champion's losses are of another loss or template and cannot be compared; "
-            case Measure.ERROR_RATE_OVER_ITS_REFERENCE:
+            case Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
                 return "the champion's losses are over another reference and cannot be compared; "
 
 

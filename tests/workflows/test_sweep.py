@@ -244,7 +244,7 @@ def test_the_gate_compares_the_losses_of_one_loss_only(
         chosen, rejected = (
             ours[f"policy_{side}_logprob"] - theirs[f"reference_{side}_logprob"] for side in ("chosen", "rejected")
         )
-        assert released["candidate_error_rate_over_its_reference"] == pytest.approx((chosen <= rejected).mean())
+        assert released["candidate_error_rate_over_champions_reference"] == pytest.approx((chosen <= rejected).mean())
         assert (ours["reference_chosen_logprob"] - theirs["reference_chosen_logprob"]).abs().min() > 1e-3
     versions = [v for v in ground.services.registry.versions() if v.name == name]
     assert re.match(compared, max(versions, key=lambda version: version.number).tags["pedigree.reasons"])
