@@ -21,13 +21,14 @@ from assets.graph import GRAPH, derivation
 from assets.held_out import common_measure, measured, prompts, rows_by_messages, rows_by_pair
 from assets.materialized import Materialization
 from assets.metadata import inputs_table, shown_changes
-from assets.pipeline import Pipeline
+from assets.pipeline import Pipeline, Services
 from assets.step import Step
-from assets.version_files import put_back
+from assets.version_files import files_fault, put_back
+from assets.world import hash_cache
 from model_registry.connection import shown, through_restart
 from model_registry.gate import MIN_PROMPTS, Decision, Measure, Prompts, Values, decide
-from model_registry.registry import ROLLED_BACK_TAG, Registry, Version, lineage_tags
-from training.contract.errors import RegistryAway, RegistryError
+from model_registry.registry import PREVIOUS_TAG, ROLLED_BACK_TAG, Registry, Version, lineage_tags
+from training.contract.errors import CorruptArtifact, RegistryAway, RegistryError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -104,12 +105,12 @@ def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
     return store.lock("released_model", fingerprint("registered_model", name))
 
 
-def lacking(registry: Registry, pipeline: Pipeline, key: str) -> str | None:
+def lacking(services: Services, pipeline: Pipeline, key: str) -> str | None:
     """What the registry lacks of the version, with a decision, that the derivation `key` of `released_model` gave."""
-    known = registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
+    known = services.registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
     if known is None or not _has_decision(known):
         return "its version is no longer in the registry"
-    return None if registry.has_files(known) else "the files of its version are gone"
+    return files_fault(services.registry, known, hash_cache(services))
 
 
 def demand_releases(
@@ -244,7 +245,10 @@ def _artifact_of(candidate: _Candidate, champion: Version, kind: str) -> Artifac
             "a version that was, or at none"
         )
     if (folder := store.folder(kind, found)).is_dir():
-        return store.open(kind, found)
+        try:
+            return store.open(kind, found)
+        except CorruptArtifact:
+            store.set_aside(kind, found)
     try:
         with store.staging() as staging:
             return store.adopt(candidate.registry.fetch(champion, kind, staging), kind, found)
@@ -269,7 +273,7 @@ def _result(
         "outcome": released.outcome,
         "changes": shown_changes(changes),
         "champion": "yes" if is_champion else "no",
-        "reasons": "; ".join(_reasons(version, is_champion)),
+        "reasons": "; ".join(_reasons(candidate.registry, version, is_champion)),
         **released.figures,
         "model_version": str(version.number),
         "model": f"models:/{version.name}/{version.number}",
@@ -283,11 +287,16 @@ def _result(
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.derivation.key), metadata=metadata)
 
 
-def _reasons(version: Version, is_champion: bool) -> Iterator[str]:
-    """Why it is champion, or is not: what the gate said, and what a person did against it."""
+def _reasons(registry: Registry, version: Version, is_champion: bool) -> Iterator[str]:
+    """Why it is champion, or is not: what the gate said of it, and what it or a person has done since."""
     if ROLLED_BACK_TAG in version.tags:
         yield f"it was champion and was rolled back{'; a person has made it champion again' if is_champion else ''}"
     elif is_champion != (version.tags.get(_DECISION_TAG) == "yes"):
-        yield "a person has moved the alias since the gate decided"
+        replaced = None if is_champion else registry.find_version(version.name, {PREVIOUS_TAG: str(version.number)})
+        yield (
+            f"version {replaced.number} replaced it"
+            if replaced
+            else "a person has moved the alias since the gate decided"
+        )
     if reasons := version.tags.get(_REASONS_TAG):
         yield reasons

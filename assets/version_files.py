@@ -1,33 +1,60 @@
-"""The files of a registered version, put back from the store where they are gone.
+"""The files of a registered version, put back from the store where they are gone or not what they were.
 
 They go with their MLflow run when that is deleted for good, and backups leave them out, since the store has the weights too.
+And what spoils the weights of a policy in place spoils the version's, which are the same file.
 """
 
 import logging
 
 from assets.adapters import MERGED
 from assets.pipeline import Services
-from model_registry.registry import Version
-from training.contract.errors import StoreError
-from training.contract.fingerprint import fingerprint
+from assets.world import hash_cache
+from model_registry.files import local_path
+from model_registry.registry import Registry, Version
+from training.contract.errors import ModelError, StoreError
+from training.contract.fingerprint import fingerprint, short
+from training.contract.hash_cache import HashCache
+from training.contract.weights import weights_fingerprint, weights_identity
 
 _LOG = logging.getLogger(__name__)
 
 
 def put_back(services: Services, version: Version) -> bool:
-    """Whether the files of `version` were gone and are there again; a warning says so. Raises RegistryError."""
+    """Whether the files of `version` had a fault and have none any more; a warning says so. Raises RegistryError."""
     registry, store = services.registry, services.store
     kinds = (MERGED if version.fingerprint_of(MERGED) else "policy", "tokenization_spec", "evaluation")
-    whose = f"the files of version {version.number} of {version.name} are gone"
     with store.lock("released_model", fingerprint("version_files", version.source)):
-        if version.fingerprint_of("policy") is None or registry.has_files(version):  # the former is of another program
+        if version.fingerprint_of("policy") is None:  # it is another program's, and so are its files
+            return False
+        if (fault := files_fault(registry, version, hash_cache(services))) is None:
             return False
         try:
             found = [store.open(kind, version.fingerprint_of(kind) or "").folder for kind in kinds]
         except StoreError as error:
-            _LOG.warning("%s and cannot be put back: %s", whose, error)
+            _LOG.warning("%s and cannot be put back: %s", fault, error)
             return False
         model, tokenization, evaluation = found
         registry.store_files(version.name, version.source, model, tokenization / "tokenizer", evaluation)
-    _LOG.warning("%s: they were put back from the store", whose)
+    _LOG.warning("%s: they were put back from the store", fault)
     return True
+
+
+def files_fault(registry: Registry, version: Version, cache: HashCache | None = None) -> str | None:
+    """What is wrong with the files of `version`, in words. Raises RegistryError.
+
+    With a `cache`, files in it are not read again, and those on a server are not fetched.
+    """
+    whose = f"the files of version {version.number} of {version.name}"
+    if not registry.has_files(version):
+        return f"{whose} are gone"
+    promised = version.fingerprint_of(MERGED) or version.fingerprint_of("policy")
+    if promised is None or (cache is not None and local_path(version.source) is None):
+        return None
+    try:
+        folder = registry.resolve(f"models:/{version.name}/{version.number}")
+        found = weights_fingerprint(weights_identity(folder, cache))
+    except ModelError as error:
+        return f"{whose} are no model any more ({error})"
+    if found == promised:
+        return None
+    return f"{whose} hold the weights {short(found)} where its policy is {short(promised)}"

@@ -80,7 +80,7 @@ class _Judge:
     def _released(self, key: str) -> AssetStatus:
         """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
-            cause = lacking(self._services.registry, self._pipeline, key)
+            cause = lacking(self._services, self._pipeline, key)
         except RegistryError as error:
             return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
         if cause is None:

@@ -12,18 +12,16 @@ from typing import Any
 
 import dagster as dg
 
-from assets.adapters import MERGED
 from assets.changes import CORRUPT_RECORD, NO_RECORD, changes_since
 from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline, Services
 from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
+from assets.version_files import files_fault
 from assets.world import look
 from training.contract.errors import CorruptArtifact, CorruptRecord, PedigreeError, StoreError, UsageError
-from training.contract.fingerprint import short
 from training.contract.store import Artifact
-from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.execution import in_gpu_pool
 from workflows.lineage import LOST
 from workflows.outlook import corrupt_file
@@ -149,13 +147,5 @@ class _Verifier:
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
         if version is None:
             return f"there is no version of {name} for it in the registry any more"
-        if not registry.has_files(version):
-            return f"the files of version {version.number} of {name} are no longer at {version.source}"
-        try:
-            found = weights_fingerprint(weights_identity(registry.resolve(f"models:/{name}/{version.number}")))
-        except PedigreeError as error:
-            return str(error)
-        promised = version.fingerprint_of(MERGED) or version.fingerprint_of("policy")
-        if found == promised:
-            return None
-        return f"version {version.number} of {name} holds the weights {short(found)}, its policy is {short(promised)}"
+        fault = files_fault(registry, version)
+        return f"{fault}: remove what is left of them at {version.source}, then a run puts them back" if fault else None

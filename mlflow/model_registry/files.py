@@ -77,7 +77,8 @@ def holds_model(source: str, tracking_uri: str) -> bool:
     if urlsplit(source).scheme not in ("", "file", "mlflow-artifacts"):
         return True
     found = list_artifacts(artifact_uri=f"{source}/{MODEL_FOLDER}", tracking_uri=tracking_uri)
-    return any(PurePath(file.path).name == "config.json" for file in found)
+    names = [PurePath(file.path) for file in found]
+    return "config.json" in {name.name for name in names} and ".safetensors" in {name.suffix for name in names}
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:

@@ -178,11 +178,19 @@ class Registry:
         previous = champion.tags.get(PREVIOUS_TAG)
         if previous is None:
             raise RegistryError(
-                f"no champion of {name} is noted that version {champion.number} replaced; let the alias `champion` point at "
-                "another version in MLflow"
+                f"version {champion.number} of {name}, the champion, replaced none that is noted; let the alias `champion` "
+                "point at another version in MLflow"
             )
         with self._connection.asking(f"roll {name} back to version {previous}") as client:
-            restored = _version(client.get_model_version(name, previous))
+            try:
+                restored = _version(client.get_model_version(name, previous))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                    raise
+                raise RegistryError(
+                    f"version {previous} of {name}, which version {champion.number} replaced as champion, was deleted; let the "
+                    "alias `champion` point at another version in MLflow"
+                ) from error
             if not self.has_files(restored):
                 raise RegistryError(
                     f"version {previous} of {name} cannot be champion again: {restored.source} holds no model"

@@ -198,15 +198,26 @@ def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry
         registry.rollback("demo")
     assert registry.champion("demo").number == 3 and ROLLED_BACK_TAG not in registry.champion("demo").tags
     (model / "config.json").write_text("{}")
+    with pytest.raises(RegistryError, match=r"version 2 of demo cannot be champion again: .* holds no model"):
+        registry.rollback("demo")
+    (model / "model.safetensors").touch()
     assert [version.number for version in registry.rollback("demo")] == [2, 3]
     assert registry.champion("demo").number == 2
     assert registry.find_version("demo", {ROLLED_BACK_TAG: "true"}).number == 3
     for number in (1, 3):  # a candidate replaces nobody
         registry.nominate(versions[number - 1])
     assert [version.number for version in registry.rollback("demo")] == [1, 2]
-    with pytest.raises(RegistryError, match="no champion of demo is noted that version 1 replaced; let the alias"):
+    with pytest.raises(
+        RegistryError, match="version 1 of demo, the champion, replaced none that is noted; let the alias"
+    ):
         registry.rollback("demo")
     assert MlflowClient(uri).get_model_version_by_alias("demo", "candidate").version == 3
+    assert registry.promote(versions[2], over=registry.champion("demo"))
+    MlflowClient(uri).delete_model_version("demo", "1")
+    with pytest.raises(
+        RegistryError, match="version 1 of demo, which version 3 replaced as champion, was deleted; let"
+    ):
+        registry.rollback("demo")
 
 
 def test_a_version_is_promoted_only_over_the_champion_it_was_compared_with(

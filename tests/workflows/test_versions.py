@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,8 +14,10 @@ import pytest
 from mlflow import MlflowClient
 
 from assets.materialized import latest
+from assets.release import RELEASE_KEY_TAG, lacking
 from assets.version_files import put_back
-from tests.workflows.homes import write_recipe
+from model_registry.registry import Registry
+from tests.workflows.homes import flip, write_recipe
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
@@ -117,10 +120,12 @@ def test_files_that_are_gone_are_missed_and_put_back(ground: Ground):
     assert run(ground, training=worse).is_champion is False
     places, pipeline = remove_files(ground), load_recipe(ground.folders["plain"]).pipeline
     released = status(pipeline, ground.services, ground.instance)[-1]
-    assert (released.state, released.causes) == ("stale", ("the files of its version are gone",))
+    assert (released.state, released.causes) == ("stale", ("the files of version 2 of plain are gone",))
     assert plan(pipeline, ground.services, ground.instance)[-1].causes == released.causes
     fault = verify(pipeline, ground.services, ground.instance, rows=0).artifacts[-1].fault
-    assert fault is not None and fault.startswith("the files of version 2 of plain are no longer at file:///")
+    assert fault is not None and fault.startswith(
+        "the files of version 2 of plain are gone: remove what is left of them at"
+    )
     outcomes = {asset.asset: asset.outcome for asset in run(ground, training=worse).assets}
     assert {asset for asset, outcome in outcomes.items() if outcome == "computed"} == {"released_model"}
     for version, place in places.items():
@@ -129,6 +134,52 @@ def test_files_that_are_gone_are_missed_and_put_back(ground: Ground):
         assert (place / "tokenizer.json").is_file() and (place.parent / "evaluation" / "manifest.json").is_file()
     assert status(pipeline, ground.services, ground.instance)[-1].state == "fresh"
     assert {asset.outcome for asset in run(ground, training=worse).assets} == {"reused"}
+
+
+def test_weights_that_rot_in_place_do_not_stay_those_of_the_champion(ground: Ground):
+    """They are the store's and the version's at once: the policy is refused, moved away and trained again, to the last bit.
+
+    The version has the spoiled file still, which whoever loads the champion would get.
+    """
+    registry, pipeline = ground.services.registry, load_recipe(ground.folders["plain"]).pipeline
+    [version] = registry.versions()
+    policy = ground.services.store.folder("policy", version.tags["pedigree.policy"])
+    flip(policy / "model.safetensors")
+    told = f"the files of version 1 of plain hold the weights [0-9a-f]{{12}} where its policy is {policy.name[:12]}"
+    assert re.fullmatch(told, lacking(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or "")
+    policy.rename(policy.with_suffix(".spoiled"))
+    assert run(ground).model_version == "1"
+    champion = registry.resolve("models:/plain@champion")
+    assert weights_fingerprint(weights_identity(champion)) == policy.name
+    assert not any(a.fault for a in verify(pipeline, ground.services, ground.instance, rows=0).artifacts)
+
+
+def test_a_spoiled_evaluation_of_the_champion_is_taken_from_its_version(ground: Ground):
+    """Else nothing could be released any more: a candidate is compared with it."""
+    [version] = ground.services.registry.versions()
+    folder = ground.services.store.folder("evaluation", version.tags["pedigree.evaluation"])
+    (folder / "pairs.parquet").unlink()  # the version's is the same file
+    (folder / "pairs.parquet").write_bytes(b"spoiled")
+    report = run(ground, training={"max_steps": 8})
+    assert (report.model_version, report.is_champion) == ("2", True)
+    assert ground.services.store.open("evaluation", folder.name).file("pairs.parquet").read_bytes() != b"spoiled"
+
+
+def test_the_gate_s_own_replacement_is_not_taken_for_a_person_s(ground: Ground):
+    better = run(ground, training={"max_steps": 8})
+    assert (better.model_version, better.is_champion) == ("2", True)
+    back = run(ground)
+    assert (back.model_version, back.is_champion) == ("1", False)
+    assert back.reasons == "version 2 replaced it; there was no champion before"
+
+
+def test_a_plan_needs_no_registry_that_answers(ground: Ground):
+    """The recipe is what it was before: what of it was released is in the registry, if that is all there."""
+    run(ground, training={"max_steps": 8})
+    write_recipe(ground.folders["plain"], RECIPE)
+    away = replace(ground.services, registry=Registry("http://127.0.0.1:9", ground.home / "downloads"))
+    planned = plan(load_recipe(ground.folders["plain"]).pipeline, away, ground.instance)
+    assert {asset.action for asset in planned} == {"reuse"}
 
 
 def test_two_who_miss_the_files_at_once_put_them_back_once(ground: Ground):
