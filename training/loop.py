@@ -117,10 +117,10 @@ class _Tuning:
             settings.seed,
             settings.disable_dropout,
             float8_head=settings.head_precision == "float8",
-            reports_routing=settings.router_aux_loss_coef > 0,
         )
         with self.record.timed("loading"):
-            return load_for_training(trainable, self.job.compute, self.group, self.events)
+            routing = settings.router_aux_loss_coef > 0
+            return load_for_training(trainable, self.job.compute, self.group, self.events, routing)
 
     def observe(self, step: int) -> None:
         """Before the first step the proof, or how far the policy is from the table; held-out metrics when they are due."""

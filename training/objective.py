@@ -135,7 +135,8 @@ class PreferenceObjective(Objective[CollatedPairs]):
         return CollatedPairs(rows, self._at_reference(items), self._send(np.searchsorted(self._batch_B, items)))
 
     def score(self, model: PreTrainedModel, collated: CollatedPairs) -> LogProbs:
-        return logprobs_of(model, collated.rows, collisions=self._loss.weighting is not None)
+        collisions, routing = self._loss.weighting is not None, self._balance is not None
+        return logprobs_of(model, collated.rows, collisions, routing)
 
     def own_values_IM(self, collated: CollatedPairs, found: LogProbs) -> Tensor:
         logprobs = self._of_pairs(collated, found)

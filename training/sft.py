@@ -49,7 +49,7 @@ class ResponseObjective(Objective[CollatedRows]):
         return collate(model, [self.pairs.sequence(int(item), "chosen") for item in items])
 
     def score(self, model: PreTrainedModel, collated: CollatedRows) -> LogProbs:
-        return logprobs_of(model, collated)
+        return logprobs_of(model, collated, routing=self._balance is not None)
 
     def own_values_IM(self, collated: CollatedRows, found: LogProbs) -> Tensor:
         return -found.sums_S[:, None]
@@ -64,8 +64,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("loading the base model")
     balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
     with record.timed("loading"):
-        trainable = TrainableModel(base.folder, "float32", reports_routing=balance is not None)
-        masters = load_for_training(trainable, job.compute, group, events)
+        trainable = TrainableModel(base.folder, "float32")
+        masters = load_for_training(trainable, job.compute, group, events, routing=balance is not None)
     pairs.demand_known_tokens(text_config(masters.model).vocab_size)
     demand_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen")

@@ -23,14 +23,17 @@ from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
 
 
-def load_for_training(trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter) -> Masters:
-    """The model on all ranks, proved exact and prepared as `compute` asks for. Raises ModelError."""
+def load_for_training(
+    trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter, routing: bool = False
+) -> Masters:
+    """The model on all ranks, proved exact and prepared as `compute` asks for; `routing` as in `prepare_for_training`.
+
+    Raises ModelError.
+    """
     masters = build_masters(trainable, compute.parallel, group, events)
     _note_what_is_not_trained(masters.model, trainable, events)
     demand_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
-    prepare_for_training(
-        masters.model, compute, events, masters.own_dropout, trainable.float8_head, trainable.reports_routing
-    )
+    prepare_for_training(masters.model, compute, events, masters.own_dropout, trainable.float8_head, routing)
     return masters
 
 

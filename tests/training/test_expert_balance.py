@@ -3,7 +3,7 @@
 Each token goes to two of four experts. No choice is near enough to another for rounding to make it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.training import runs, test_sft
 from tests.training.model.architectures import LOCAL, build
-from tests.training.runs import BETA, RATE, SIDES, losses, published, told, tune
+from tests.training.runs import BETA, RATE, SIDES, losses, published, timeless, told, tune
 from tests.training.test_sft import EPS
 from tests.training.worlds import TinyWorld, build_world, write_reference
 from training.contract.errors import ModelError
 from training.contract.logprob_table import LogProbTable
 from training.data.packing import epoch_order
+from training.model import logprobs
+from training.model.routing import Routing, routing_of
 
 COEFFICIENT, STEPS = 0.1, 6
 
@@ -98,6 +100,33 @@ def test_supervised_tuning_is_a_naive_loop(world: TinyWorld):
     assert [[e["loss"], e["aux_loss"]] for e in told(job)][:STEPS] == [
         pytest.approx(both, abs=1e-5) for both in expected
     ]
+
+
+def test_training_that_will_balance_too_changes_nothing_of_supervised_tuning(world: TinyWorld):
+    """What a recipe's training asks for is looked at first, with a pass that tells its routing, as those of tuning do."""
+    fields = test_sft.settings(router_aux_loss_coef=COEFFICIENT, epochs=1)
+    alone, both = (world.job("sft", fields, name) for name in ("tuned", "tuned-and-trained"))
+    both = both.model_copy(update={"recipe": {"training": {"router_aux_loss_coef": 0.5}}})
+    for job in (alone, both):
+        test_sft.tune(job)
+    assert timeless(told(both)) == timeless(told(alone))
+
+
+def test_held_out_pairs_are_scored_without_routing(world: TinyWorld, monkeypatch: pytest.MonkeyPatch):
+    """Nothing reads it there, and it costs a softmax over the experts of every token in every layer: evaluating more often
+    asks for it no more often."""
+    rows: list[int] = []
+
+    def counted(model: PreTrainedModel, layers: Sequence[torch.Tensor], sequences_T: torch.Tensor) -> Routing:
+        rows[-1] += 1
+        return routing_of(model, layers, sequences_T)
+
+    monkeypatch.setattr(logprobs, "routing_of", counted)
+    for every, evaluations in ((1, 4), (100, 2)):
+        rows.append(0)
+        tune(job := world.job("policy", settings(max_steps=3), f"evaluated-{every}", evaluate_every=every))
+        assert len(told(job, "eval")) == evaluations
+    assert rows[0] == rows[1] > 0
 
 
 OTHERWISE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -7,7 +7,7 @@ Legend: S sequences, N response tokens of all sequences together, T tokens of a 
     select      the hidden states that predict a response token: only these go through the head
     score       head and log-softmax, the vocabulary in tiles                                           (tiles.py)
 
-A mixture of experts also reports how it routed the row's tokens, if it was asked to (routing.py).
+A mixture of experts also reports how it routed the row's tokens, if it is asked to (routing.py).
 
 Policy and reference, training and evaluation all come through here, so that in a reward, a difference of two log-probs,
 systematic errors cancel. A model that cannot share prefixes runs each sequence in a row of its own, with its usual
@@ -30,7 +30,7 @@ from training.model.attention import SHARED_PREFIX, use_attention
 from training.model.body import body_of
 from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, build_row
-from training.model.routing import Routing, reports_routing, routing_of, total
+from training.model.routing import Routing, routing_of, total
 from training.model.sharing import why_not_shared
 from training.model.tiles import token_logprobs, token_logprobs_and_collisions
 
@@ -42,7 +42,7 @@ class LogProbs:
     """`tokens_N`: the log-prob in nats of every response token, sequence after sequence; `counts_S`: how many each has.
 
     `collisions_N`, if asked for: the logarithm of the sum of squared probabilities of the vocabulary in the token's place.
-    `routing`: that of all tokens that were run, of a model that reports it.
+    `routing`, if asked for: that of all tokens that were run.
     """
 
     tokens_N: Tensor
@@ -90,9 +90,10 @@ def response_logprobs(
     model: PreTrainedModel,
     sequences: Sequence[TokenSequence],
     sizes: Sequence[int] | None = None,
+    routing: bool = False,
 ) -> LogProbs:
     """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off."""
-    return logprobs_of(model, collate(model, sequences, sizes))
+    return logprobs_of(model, collate(model, sequences, sizes), routing=routing)
 
 
 def collate(
@@ -111,11 +112,13 @@ def collate(
     return CollatedRows([build_row(row, device) for row in rows], sharing)
 
 
-def logprobs_of(model: PreTrainedModel, collated: CollatedRows, collisions: bool = False) -> LogProbs:
+def logprobs_of(
+    model: PreTrainedModel, collated: CollatedRows, collisions: bool = False, routing: bool = False
+) -> LogProbs:
     """The log-probs of sequences that were collated for `model`."""
     run = getattr(model, _HOOKED, partial(_tokens, model))
-    tokens_N, collisions_N, routing = run(collated.rows, collated.sharing, collisions)
-    return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N, routing)
+    tokens_N, collisions_N, routed = run(collated.rows, collated.sharing, collisions, routing)
+    return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N, routed)
 
 
 def hook_passes(model: PreTrainedModel, group: Group) -> None:
@@ -130,33 +133,37 @@ def runs_in_lockstep(model: PreTrainedModel) -> bool:
 
 
 def _tokens(
-    model: PreTrainedModel, rows: Sequence[Row], sharing: bool, collisions: bool, lockstep: Group | None = None
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    sharing: bool,
+    collisions: bool,
+    routing: bool,
+    lockstep: Group | None = None,
 ) -> tuple[Tensor, Tensor | None, Routing | None]:
-    """The log-prob of each response token, its collision if asked for, and the routing: all of the pass that reads weights.
+    """The log-prob of each response token; its collision and the routing if asked for: all of the pass that reads weights.
 
     In `lockstep` all ranks run the same number of rows: one with fewer runs its first again, and discards the result.
     """
     missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
-    parts = [_body(model, row, sharing) for row in rows]
-    discarded = [_body(model, rows[0], sharing)[0][:0] for _ in range(missing)]
+    parts = [_body(model, row, sharing, routing) for row in rows]
+    discarded = [_body(model, rows[0], sharing, routing)[0][:0] for _ in range(missing)]
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
     hidden_NH = torch.cat([hidden_NH for hidden_NH, _ in parts] + discarded)
     hidden_NH = hidden_NH.to(head.weight_VH.dtype)  # mamba's are float32; its own head rounds them too
-    routed = [routing for _, routing in parts if routing is not None]
-    routing = total(routed) if routed else None
+    routed = total([of_row for _, of_row in parts if of_row is not None]) if routing else None
     if collisions:
-        return *token_logprobs_and_collisions(hidden_NH, targets_N, head), routing
-    return token_logprobs(hidden_NH, targets_N, head), None, routing
+        return *token_logprobs_and_collisions(hidden_NH, targets_N, head), routed
+    return token_logprobs(hidden_NH, targets_N, head), None, routed
 
 
 def _most(count: int, group: Group) -> int:
     return int(group.gather_rows(torch.tensor([count], device=group.device)).max())
 
 
-def _body(model: PreTrainedModel, row: Row, sharing: bool) -> tuple[Tensor, Routing | None]:
-    """The hidden states that predict response tokens, N x H, from the model without its head; and the row's routing."""
+def _body(model: PreTrainedModel, row: Row, sharing: bool, routing: bool) -> tuple[Tensor, Routing | None]:
+    """The hidden states that predict response tokens, N x H, of the model without its head; the row's routing if asked for."""
     inputs: dict[str, Any] = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
-    if routed := reports_routing(model):
+    if routing:
         inputs["output_router_logits"] = True
     body = body_of(model)
     if sharing:
@@ -165,4 +172,4 @@ def _body(model: PreTrainedModel, row: Row, sharing: bool) -> tuple[Tensor, Rout
     else:
         output = body(**inputs)
     hidden_NH: Tensor = output.last_hidden_state[0].index_select(0, row.predictors_N)
-    return hidden_NH, routing_of(model, output.get("router_logits", ()), row.sequences_T) if routed else None
+    return hidden_NH, routing_of(model, output.get("router_logits", ()), row.sequences_T) if routing else None

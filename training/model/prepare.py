@@ -35,7 +35,7 @@ from training.model.body import body_of, text_config
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
-from training.model.routing import report_routing, routing_reported
+from training.model.routing import demand_experts
 from training.model.selfcheck import tiny_groups
 from training.model.tiles import compile_tiles
 
@@ -69,15 +69,15 @@ def prepare_for_training(
     events: EventWriter,
     own_dropout: bool,
     float8_head: bool = False,
-    reports_routing: bool = False,
+    routing: bool = False,
 ) -> None:
     """Make `model` run as `compute` says; `own_dropout`: whether it will draw what its config asks for.
 
-    With `reports_routing` each pass tells which experts its tokens went to. Raises ModelError where the model has no layers to
-    prepare, or no experts, or where the device has no float8; TrainingError where torch cannot compile.
+    `routing`: whether the passes of training will ask for it. Raises ModelError where the model has no layers to prepare, or
+    then no experts, or where the device has no float8; TrainingError where torch cannot compile.
     """
-    if reports_routing:
-        report_routing(model)
+    if routing:
+        demand_experts(model)
     if float8_head:
         demand_float8(model.device)
     setattr(model, HEAD_OPTIONS, HeadOptions(float8=float8_head, compiled=compute.compile))
@@ -92,7 +92,7 @@ def prepare_for_training(
             )
     if compute.compile:
         with _compiler_explained():
-            _warm_up(model, own_dropout)
+            _warm_up(model, own_dropout, routing)
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
@@ -129,19 +129,20 @@ def _compiler_explained() -> Iterator[None]:
 
 
 def _demand_routing(model: PreTrainedModel) -> None:
-    """Raise ModelError unless passes report where their tokens went; some models have experts that do not."""
+    """Raise ModelError unless passes can tell where their tokens went; some models have experts that do not."""
+    demand_experts(model)
     sequences, sizes = tiny_groups(text_config(model).vocab_size)
-    with _undisturbed(model), routing_reported(model), torch.no_grad():
+    with _undisturbed(model), torch.no_grad():
         model.eval()
-        response_logprobs(model, sequences, sizes)
+        response_logprobs(model, sequences, sizes, routing=True)
 
 
-def _warm_up(model: PreTrainedModel, own_dropout: bool) -> None:
+def _warm_up(model: PreTrainedModel, own_dropout: bool, routing: bool) -> None:
     """Run what a step and what an evaluation runs, on a few made-up tokens."""
     sequences, sizes = tiny_groups(text_config(model).vocab_size)
     with _undisturbed(model):
         train_mode(model, own_dropout)
-        (0.0 * response_logprobs(model, sequences, sizes).sums_S.sum()).backward()
+        (0.0 * response_logprobs(model, sequences, sizes, routing).sums_S.sum()).backward()
         model.eval()
         with torch.no_grad():
             response_logprobs(model, sequences, sizes)

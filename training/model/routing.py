@@ -12,8 +12,7 @@ and asks for balance over the batch, not within every few sequences (Qiu et al. 
 Legend: E experts, T tokens of a row.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +22,6 @@ from transformers import PreTrainedModel
 from training.contract.errors import ModelError
 from training.distributed import Group
 from training.model.body import text_config
-
-_REPORTED = "_pedigree_routing"
 
 
 class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a tuple, and not in a dataclass
@@ -37,26 +34,11 @@ class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a
     probabilities_E: Tensor
 
 
-def report_routing(model: PreTrainedModel) -> None:
-    """Make every pass of `model` report its routing. Raises ModelError if it has no experts that are balanced by a loss."""
+def demand_experts(model: PreTrainedModel) -> None:
+    """Raise ModelError if `model` has no experts that are balanced by a loss."""
     config = text_config(model)
     if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):
         raise _refused(model, "its configuration has no `router_aux_loss_coef`, or no experts")
-    setattr(model, _REPORTED, True)
-
-
-@contextlib.contextmanager
-def routing_reported(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which passes report their routing. Raises ModelError as `report_routing`."""
-    report_routing(model)
-    try:
-        yield
-    finally:
-        delattr(model, _REPORTED)
-
-
-def reports_routing(model: PreTrainedModel) -> bool:
-    return hasattr(model, _REPORTED)
 
 
 def routing_of(model: PreTrainedModel, layers: Sequence[Tensor], sequences_T: Tensor) -> Routing:
@@ -89,7 +71,7 @@ class ExpertBalance:
         config = text_config(model)
         sent_E = torch.zeros(_experts(config), dtype=torch.float64, device=self._group.device)
         for routing in parts:
-            assert routing is not None, "the model does not report its routing"
+            assert routing is not None, "routing was not asked for"
             sent_E += routing.sent_E
         sent_E = self._group.sum_(sent_E)
         tokens = sent_E.sum() / config.num_experts_per_tok
@@ -97,7 +79,7 @@ class ExpertBalance:
 
     def added(self, values_IM: Tensor, routing: Routing | None) -> Tensor:
         """The values of a micro-batch with its part of the loss, shared out evenly: in the first column, and as the last."""
-        assert routing is not None, "the model does not report its routing"
+        assert routing is not None, "routing was not asked for"
         part_I1 = (self._prices_E @ routing.probabilities_E / len(values_IM)).expand(len(values_IM), 1)
         return torch.cat([values_IM[:, :1] + self._coefficient * part_I1, values_IM[:, 1:], part_I1], dim=1)
 

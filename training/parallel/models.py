@@ -45,7 +45,7 @@ class TrainableModel:
     """The model in `folder`, to be trained in `precision`; or a new adapter on it, initialized from `seed`.
 
     With `disable_dropout` it is trained without the dropout of its config; that of the adapter stays. With `float8_head` the
-    head multiplies in 8 bits; with `reports_routing` each pass also tells which experts its tokens went to.
+    head multiplies in 8 bits.
     """
 
     work: ClassVar[str] = "training"
@@ -55,7 +55,6 @@ class TrainableModel:
     seed: int = 0
     disable_dropout: bool = False
     float8_head: bool = False
-    reports_routing: bool = False
 
     @property
     def parameter_bytes(self) -> int:

@@ -15,7 +15,7 @@ from training.model.body import text_config
 from training.model.logprobs import collate, logprobs_of
 from training.model.prefix import TokenSequence
 from training.model.prepare import demand_trainable
-from training.model.routing import ExpertBalance, Routing, report_routing
+from training.model.routing import ExpertBalance, Routing, demand_experts
 
 CHANGES = {kind: changes for kind, _, changes in VARIANTS}
 # Those with a coefficient in their configuration; the hybrid of Granite as it stands there has no experts.
@@ -32,7 +32,7 @@ BALANCED = [
 
 def routing(model: PreTrainedModel, parts: list[list[TokenSequence]]) -> Routing:
     sequences = [sequence for part in parts for sequence in part]
-    found = logprobs_of(model, collate(model, sequences, [len(part) for part in parts])).routing
+    found = logprobs_of(model, collate(model, sequences, [len(part) for part in parts]), routing=True).routing
     assert found is not None
     return found
 
@@ -54,7 +54,6 @@ def test_it_is_what_transformers_says_of_whole_sequences(
     """The loss and the gradient of every parameter, for which transformers adds up float32; with prompts that up to three
     sequences share. It is a micro-batch of 5 items in a batch of 7, by which the sum of the values is divided."""
     model, together, balance = builder(kind, changes), groups(), ExpertBalance(0.3, ALONE)
-    report_routing(model)
     found = routing(model, together)
     balance.measure(model, [found], count=7)
     values_I3 = balance.added(torch.tensor([[1.0, 2.0]] * 5, dtype=torch.float64), found)
@@ -80,7 +79,6 @@ def gradients_of(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.
 def test_a_batch_in_parts_has_the_loss_of_the_whole():
     """Though each part's own balance is another."""
     model, parts = build("qwen3_moe", CHANGES["qwen3_moe"]), groups()
-    report_routing(model)
     balance, none = ExpertBalance(1.0, ALONE), torch.zeros(1, 1, dtype=torch.float64)
     of_parts = [routing(model, [part]) for part in parts]
     balance.measure(model, of_parts, count=1)
@@ -95,8 +93,7 @@ def test_a_batch_in_parts_has_the_loss_of_the_whole():
 def test_a_model_without_experts_is_refused(kind: str, changes: dict[str, Any]):
     model = build(kind, CHANGES[kind] | changes)
     with pytest.raises(ModelError, match=r"`router_aux_loss_coef`: .*ForCausalLM is no mixture of experts"):
-        report_routing(model)
-    assert logprobs_of(model, collate(model, groups()[0], [2])).routing is None
+        demand_experts(model)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,5 @@ def test_layers_that_report_something_else_are_refused(kind: str, changes: dict[
     model = build(kind, changes)
     with pytest.raises(ModelError, match=told.replace("19", r"\d+")):
         demand_trainable(model, {"training": {"router_aux_loss_coef": 0.1}})
-    assert logprobs_of(model, collate(model, groups()[0], [2])).routing is None
-    report_routing(model)
     with pytest.raises(ModelError, match=told):
         routing(model, groups())
