@@ -36,6 +36,7 @@ from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import foreign_tokens, load_tokenizer
 from training.distributed import Group
+from training.model.body import text_config
 from training.model.routing import ExpertBalance
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import load_frozen
@@ -51,6 +52,7 @@ from training.trainer import Trainer
 
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 _PROVEN_PAIRS = 16
+_NO_SUCH_CHAMPION = "set `training.start_from: reference` until there is a champion with this tokenizer"
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -103,8 +105,7 @@ class _Tuning:
         if foreign := foreign_tokens(tokenizer, load_tokenizer(champion)):
             raise TrainingError(
                 f"the champion in {champion} was trained with another tokenizer: {len(foreign):,} of the {len(tokenizer):,} "
-                f"tokens of the pairs have another number there or none, first {foreign[0]!r}; set "
-                f"`training.start_from: reference` until there is a champion with this tokenizer"
+                f"tokens of the pairs have another number there or none, first {foreign[0]!r}; {_NO_SUCH_CHAMPION}"
             )
 
     def _load(self) -> Masters:
@@ -120,7 +121,18 @@ class _Tuning:
         )
         with self.record.timed("loading"):
             routing = settings.router_aux_loss_coef > 0
-            return load_for_training(trainable, self.job.compute, self.group, self.events, routing)
+            masters = load_for_training(trainable, self.job.compute, self.group, self.events, routing)
+        if settings.champion is not None:
+            self._demand_known_tokens(text_config(masters.model).vocab_size)
+        return masters
+
+    def _demand_known_tokens(self, vocabulary: int) -> None:
+        """Raise TrainingError for a champion that lacks tokens of the pairs: without a tokenizer, only its size can tell."""
+        if (largest := self.pairs.largest_token) >= vocabulary:
+            raise TrainingError(
+                f"the pairs have tokens up to the number {largest:,}, and the champion in {self.start.folder} has "
+                f"{vocabulary:,} tokens: it was trained with another tokenizer; {_NO_SUCH_CHAMPION}"
+            )
 
     def observe(self, step: int) -> None:
         """Before the first step the proof, or how far the policy is from the table; held-out metrics when they are due."""

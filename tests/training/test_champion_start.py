@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.training.runs import losses, naive_losses, settings, shift_reference, told, tune
 from tests.training.worlds import VOCABULARY, write_tokenizer
@@ -89,6 +89,19 @@ def test_a_champion_of_another_program_may_hold_the_model_alone(tiny_world, cham
     job = starting_from(tiny_world, champion, max_steps=1)
     tune(job)
     assert len(losses(job)) == 1
+
+
+def test_a_champion_that_holds_the_model_alone_is_refused_if_it_lacks_tokens(tiny_world, champion):
+    """Half of the world's 64: the pairs have the last of them."""
+    for file in champion[0].iterdir():
+        file.unlink()
+    config = AutoConfig.from_pretrained(tiny_world.model, vocab_size=VOCABULARY // 2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(champion[0])
+    job = starting_from(tiny_world, champion)
+    says = rf"up to the number 63, and the champion in {champion[0]} has 32 tokens: .*`training.start_from: reference`"
+    with pytest.raises(TrainingError, match=says):
+        tune(job)
+    assert told(job, "eval") == []
 
 
 def test_an_adapter_on_the_champion_is_merged_into_the_champion(tiny_world, champion):

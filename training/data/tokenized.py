@@ -73,10 +73,13 @@ class Pairs:
         rows: NDArray[np.int64] = self._table.column("row").to_numpy()
         return rows
 
+    @property
+    def largest_token(self) -> int:
+        return max(pc.max(pc.list_flatten(self._table.column(f"{side}_ids"))).as_py() or 0 for side in SIDES)
+
     def demand_known_tokens(self, vocabulary: int) -> None:
         """Raises TemplateError if a token is not in the `vocabulary`, a model's number of tokens."""
-        largest = max(pc.max(pc.list_flatten(self._table.column(f"{side}_ids"))).as_py() or 0 for side in SIDES)
-        if largest >= vocabulary:
+        if (largest := self.largest_token) >= vocabulary:
             raise TemplateError(
                 f"the pairs have tokens up to the number {largest:,}, and the model has {vocabulary:,} tokens: this tokenizer "
                 "is another model's; leave out `tokenization.tokenizer`, or let it name the one the model was trained with"
