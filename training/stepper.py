@@ -137,14 +137,17 @@ class Stepper:
             )
 
     def _suspects(self, agreed: Agreed, items: Positions, finite_I: Tensor) -> str:
-        """The rows with a value that is not finite, rank by rank; all of a rank's rows where only its gradient is not."""
-        bad_I = ~finite_I.cpu().numpy()
-        own = items[bad_I] if bad_I.any() else items
-        rows = self.objective.rows(own if self.group.rank in agreed.suspects else items[:0])
-        ranks = np.full_like(rows, self.group.rank)
-        table = torch.from_numpy(np.stack([ranks, rows], axis=1)).to(self.group.device)
-        all_ranks = self.group.gather_rows(table).cpu()
-        of_rank = {rank: all_ranks[all_ranks[:, 0] == rank, 1].tolist() for rank in agreed.suspects}
+        """The rows with a value that is not finite, rank by rank; all rows of the suspects where only gradients are not.
+
+        A suspect without such a value is not blamed beside one that has some: it may have run their rows for company, and then
+        its gradient is not finite either, since NaN times zero is NaN.
+        """
+        rows = self.objective.rows(items)
+        columns = [np.full_like(rows, self.group.rank), rows, ~finite_I.cpu().numpy()]
+        all_ranks = self.group.gather_rows(torch.from_numpy(np.stack(columns, axis=1)).to(self.group.device)).cpu()
+        bad = all_ranks[:, 2] > 0
+        named = all_ranks[bad] if bad.any() else all_ranks
+        of_rank = {rank: named[named[:, 0] == rank, 1].tolist() for rank in agreed.suspects}
         return "; ".join(f"rank {rank}, {_shown(rows)}" for rank, rows in of_rank.items() if rows)
 
 

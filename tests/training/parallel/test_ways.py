@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,9 +16,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.training import runs
 from tests.training.model.architectures import build
-from tests.training.runs import losses, published, told
+from tests.training.runs import losses, on_two_ranks, published, told
 from tests.training.worlds import build_world, write_reference
+from training.agreement import Flags
+from training.contract.errors import TrainingError
+from training.contract.events import EventWriter
 from training.contract.store import Artifact
+from training.distributed import Group
+from training.loop import _Tuning
 
 pytestmark = pytest.mark.slow
 
@@ -163,6 +169,45 @@ def test_every_rank_refuses_what_one_met(tmp_path: Path, forker: Any, way: str):
     assert "step 2: the loss or its gradient is not finite (rank 0, rows 1" in failure["message"]
     assert "; rank 1, rows 1" in failure["message"]
     assert [p.name for p in job.checkpoints.glob("*/*")] == ["step-00000001"]
+
+
+def test_a_copy_that_runs_for_company_blames_nobody_else(tmp_path: Path):
+    """Of five pairs, each in a row of its own, one rank has two; it runs the shortest of all once more, times zero. Where that
+    pair's loss is NaN, so is the gradient of either rank; only the pair itself is named, and the rank it belongs to."""
+    job = build_world(tmp_path).job("policy", settings(micro_tokens=1, batch_size=5), parallel="fsdp")
+
+    def work(group: Group) -> tuple[list[int], int, str]:
+        tuning = _Tuning(job, group, EventWriter(None))
+        batch = tuning.batches.batch(1)
+        shortest = int(batch[tuning.batches.lengths.run_I[batch].argmin()])
+        tuning.reference.logprobs_P2[shortest, 0] = np.nan
+        own = [int(part.items[0]) for part in tuning.batches.micro_batches(1, group.rank, group.world)]
+        with pytest.raises(TrainingError) as refused:
+            tuning.stepper.step(1, Flags())
+        return own, shortest, str(refused.value)
+
+    (own_0, shortest, said_0), (own_1, _, said_1) = on_two_ranks(tmp_path, work)
+    assert sorted(map(len, (own_0, own_1))) == [2, 3]
+    assert said_0 == said_1
+    assert f"is not finite (rank {0 if shortest in own_0 else 1}, rows {100 + shortest}); no weight" in said_0
+
+
+def test_where_only_a_gradient_is_not_finite_all_rows_of_its_rank_are_named(tmp_path: Path):
+    job = build_world(tmp_path).job("policy", settings(batch_size=5), parallel="ddp")
+
+    def work(group: Group) -> tuple[list[int], str]:
+        tuning = _Tuning(job, group, EventWriter(None))
+        if group.rank == 1:
+            next(iter(tuning.masters.model.parameters())).register_hook(lambda gradient: gradient * np.nan)
+        parts = tuning.batches.micro_batches(1, group.rank, group.world)
+        with pytest.raises(TrainingError) as refused:
+            tuning.stepper.step(1, Flags())
+        return sorted(100 + int(item) for part in parts for item in part.items), str(refused.value)
+
+    (_, said_0), (rows, said_1) = on_two_ranks(tmp_path, work)
+    named = re.search(r"\(rank 1, rows ([\d, ]+)\); no weight", said_1)
+    assert said_0 == said_1 and named is not None
+    assert sorted(map(int, named[1].split(", "))) == rows
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
