@@ -193,6 +193,6 @@ class PreferenceObjective(Objective[CollatedPairs]):
 
 
 def pair_tokens(pairs: Pairs) -> Tokens:
-    """Tokens of every pair: of both sequences, and of those a model runs, the prompt once."""
+    """Tokens of every pair: of both sequences, and of both with the prompt once."""
     sequences_I = pairs.lengths("chosen") + pairs.lengths("rejected")
     return Tokens(sequences_I, sequences_I - pairs.prompt_lengths)

@@ -31,6 +31,7 @@ from training.contract.errors import TrainingError
 from training.contract.recipe import SupervisedTuning, Training
 from training.data.packing import Batches, MicroBatch, Positions, seed_sequence
 from training.model.logprobs import runs_in_lockstep
+from training.model.sharing import why_not_shared
 from training.model.transfer import prefetch
 from training.objective import Objective
 from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
@@ -62,6 +63,7 @@ class Stepper:
         matrices = hidden_matrices(masters.model)
         self.optimizer = build_optimizer(settings.optimizer, masters.parameters, matrices, masters.shards)
         self.group, self._settings = masters.group, settings
+        self._sharing = why_not_shared(masters.model, masters.own_dropout) is None
 
     def step(self, step: int, flags: Flags) -> Step:
         """Take `step`, counted from 1; `flags` are what this rank has to tell the others.
@@ -71,7 +73,8 @@ class Stepper:
         started = time.perf_counter()
         masters, objective, group, settings = self.masters, self.objective, self.group, self._settings
         batch = self.batches.batch(step)
-        parts = self.batches.micro_batches(step, group.rank, group.world, runs_in_lockstep(masters.model))
+        lockstep = runs_in_lockstep(masters.model)
+        parts = self.batches.micro_batches(step, group.rank, group.world, lockstep, self._sharing)
         count = objective.count(batch)
 
         masters.zero()

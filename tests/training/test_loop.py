@@ -3,13 +3,14 @@
 import json
 import math
 import shutil
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.training.runs import (
     ALONE,
@@ -31,9 +32,10 @@ from training.contract.events import EventWriter
 from training.contract.job import Failure
 from training.contract.logprob_table import LogProbTable
 from training.contract.weights import weights_fingerprint, weights_identity
-from training.data.packing import epoch_order
+from training.data.packing import Positions, epoch_order
 from training.loop import _Tuning
 from training.model.load import load_model
+from training.objective import CollatedPairs, PreferenceObjective
 
 
 def test_losses_are_those_of_a_naive_loop(tiny_world):
@@ -138,6 +140,24 @@ def test_a_wrong_row_beyond_the_first_batch_is_found_as_well(tiny_world):
     with pytest.raises(TrainingError, match=rf"16 pairs spread over (.|\n)* 1 of 16 pairs(.|\n)*row {100 + last}:"):
         tune(job)
     assert told(job) == []
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_no_micro_batch_runs_more_tokens_than_its_budget(tmp_path: Path, monkeypatch, dropout: float):
+    """With dropout in its attention a model runs a prompt once a sequence. What counts are the rows' own tokens."""
+    ran, collated = [], PreferenceObjective.collate
+
+    def counted(self: PreferenceObjective, model: PreTrainedModel, items: Positions) -> CollatedPairs:
+        found = collated(self, model, items)
+        assert found.rows.sharing == (dropout == 0)
+        ran.append((len(items), sum(len(row.ids_T) for row in found.rows.rows)))
+        return found
+
+    monkeypatch.setattr(PreferenceObjective, "collate", counted)
+    fields = settings(micro_tokens=120, max_steps=5, disable_dropout=False)
+    tune(build_world(tmp_path, attention_dropout=dropout).job("policy", fields))
+    assert max(pairs for pairs, _ in ran) > 2
+    assert max(tokens for pairs, tokens in ran if pairs > 1) <= 120
 
 
 def test_errors_that_cancel_in_the_mean_are_found(tiny_world):

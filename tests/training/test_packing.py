@@ -112,6 +112,15 @@ def test_a_rank_may_have_nothing_to_do():
     assert found.tokens(3) == found.lengths.sequences_I[found.batch(3)].sum()
 
 
+def test_a_model_that_shares_no_prompts_packs_by_the_tokens_of_the_sequences():
+    """Two pairs of 14 tokens, a prompt of 4 among them twice: within 20 both can run if it runs once, and else one."""
+    found = Batches(np.arange(2), Tokens(np.array([14, 14]), np.array([10, 10])), batch_size=2, micro_tokens=20, seed=0)
+    shared, unshared = (
+        [len(part.items) for part in found.micro_batches(1, 0, 1, sharing=how)] for how in (True, False)
+    )
+    assert (shared, unshared) == ([2], [1, 1])
+
+
 def test_in_lockstep_ranks_with_fewer_micro_batches_run_the_shortest_item_for_company():
     """Of 20, 20, 20, 11 and 12 tokens in rows of 23 three ranks have 20 + nothing, 20 and 12, 20 and 11: one runs 11 again."""
     tokens = np.array([20, 20, 20, 11, 12])

@@ -1,7 +1,7 @@
 """Which items each rank trains on in each step: pure functions of (seed, step), so resuming needs no state of a loader.
 
 An item is a pair with its two sequences, or one sequence. Its cost is the tokens to run: a prompt that two sequences share
-counts once, and there is no padding. Three decisions, in this order:
+counts once, unless the model cannot share it, and there is no padding. Three decisions, in this order:
 
 1. Order. An epoch's permutation sorts the items by random bits of PCG64 seeded with (seed, epoch); numpy guarantees the
    stream of a bit generator, but not its shuffle. Batches of `batch_size` items are cut from it. The last batch of an
@@ -36,7 +36,7 @@ _SEEDS = 2**64
 
 @dataclass(frozen=True)
 class Tokens:
-    """For each of I items: the tokens of its sequences, and those a model runs for them (a shared prompt once)."""
+    """For each of I items: the tokens of its sequences, and those a model runs that shares their prompt (which counts once)."""
 
     sequences_I: Positions
     run_I: Positions
@@ -71,12 +71,15 @@ class Batches:
         order = epoch_order(len(self.items), self.seed, epoch)
         return self.items[order[index * self.batch_size :][: self.batch_size]]
 
-    def micro_batches(self, step: int, rank: int, world: int, in_lockstep: bool = False) -> list[MicroBatch]:
+    def micro_batches(
+        self, step: int, rank: int, world: int, in_lockstep: bool = False, sharing: bool = True
+    ) -> list[MicroBatch]:
         """What `rank` runs of the batch of `step`; empty if there is nothing for it.
 
         With `in_lockstep` every rank gets as many micro-batches as the one with the most, some of which do not count.
+        `sharing`: whether the model runs a prompt once for both sequences; else all their tokens are held to `micro_tokens`.
         """
-        batch, tokens_I = self.batch(step), self.lengths.run_I
+        batch, tokens_I = self.batch(step), self.lengths.run_I if sharing else self.lengths.sequences_I
         shares = share(batch, tokens_I, self.micro_tokens, world)
         own = [MicroBatch(items) for items in shares[rank]]
         if not in_lockstep:
