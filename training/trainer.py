@@ -1,7 +1,8 @@
 """The training loop: resume, then step, report, observe and save, until the last step. It knows nothing of the loss.
 
-The order within a step is: step event, observation (which may add eval events), checkpoint. So all events up to a checkpoint
-are written before it is committed; resuming drops the later ones, and they are written again.
+The order within a step is: step event, checkpoint, observation (which may add eval events). An observation answers no signal,
+and may take longer than a run that is asked to stop is given, so nothing that is due to be saved waits for it. Resuming drops
+the events that came after the checkpoint, and they are written again, those of that observation first.
 
 A checkpoint that is due while the one before is still being saved waits for the next step. Asked to stop (SIGTERM), a run
 finishes the step, saves, and ends with an error that says so; an observation that was due is made after resuming.
@@ -52,8 +53,8 @@ class Trainer:
                 flags = self._step(step)
                 if flags.stopping:
                     self._stop(step, observed=step - 1)
-                observe(step)
                 self._save_if_due(step, flags)
+                observe(step)
                 progress.advance()
             with self._record.timed("checkpoints"):
                 self._saver.finish()
@@ -79,7 +80,7 @@ class Trainer:
         """Restore the last checkpoint; returns its step, and the last step that was observed before it was saved."""
         step = self._record.resumed_step
         if step is None:
-            self._events.rewind(-1)
+            self._events.rewind(-1, observed=-1)
             return 0, 0
         with self._record.timed("resuming"):
             found = self._record.checkpoints.read(step)
@@ -88,7 +89,7 @@ class Trainer:
             observed = self._record.restore(found.facts)
             self._stepper.objective.restore(self._record.facts.get("objective", {}))
         self._saved_step = step
-        self._events.rewind(step)
+        self._events.rewind(step, observed)
         self._events.note(f"resumed from the checkpoint of step {step}")
         return step, observed
 
@@ -98,7 +99,7 @@ class Trainer:
             self._saver.demand_saved()
         self._checkpoint_is_due |= step % self._every == 0
         if self._checkpoint_is_due and not flags.saving:
-            self._save(step, observed=step)
+            self._save(step, observed=step - 1)
             self._checkpoint_is_due = False
 
     def _stop_if_asked_since(self) -> None:

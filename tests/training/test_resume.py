@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.training.runs import published, timeless, told
+from tests.training.runs import published, timeless, told, tune
 from tests.training.worlds import build_world
 from training.contract.job import Job
 from training.contract.manifest import read_manifest
 from training.contract.recipe import Training
 from training.contract.store import Artifact
+from training.loop import _Tuning
 
 pytestmark = pytest.mark.slow
 STEPS = 20
@@ -29,6 +30,10 @@ SETTINGS = Training.model_validate(
     }
 ).model_dump(mode="json")
 COMPUTE = {"checkpoint_every": 3, "evaluate_every": 7}
+
+
+class Killed(BaseException):
+    """Ends an attempt in this process as SIGKILL does: nothing of the run handles it."""
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +143,26 @@ def test_asked_to_stop_it_saves_and_says_so(world: Any, forker: Any, ranks: int)
     assert [p.name for p in job.checkpoints.glob("*/*")] == ["step-00000008"]
     job.error.unlink()
     assert_same(published(job, forker.run(job, ranks)), calm)
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_killed_in_an_evaluation_it_goes_on_from_the_checkpoint_of_that_step(
+    world: Any, forker: Any, calm: Artifact, monkeypatch: pytest.MonkeyPatch, told_before: bool
+):
+    """A long one outlasts the grace of a run that is asked to stop; its event may be told already, and then comes once."""
+    job = world.job("policy", SETTINGS, f"evaluating-{told_before}", **(COMPUTE | {"checkpoint_every": 7}))
+    evaluate = _Tuning._evaluate
+
+    def killed(tuning: _Tuning, step: int) -> None:
+        if step == 0 or told_before:
+            evaluate(tuning, step)
+        if step == 7:
+            tuning.trainer._saver.finish()
+            raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(_Tuning, "_evaluate", killed)
+        tune(job)
+    found = published(job, forker.run(job))
+    assert "resumed from the checkpoint of step 7" in [note["text"] for note in told(found, "note")]
+    assert_same(found, calm)

@@ -49,12 +49,13 @@ class EventWriter:
     def note(self, text: str) -> None:
         self.emit("note", text=text)
 
-    def rewind(self, step: int) -> None:
-        """Drop the events of steps after `step`, from which an interrupted run resumes."""
+    def rewind(self, step: int, observed: int) -> None:
+        """Drop the step events after `step`, from which an interrupted run resumes, and the eval events after `observed`."""
         if self._path is None or self._file is None:
             return
         events = list(read_events(self._path))
-        kept = [event for event in events if event.get("step", step) <= step]
+        last = {"step": step, "eval": observed}
+        kept = [event for event in events if event["event"] not in last or event["step"] <= last[event["event"]]]
         if len(kept) == len(events):
             return
         self._file.close()
