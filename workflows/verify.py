@@ -20,7 +20,14 @@ from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
 from assets.version_files import files_fault
 from assets.world import look
-from training.contract.errors import CorruptArtifact, CorruptRecord, PedigreeError, StoreError, UsageError
+from training.contract.errors import (
+    CorruptArtifact,
+    CorruptRecord,
+    PedigreeError,
+    StoreError,
+    UnreadableArtifact,
+    UsageError,
+)
 from training.contract.store import Artifact
 from workflows.execution import in_gpu_pool
 from workflows.lineage import LOST
@@ -113,6 +120,8 @@ class _Verifier:
             store.open(asset, fingerprint)
         except CorruptArtifact as error:
             return corrupt_file(store, asset, fingerprint, error)
+        except UnreadableArtifact as error:
+            return str(error)
         except StoreError:
             return LOST
         return None

@@ -1,7 +1,9 @@
 """What `pedigree verify` finds: nothing where nothing is wrong, and each kind of harm by its name."""
 
+import errno
 import json
 import math
+import os
 import shutil
 
 import dagster as dg
@@ -13,6 +15,7 @@ from assets.changes import CORRUPT_RECORD
 from tests.workflows.homes import ATTRIBUTES, Home, edit, flip
 from training.contract.errors import UsageError
 from training.contract.fingerprint import hash_file
+from training.contract.hash_cache import file_hashes
 from training.contract.logprob_table import LogProbTable
 from training.contract.manifest import MANIFEST, read_manifest
 from workflows.verify import agrees, verify
@@ -74,6 +77,20 @@ def test_flipped_bits_and_lost_files(looking, materialized):
     assert found["evaluation_spec"] == "the manifest of its artifact is corrupt"
     assert found["training_spec"] == "its files are no longer in the store"
     assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file ")
+
+
+def test_a_file_that_the_disk_refuses_is_told_beside_the_rest(looking, materialized, monkeypatch):
+    folder = folder_of(looking, materialized, "policy")
+
+    def refused(paths, cache):
+        if any(path.is_relative_to(folder) for path in paths):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return file_hashes(paths, cache)
+
+    monkeypatch.setattr("training.contract.manifest.file_hashes", refused)
+    flip(folder_of(looking, materialized, "evaluation") / "report.html")
+    found = faults(looking)
+    assert set(found) == {"policy", "evaluation"} and f"{folder} cannot be read: " in found["policy"]
 
 
 def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, materialized):

@@ -10,6 +10,7 @@
     ├── StoreError                an artifact that cannot be written or published
     │   └── CorruptArtifact       an artifact whose bytes are not those its manifest promises
     │       └── CorruptRecord     its record of how it was made is damaged; a run can often write that again
+    ├── UnreadableArtifact        an artifact that the operating system refuses to read now; it may be whole, so no StoreError
     ├── TrainingError             a run that must not go on: step-0 proof failed, non-finite loss or gradient
     ├── NodesError                nodes.yaml, or one of the machines it lists, that cannot be used
     ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
@@ -58,6 +59,10 @@ class CorruptArtifact(StoreError):
 
 
 class CorruptRecord(CorruptArtifact):
+    pass
+
+
+class UnreadableArtifact(PedigreeError):
     pass
 
 

@@ -2,8 +2,12 @@
 
 A manifest could be made to point out of its folder. So names are checked before anything is opened, links are never
 followed, and only regular files are read: reading a pipe could block for ever.
+
+A sound artifact may be unreadable for a moment, behind a file server that is away, say. All that reads here raises
+UnreadableArtifact then, and nobody moves it aside as they do a corrupt one.
 """
 
+import errno
 import stat
 from collections.abc import Collection
 from datetime import UTC, datetime
@@ -12,7 +16,7 @@ from typing import Any, Self
 
 from pydantic import field_validator
 
-from training.contract.errors import CorruptArtifact
+from training.contract.errors import CorruptArtifact, UnreadableArtifact
 from training.contract.fields import Frozen
 from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files, short
 from training.contract.hash_cache import HashCache, file_hashes
@@ -20,6 +24,7 @@ from training.contract.sealed import Sealed
 from training.contract.software import library_versions
 
 MANIFEST = "manifest.json"
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
 class FileEntry(Frozen):
@@ -102,13 +107,15 @@ def list_files(folder: Path) -> dict[str, FileEntry]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises CorruptArtifact where it is unreadable, a link, or not what was written."""
+    """The manifest in `folder`. Raises CorruptArtifact where there is none, a link, or not what was written."""
     path = folder / MANIFEST
     if path.is_symlink():
         raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
     try:
         return Manifest.unseal(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise read_error(path, error) from error
+    except ValueError as error:
         raise CorruptArtifact(f"{path} is not a readable manifest: {error}") from error
 
 
@@ -143,12 +150,22 @@ def verify_contents(folder: Path, manifest: Manifest, names: Collection[str], ca
     try:
         found = file_hashes(paths, cache)
     except OSError as error:
-        raise CorruptArtifact(f"a file of {folder} cannot be read: {error}") from error
+        raise read_error(folder, error) from error
     for name, sha256 in zip(names, found, strict=True):
         if sha256 != (promised := manifest.files[name].sha256):
             raise CorruptArtifact(
                 f"{folder / name} has sha256 {short(sha256)}; the manifest promises {short(promised)}"
             )
+
+
+def read_error(place: Path, error: OSError) -> CorruptArtifact | UnreadableArtifact:
+    """The error to raise where the operating system refuses to read `place`: corrupt is only what is not there."""
+    message = f"{place} cannot be read: {error}"
+    if error.errno in _NO_SUCH_FILE:
+        return CorruptArtifact(message)
+    return UnreadableArtifact(
+        f"{message}; it may be whole: look at its disk, its permissions and the memory left, and run again"
+    )
 
 
 def _verify_sizes(folder: Path, manifest: Manifest) -> None:

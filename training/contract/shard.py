@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from training.contract.durable import write_error
 from training.contract.errors import CorruptArtifact
 from training.contract.fingerprint import KEY_BYTES, fingerprint_of_stream
-from training.contract.manifest import verify_contents
+from training.contract.manifest import read_error, verify_contents
 from training.contract.store import Artifact
 from training.contract.tensor_file import map_tensors
 
@@ -128,7 +128,9 @@ def open_shard(artifact: Artifact) -> Shard:
 def _read(path: Path, dtypes: dict[str, type[np.generic]]) -> dict[str, npt.NDArray[Any]]:
     try:
         arrays = map_tensors(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise read_error(path, error) from error
+    except ValueError as error:
         raise CorruptArtifact(f"{path} is not part of a shard of log-probs: {error}") from error
     found = {name: array.dtype for name, array in arrays.items()}
     if found != {name: np.dtype(dtype) for name, dtype in dtypes.items()}:

@@ -1,7 +1,10 @@
 """The memo against a plain dictionary, and against everything that happens to files."""
 
+import errno
 import hashlib
 import math
+import mmap
+import os
 import random
 import shutil
 import signal
@@ -16,7 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from training.contract import manifest
 from training.contract import memo as memo_module
+from training.contract.errors import UnreadableArtifact
 from training.contract.manifest import MANIFEST, Derivation, Manifest
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Made, Store
@@ -191,6 +196,29 @@ def test_a_broken_shard_is_set_aside_and_its_sequences_count_as_missing(store, d
     assert len(list((store.root / "corrupt").rglob(broken))) == 1
     add(memo, {key(2): [-2.0]})
     assert memo.lookup(as_array(key(2))).sums_Q.tolist() == [-2.0] and len(said) == 1
+
+
+REFUSED = {
+    "manifest": (Path, "read_bytes", errno.ESTALE),
+    "hashes": (manifest, "file_hashes", errno.EIO),
+    "mapping": (mmap, "mmap", errno.ENOMEM),
+}
+
+
+@pytest.mark.parametrize(("owner", "name", "number"), REFUSED.values(), ids=REFUSED)
+def test_a_shard_that_cannot_be_read_now_stays_and_answers_later(store, monkeypatch, owner, name, number):
+    """A file server that is gone for a moment, or a process with too many mappings, says nothing about the bytes."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    shard = store.folder(Memo(store, RULE).kind, add(Memo(store, RULE), {key(1): [-1.0]}))
+    memo = Memo(store, RULE, pytest.fail)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, refuse)
+        with pytest.raises(UnreadableArtifact, match=rf"{shard}.* cannot be read: .*{os.strerror(number)}; "):
+            memo.lookup(as_array(key(1)))
+    assert shard.is_dir() and memo.lookup(as_array(key(1))).sums_Q.tolist() == [-1.0]
 
 
 def test_tokens_are_verified_when_they_are_asked_for(store):
