@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter, Progress
+from training.contract.fingerprint import KEY_BYTES
 from training.contract.memo import Memo
 from training.data.tokenized import SIDES, Pairs, Side
 from training.distributed import Group
@@ -45,9 +46,10 @@ class DistinctSequences:
     @classmethod
     def of(cls, pairs: Pairs) -> "DistinctSequences":
         keys_2PK = np.concatenate([pairs.keys(side) for side in SIDES])
-        keys_SK, first_S, sequence_2P = np.unique(keys_2PK, axis=0, return_index=True, return_inverse=True)
+        whole_2P = keys_2PK.view(np.dtype((np.void, KEY_BYTES)))[:, 0]  # one comparison a key, not one a byte
+        _, first_S, sequence_2P = np.unique(whole_2P, return_index=True, return_inverse=True)
         lengths_2P = np.concatenate([pairs.lengths(side) for side in SIDES])
-        return cls(pairs, keys_SK, lengths_2P[first_S], first_S, sequence_2P.reshape(-1))
+        return cls(pairs, keys_2PK[first_S], lengths_2P[first_S], first_S, sequence_2P)
 
     def __len__(self) -> int:
         return len(self.keys_SK)
