@@ -23,7 +23,7 @@ from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Hits, Memo, scoring_rule
 from training.contract.store import Made, Store
-from training.data.tokenized import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs, by_pair
 from training.distributed import Group
 from training.memoized import DistinctSequences, score_missing
 from training.model.body import text_config
@@ -83,7 +83,7 @@ def build_table(sequences: DistinctSequences, memo: Memo, dtype: str) -> LogProb
     """The table, from the memo. Raises TrainingError unless every response of every pair is covered exactly."""
     hits = memo.lookup(sequences.keys_SK)
     _demand_coverage(sequences, hits)
-    sequence_P2 = np.stack(np.split(sequences.sequence_2P, 2), axis=1)
+    sequence_P2 = by_pair(sequences.sequence_2P)
     return LogProbTable(hits.sums_Q[sequence_P2], hits.counts_Q[sequence_P2], memo.rule, dtype)
 
 

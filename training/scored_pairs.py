@@ -23,7 +23,7 @@ from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss
-from training.data.tokenized import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs, by_pair
 from training.distributed import Group
 from training.losses.inputs import PairLogProbs
 from training.losses.preference import PairLosses, preference_loss
@@ -129,7 +129,7 @@ def score_pairs(
     tokens_V2 = reference.tokens_P2[positions_V]
     scores = _score_places(policy, pairs, positions_V, tokens_V2.min(axis=1), group, events)
     _demand_sound(pairs, positions_V, scores, tokens_V2.T.flatten())
-    sums_V2, tails_V2 = (_by_pair(scores[:, column]) for column in (1, 2))
+    sums_V2, tails_V2 = (torch.from_numpy(by_pair(scores[:, column])) for column in (1, 2))
     reference_tails_P2 = reference.tails_P2
     logprobs = PairLogProbs(
         policy_B2=sums_V2,
@@ -171,10 +171,6 @@ def _score_places(
     all_rows = group.gather_rows(torch.cat(rows).to(group.device)).cpu().numpy()
     by_place: npt.NDArray[np.float64] = all_rows[all_rows[:, 0].argsort(), 1:]
     return by_place
-
-
-def _by_pair(values_2V: npt.NDArray[np.float64]) -> Tensor:
-    return torch.from_numpy(np.stack(np.split(values_2V, 2), axis=1))
 
 
 def _demand_sound(

@@ -22,7 +22,7 @@ from training.contract.loss import Loss
 from training.contract.memo import Memo, scoring_rule
 from training.contract.recipe import Parallel
 from training.contract.store import Store
-from training.data.tokenized import SIDES, Pairs
+from training.data.tokenized import SIDES, Pairs, by_pair
 from training.distributed import Group
 from training.memoized import DistinctSequences, score_missing
 from training.parallel.choice import load_frozen
@@ -56,7 +56,7 @@ def with_tails(
             f"scoring, which `training.loss.ld_alpha` needs; the store lost shards meanwhile: run again"
         )
     tails_P2 = np.full((len(pairs), len(SIDES)), np.nan)
-    tails_P2[positions_V] = np.stack(np.split(tails_2V, 2), axis=1)
+    tails_P2[positions_V] = by_pair(tails_2V)
     return replace(table, tails_P2=tails_P2)
 
 

@@ -49,7 +49,7 @@ from training.contract.manifest import (
     verified_manifest,
 )
 from training.contract.sealed import Sealed
-from training.contract.staging import claim_folder
+from training.contract.staging import claimed
 
 
 @dataclass(frozen=True)
@@ -197,16 +197,15 @@ class Store:
 
         What dead processes left is removed first. Raises StoreError if the disk refuses to hold more.
         """
-        with self._refused("stage anything"):
-            claim = claim_folder(self.root / "staging")
-        try:
-            yield claim.folder
-        except OSError as error:
-            if lacks_room(str(error)):
-                raise write_error("write an artifact", self.root, error) from error
-            raise
-        finally:
-            claim.give_up()
+        with contextlib.ExitStack() as held:
+            with self._refused("stage anything"):
+                folder = held.enter_context(claimed(self.root / "staging"))
+            try:
+                yield folder
+            except OSError as error:
+                if lacks_room(str(error)):
+                    raise write_error("write an artifact", self.root, error) from error
+                raise
 
     @contextlib.contextmanager
     def lock(self, kind: str, key: str) -> Iterator[BinaryIO]:

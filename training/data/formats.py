@@ -18,6 +18,7 @@ Formats are recognized by the fields of the first rows (training/data/detection.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from training.data.comparison import compared_responses, names_a_verdict, winner_first
@@ -58,18 +59,6 @@ class PreferenceFormat:
         return replace(pair, prompt=_with_system(row, pair.prompt), tools=tools, chat_template_kwargs=template_kwargs)
 
 
-def _conversational(row: Row) -> Pair:
-    return _messages(row, ("prompt",))
-
-
-def _implicit_prompt(row: Row) -> Pair:
-    return _messages(row, ())
-
-
-def _strings(row: Row) -> Pair:
-    return _texts(row, ("prompt", "question"))
-
-
 def _sharegpt(row: Row) -> Pair:
     prompt, chosen, rejected = (
         messages_of(row, name, SHAREGPT_STYLE) for name in ("conversations", "chosen", "rejected")
@@ -79,10 +68,6 @@ def _sharegpt(row: Row) -> Pair:
 
 def _hh(row: Row) -> Pair:
     return _after_shared_start(_transcript(row, "chosen"), _transcript(row, "rejected"))
-
-
-def _alpaca(row: Row) -> Pair:
-    return _texts(row, ("instruction",))
 
 
 def _openai(row: Row) -> Pair:
@@ -241,7 +226,7 @@ FORMATS: dict[str, PreferenceFormat] = {
     "alpaca": PreferenceFormat(
         "instruction, input, chosen, rejected",
         lambda row: _are(row, str, "instruction", "chosen", "rejected"),
-        _alpaca,
+        partial(_texts, asked=("instruction",)),
     ),
     "strings": PreferenceFormat(
         "prompt or question, chosen, rejected: text",
@@ -249,16 +234,16 @@ FORMATS: dict[str, PreferenceFormat] = {
             _are(row, str, "chosen", "rejected")
             and (_are(row, (str, *_LISTS), "prompt") or _are(row, (str, *_LISTS), "question"))
         ),
-        _strings,
+        partial(_texts, asked=("prompt", "question")),
     ),
     "conversational": PreferenceFormat(
         "prompt, chosen, rejected: messages",
         lambda row: "prompt" in row and _are(row, _LISTS, "chosen", "rejected"),
-        _conversational,
+        partial(_messages, asked=("prompt",)),
     ),
     "implicit_prompt": PreferenceFormat(
         "chosen, rejected: whole conversations",
         lambda row: row.get("prompt") is None and _are(row, _LISTS, "chosen", "rejected"),
-        _implicit_prompt,
+        partial(_messages, asked=()),
     ),
 }

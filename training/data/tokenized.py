@@ -13,7 +13,7 @@ the requested sequences are read; columns with one number a pair are read whole.
 
 import bisect
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -27,6 +27,7 @@ from training.model.prefix import TokenSequence
 
 Side = Literal["chosen", "rejected"]
 SIDES: tuple[Side, Side] = ("chosen", "rejected")
+Number = TypeVar("Number", bound=np.generic)
 PAIRS_FILE = "pairs.arrow"
 PAIRS_SCHEMA = pa.schema(
     [
@@ -41,6 +42,11 @@ PAIRS_SCHEMA = pa.schema(
         ("rejected_key", pa.binary(KEY_BYTES)),
     ]
 )
+
+
+def by_pair(values_2P: NDArray[Number]) -> NDArray[Number]:
+    """What was in two parts, of all chosen responses and of all rejected ones: a row a pair, a column a side."""
+    return np.stack(np.split(values_2P, 2), axis=1)
 
 
 class Pairs:
