@@ -2,7 +2,8 @@
 
     checkpoints/<key>/step-00000050/rank-00000.safetensors   this rank's pieces (training.pieces) of
                                                              `weights/<parameter>`, float32, and of
-                                                             `<state>/<parameter>`: exp_avg, exp_avg_sq, step
+                                                             `<state>/<parameter>`: AdamW's exp_avg, exp_avg_sq,
+                                                             step; Muon's momentum_buffer
                                     rank-00001.safetensors   ...
                                     manifest.json            sizes and sha256 of all, the run's facts; written last
     checkpoints/<key>/step-00000050.partial/                 one that is being written (training.saver)

@@ -9,10 +9,11 @@ Legend: I items of a batch, M values that the objective reports of each item; th
    before gradients were summed. All ranks then stop together, before the step (training.agreement).
 4. Clip, set the learning rate, step.
 
-On a GPU the processor waits for the device in 3 and nowhere else: micro-batches are collated ahead, and nothing before it
-reads a number or a size off the device. A rank that has no items skips 1 and takes part in the rest; where weights are sharded
-every pass is collective, so there it runs a micro-batch that does not count (and of a model whose sequences cannot share a row
-the ranks tell each other how many they have, which is read off the device).
+On a GPU the processor waits for the device in 3 and nowhere else: micro-batches are collated ahead, and nothing of ours before
+it reads a number or a size off the device (some models of transformers do in a pass: docs/benchmarks.md names them). A rank
+that has no items skips 1 and takes part in the rest; where weights are sharded every pass is collective, so there it runs a
+micro-batch that does not count (and of a model whose sequences cannot share a row the ranks tell each other how many they have,
+which is read off the device).
 """
 
 import math

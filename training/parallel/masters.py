@@ -87,8 +87,7 @@ class Masters(ABC):
         """Scale the gradient down to a norm of `limit`, where it is larger."""
         factor = limit / (norm + _EPSILON)
         if factor < 1:
-            for gradient in self._gradients():
-                gradient.mul_(factor)
+            torch._foreach_mul_(self._gradients(), factor)
 
     @abstractmethod
     def update_model(self) -> None:

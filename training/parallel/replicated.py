@@ -60,8 +60,7 @@ class Replicated(Masters):
     def update_model(self) -> None:
         if self._copied:
             with torch.no_grad():
-                for name, master in self.parameters.items():
-                    self.model.get_parameter(name).copy_(master)
+                torch._foreach_copy_(self._running(), list(self.parameters.values()))
 
     def local_rows(self, name: str) -> LocalRows:
         shape = self.parameters[name].shape
@@ -72,6 +71,10 @@ class Replicated(Masters):
 
     def _gradients(self) -> list[Tensor]:
         return [self.gradient_N]
+
+    def _running(self) -> list[Tensor]:
+        """The model's own tensors, in the order of their masters."""
+        return [self.model.get_parameter(name) for name in self.parameters]
 
     def _attach_gradients(self, sizes: list[int]) -> None:
         parts = zip(self.parameters.items(), self.gradient_N.split(sizes), strict=True)
