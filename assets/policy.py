@@ -16,7 +16,7 @@ from assets.step import Step
 from model_registry.records import DatasetUsed
 from model_registry.run import TrackedRun
 from training.contract.errors import StoreError
-from training.contract.events import read_events
+from training.contract.events import Event, read_events
 from training.contract.fingerprint import short
 from training.contract.job import Job
 from training.contract.manifest import Derivation
@@ -57,7 +57,14 @@ def _start(step: Step, champion: str) -> dict[str, Any]:
 def delivered_run(step: Step, policy: Artifact) -> str | None:
     """The MLflow run of a policy that was trained before, after what it misses was delivered; None if there is none."""
     derivation = step.history.derivation("policy", policy.fingerprint)
-    return _Tracking(step).deliver(replace(policy, derivation=derivation))
+    return _Tracking(step).deliver(replace(policy, derivation=derivation), policy.json("recipe.json"))
+
+
+def _events(policy: Artifact) -> Iterator[Event]:
+    """What training had to tell. Held-out metrics only of the training that wrote it: another may have had other such pairs."""
+    is_its_own = policy.manifest.made_from.key == policy.derivation.key
+    told = read_events(policy.file("events.jsonl"))
+    return (event for event in told if is_its_own or event["event"] != "eval")
 
 
 class _Tracking:
@@ -73,19 +80,22 @@ class _Tracking:
             self._followed = run
             yield run.record
 
-    def deliver(self, policy: Artifact) -> str | None:
-        """The run's id; a run that does not exist, or lacks events, is replayed first. None where no server answers."""
+    def deliver(self, policy: Artifact, recipe: dict[str, Any]) -> str | None:
+        """The run's id; a run that does not exist, or lacks events, is replayed first. None where no server answers.
+
+        `recipe`: what the run shows as its own. That of the artifact is of the first recipe which led to these weights.
+        """
         derivation = policy.derivation
         if (known := self._tracker.find_run(self._step.pipeline.family, derivation.key)) is not None:
             return known
-        with self._run(derivation, policy.json("recipe.json")) as run:
-            run.replay(read_events(policy.file("events.jsonl")))
+        with self._run(derivation, recipe) as run:
+            run.replay(_events(policy))
         if run.run_id is None and self._followed is not None:
             return self._followed.run_id  # the server went away meanwhile: for the release it may be back
         return run.run_id
 
     def links(self, policy: Artifact) -> dict[str, Any]:
-        run_id = self.deliver(policy)
+        run_id = self.deliver(policy, self._step.pipeline.recipe.model_dump(mode="json"))
         if run_id is None:
             return {}
         return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._tracker.run_link(run_id))}

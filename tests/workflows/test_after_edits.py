@@ -347,6 +347,31 @@ def test_a_run_that_no_command_started_is_signed_by_its_process(ground: Ground, 
     assert is_alive(process_of(run), ground.home)
 
 
+def test_a_run_shows_its_own_recipe_where_another_one_trained_its_policy(ground: Ground, world: World):
+    """A copy under another name and for another model: its policy is there, and MLflow has a run of its own for it."""
+    field("release.model_name", "copied")(world)
+    edits.another_name(world)
+    report = materialize(load_recipe(world.folder), ground.services, ground.instance)
+    assert {asset.asset for asset in report.assets if asset.outcome == "computed"} == {"released_model"}
+    run = MlflowClient(ground.services.registry.tracking_uri).get_run(report.mlflow_run_id)
+    assert run.data.params["release.model_name"] == "copied" and run.data.tags["recipe"] == "renamed"
+    assert run.data.params["data.sources.0.path"] == str(world.folder / "preferences.jsonl")
+    assert run.data.metrics["loss"] > 0, "its steps were told again"
+
+
+def test_a_run_that_is_told_again_has_no_metrics_of_other_held_out_pairs(ground: Ground, world: World):
+    """Training on the same pairs led to the same weights, which keep what the first training told of its held-out pairs."""
+    data_lines(edits.reword(HELD_OUT))(world)
+    report = materialize(load_recipe(world.folder), ground.services, ground.instance)
+    client = MlflowClient(ground.services.registry.tracking_uri)
+    client.delete_run(report.mlflow_run_id)
+    again = materialize(load_recipe(world.folder), ground.services, ground.instance)
+    assert again.mlflow_run_id != report.mlflow_run_id
+    history = client.get_metric_history(again.mlflow_run_id, "eval/loss")
+    assert [point.value for point in history] == [report.metrics["eval/loss"]]
+    assert len(client.get_metric_history(again.mlflow_run_id, "loss")) == 3
+
+
 def test_what_a_person_does_with_the_alias_stays(ground: Ground, world: World):
     """Eight held-out pairs are too few for the gate, which says so; a person promotes the candidate, and takes it back."""
     client, registry = MlflowClient(ground.services.registry.tracking_uri), ground.services.registry
