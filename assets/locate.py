@@ -22,6 +22,7 @@ from assets.written import written
 from model_registry.registry import Registry
 from training.contract.data_source import DataSource
 from training.contract.errors import DataError, ModelError
+from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hub import CARD, CARD_FILES, Emit, Repository
 from training.contract.recipe import Recipe
@@ -95,7 +96,7 @@ def locate_base_model(pipeline: Pipeline, registry: Registry, emit: Emit | None 
     named = _named_model(pipeline.recipe)
     with written(pipeline, "reference.model"):
         if not named.is_of_hub:
-            return LocatedModel(folder := named.local_folder(registry), weights_identity(folder))
+            return _local_model(named, registry)
         commit, folder = named.downloaded(_MODEL_FILES, _OTHER_WEIGHTS, emit)
         return LocatedModel(folder, _identity_of_download(named, commit, folder), commit)
 
@@ -108,12 +109,25 @@ def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache)
     named = _named_model(pipeline.recipe)
     with written(pipeline, "reference.model"):
         if not named.is_of_hub:
-            return LocatedModel(folder := named.local_folder(registry), weights_identity(folder, cache))
+            return _local_model(named, registry, cache)
         commit = named.commit()
         found = named.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
         if found is None:
             return AbsentModel(named.address, commit)
         return LocatedModel(found, _identity_of_download(named, commit, found, cache), commit)
+
+
+def _local_model(named: NamedModel, registry: Registry, cache: HashCache | None = None) -> LocatedModel:
+    """Raises ModelError for a registered model that is not the one which was released."""
+    folder = named.local_folder(registry)
+    located = LocatedModel(folder, weights_identity(folder, cache))
+    promised = registry.version_at(named.address).weights if named.is_registered else None
+    if promised not in (None, located.fingerprint):
+        raise ModelError(
+            f"{named.address} leads to {folder}, whose weights are {short(located.fingerprint)} where {short(promised)} were "
+            "released: run the recipe that released it, which puts them back, or name another version"
+        )
+    return located
 
 
 def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel | None:

@@ -17,15 +17,19 @@ class NamedModel:
     revision: str | None
 
     @property
+    def is_registered(self) -> bool:
+        return self.address.startswith("models:/")
+
+    @property
     def is_of_hub(self) -> bool:
-        return not self.address.startswith("models:/") and not Path(self.address).is_absolute()
+        return not self.is_registered and not Path(self.address).is_absolute()
 
     @property
     def repository(self) -> Repository:
         return Repository(self.address, "model", self.revision)
 
     def local_folder(self, registry: Registry) -> Path:
-        if self.address.startswith("models:/"):
+        if self.is_registered:
             return registry.resolve(self.address)
         if not Path(self.address).is_dir():
             raise ModelError(

@@ -47,14 +47,13 @@ def files_fault(registry: Registry, version: Version, cache: HashCache | None = 
     whose = f"the files of version {version.number} of {version.name}"
     if not registry.has_files(version):
         return f"{whose} are gone"
-    promised = version.fingerprint_of(MERGED) or version.fingerprint_of("policy")
-    if promised is None or (cache is not None and local_path(version.source) is None):
+    if version.weights is None or (cache is not None and local_path(version.source) is None):
         return None
     try:
         folder = registry.resolve(f"models:/{version.name}/{version.number}")
         found = weights_fingerprint(weights_identity(folder, cache))
     except ModelError as error:
         return f"{whose} are no model any more ({error})"
-    if found == promised:
+    if found == version.weights:
         return None
-    return f"{whose} hold the weights {short(found)} where its policy is {short(promised)}"
+    return f"{whose} hold the weights {short(found)} where its policy is {short(version.weights)}"

@@ -42,6 +42,11 @@ class Version:
         """That of the artifact of `kind` in its lineage; None where there was none."""
         return self.tags.get(_lineage_tag(kind))
 
+    @property
+    def weights(self) -> str | None:
+        """The fingerprint of the weights it was released with: those of its policy, or of that merged into its base."""
+        return self.fingerprint_of("merged_policy") or self.fingerprint_of("policy")
+
 
 class Registry:
     """The model registry of a tracking server or database. Its methods raise RegistryError.
@@ -199,8 +204,8 @@ class Registry:
             client.set_registered_model_alias(name, "champion", previous)
         return restored, champion
 
-    def resolve(self, address: str) -> Path:
-        """The local folder of the Hugging Face model behind `models:/name@alias` or `models:/name/number`."""
+    def version_at(self, address: str) -> Version:
+        """The version behind `models:/name@alias` or `models:/name/number`."""
         match = _ADDRESS.fullmatch(address)
         if match is None:
             raise RegistryError(
@@ -208,11 +213,15 @@ class Registry:
             )
         self._demand_registered(match["name"], match["alias"])
         with self._connection.asking(f"find {address}") as client:
-            version = _version(
+            return _version(
                 client.get_model_version_by_alias(match["name"], match["alias"])
                 if match["alias"]
                 else client.get_model_version(match["name"], match["number"])
             )
+
+    def resolve(self, address: str) -> Path:
+        """The local folder of the Hugging Face model behind an address as `version_at` takes it."""
+        version = self.version_at(address)
         local = local_path(version.source)
         folder = local / MODEL_FOLDER if local else self._downloaded(version)
         if not (folder / "config.json").is_file():

@@ -1,5 +1,6 @@
 """A recipe whose policy is an adapter, from its files to a champion, and all that reads such a policy afterwards."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,3 +139,14 @@ def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_mak
     made = {asset.asset: asset.fingerprint for asset in report.assets}
     champion = ground.services.registry.resolve("models:/adapted@champion")
     assert made["reference_model"] == weights_fingerprint(weights_identity(champion))
+    file = champion / "model.safetensors"
+    content = file.read_bytes()
+    file.unlink()  # it is a link to the store's
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    try:
+        failed = materialize(loaded, ground.services, ground.instance)
+    finally:
+        file.write_bytes(content)
+    [error] = [asset.error for asset in failed.assets if asset.outcome == "failed"]
+    spoiled = r"models:/adapted@champion leads to .*, whose weights are \w{12} where \w{12} were released: run the recipe that"
+    assert re.search(spoiled, error), error
