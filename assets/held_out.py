@@ -34,7 +34,8 @@ def rows_by_pair(evaluation: Artifact, source: str | None = None) -> dict[str, R
 def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[str, Row]:
     """The same by what is said in the pair: `raw_preferences` are those that the evaluation was made from."""
     rows = {row["row"]: row for row in pq.read_table(evaluation.file("pairs.parquet")).to_pylist()}
-    said = _said(rows, raw_preferences)
+    columns = pq.read_schema(raw_preferences.file("preferences.parquet")).names
+    said = _said(rows, raw_preferences, [name for name in columns if name not in _ORIGIN])
     return {
         value_digest(without_nulls(pair)).hex(): rows[row] for pair in said.to_pylist() for row in [pair.pop("row")]
     }
@@ -42,15 +43,13 @@ def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[st
 
 def prompts(rows: Mapping[str, Row], raw_preferences: Artifact) -> Prompts:
     """What is said in the prompts of `rows`, as a digest, by the same names."""
-    said = _said([row["row"] for row in rows.values()], raw_preferences).select(["row", "prompt"])
+    said = _said([row["row"] for row in rows.values()], raw_preferences, ["row", "prompt"])
     digests = {pair["row"]: value_digest(without_nulls(pair["prompt"])).hex() for pair in said.to_pylist()}
     return {pair: digests[row["row"]] for pair, row in rows.items()}
 
 
-def _said(rows: Iterable[int], raw_preferences: Artifact) -> pa.Table:
-    """What was said in these rows, without where they come from."""
-    said = pq.read_table(raw_preferences.file("preferences.parquet"))
-    said = said.select([name for name in said.column_names if name not in _ORIGIN])
+def _said(rows: Iterable[int], raw_preferences: Artifact, columns: list[str]) -> pa.Table:
+    said = pq.read_table(raw_preferences.file("preferences.parquet"), columns=columns)
     return said.filter(pc.is_in(said["row"], pa.array(rows, pa.int64())))
 
 

@@ -247,8 +247,11 @@ def _artifact_of(candidate: _Candidate, champion: Version, kind: str) -> Artifac
     if (folder := store.folder(kind, found)).is_dir():
         try:
             return store.open(kind, found)
-        except CorruptArtifact:
-            store.set_aside(kind, found)
+        except CorruptArtifact as error:
+            place = store.set_aside(kind, found)
+            candidate.step.context.log.warning(
+                f"{error}. Set aside in {place}; that among the version's files is taken."
+            )
     try:
         with store.staging() as staging:
             return store.adopt(candidate.registry.fetch(champion, kind, staging), kind, found)
