@@ -12,7 +12,7 @@ materialized, kinship, process       what Dagster recorded, whether it goes toge
 changes, tokenizer_changes           what changed since, in words
 checks, metadata, event_log,         what people see of an artifact, of a job, of a pair
   rows, page
-version_files                        what a registered version consists of, put back where it is gone
-held_out                             the values by which the gate and `pedigree compare` compare two policies
+version_files                        what a registered version consists of, put back where it is gone or not what it was
+held_out, champion                   the values by which the gate and `pedigree compare` compare two policies; the champion's
 adapters, rescoring                  jobs whose results are no assets: a merged adapter, pairs scored again
 """

@@ -6,10 +6,9 @@ nevertheless, merged by a job: whoever loads a version expects a complete model.
 
 from assets.realize import Work, make
 from assets.step import Step
+from model_registry.versions import MERGED
 from training.contract.store import Artifact, Store
 from training.contract.weights import ADAPTER_CONFIG
-
-MERGED = "merged_policy"
 
 
 def base_of(policy: Artifact, store: Store) -> Artifact | None:

@@ -14,11 +14,12 @@ from typing import Any, BinaryIO
 
 import dagster as dg
 
-from assets.adapters import MERGED, plain_model
+from assets.adapters import plain_model
+from assets.champion import compared
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.graph import GRAPH, derivation
-from assets.held_out import common_measure, measured, prompts, rows_by_messages, rows_by_pair
+from assets.held_out import measured, rows_by_pair
 from assets.materialized import Materialization
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline, Services
@@ -26,9 +27,10 @@ from assets.step import Step
 from assets.version_files import files_fault, put_back
 from assets.world import hash_cache
 from model_registry.connection import shown, through_restart
-from model_registry.gate import MIN_PROMPTS, Decision, Measure, Prompts, Values, decide
-from model_registry.registry import PREVIOUS_TAG, ROLLED_BACK_TAG, Registry, Version, lineage_tags
-from training.contract.errors import CorruptArtifact, RegistryAway, RegistryError
+from model_registry.gate import Decision, Measure, decide
+from model_registry.registry import Registry
+from model_registry.versions import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
+from training.contract.errors import RegistryAway, RegistryError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -202,8 +204,10 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
             measured(Measure.LOSS, rows_by_pair(evaluation), {}), None, Measure.LOSS, metrics=metrics, gate=gate
         )
     else:
-        measure, ours, theirs, of_prompts = _compared(candidate, champion)
-        decision = decide(ours, theirs, measure, metrics=metrics, gate=gate, prompts=of_prompts)
+        found = compared(candidate.step, evaluation, candidate.lineage["raw_preferences"], champion)
+        decision = decide(
+            found.candidate, found.champion, found.measure, metrics=metrics, gate=gate, prompts=found.prompts
+        )
     return _unless_rolled_back(candidate, decision)
 
 
@@ -215,54 +219,6 @@ def _unless_rolled_back(candidate: _Candidate, decision: Decision) -> Decision:
         return decision
     reason = f"its policy is that of version {earlier.number}, which was rolled back"
     return replace(decision, promote=False, reasons=[reason, *decision.reasons])
-
-
-def _compared(candidate: _Candidate, champion: Version) -> tuple[Measure, Values, Values, Prompts]:
-    """What is compared of the pairs that both were evaluated on: how, by pair of the candidate's and of the champion's.
-
-    Where no ten pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank,
-    over the reference that each has, can be compared.
-    """
-    ours, theirs = candidate.above["evaluation"], _artifact_of(candidate, champion, "evaluation")
-    said = candidate.store.open("raw_preferences", candidate.lineage["raw_preferences"])
-    rows, others, measure = rows_by_pair(ours), rows_by_pair(theirs), common_measure(ours, theirs)
-    if len(rows.keys() & others.keys()) < MIN_PROMPTS:
-        measure, rows = Measure.ERROR_RATE, rows_by_messages(ours, said)
-        others = rows_by_messages(theirs, _artifact_of(candidate, champion, "raw_preferences"))
-    return measure, measured(measure, rows, others), measured(measure, others, others), prompts(rows, said)
-
-
-def _artifact_of(candidate: _Candidate, champion: Version, kind: str) -> Artifact:
-    """From this store; that of another home goes with the version, if it is its evaluation.
-
-    Raises RegistryError where another program made it champion, or another home has what is needed; CorruptArtifact.
-    """
-    store, found = candidate.store, champion.fingerprint_of(kind)
-    whose = f"version {champion.number} of {champion.name}, the champion,"
-    if found is None:
-        raise RegistryError(
-            f"{whose} was not released by a recipe, so nothing can be compared with it: let the alias `champion` point at "
-            "a version that was, or at none"
-        )
-    if (folder := store.folder(kind, found)).is_dir():
-        try:
-            return store.open(kind, found)
-        except CorruptArtifact as error:
-            place = store.set_aside(kind, found)
-            candidate.step.context.log.warning(
-                f"{error}. Set aside in {place}; that among the version's files is taken."
-            )
-    try:
-        with store.staging() as staging:
-            return store.adopt(candidate.registry.fetch(champion, kind, staging), kind, found)
-    except RegistryAway:
-        raise
-    except RegistryError as error:
-        raise RegistryError(
-            f"{whose} was released in another home, whose {kind} is neither in this store nor among the version's files, so "
-            f"nothing can be compared with it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, "
-            f"or release into another `release.model_name` ({error})"
-        ) from error
 
 
 def _result(

@@ -6,11 +6,11 @@ And what spoils the weights of a policy in place spoils the version's, which are
 
 import logging
 
-from assets.adapters import MERGED
 from assets.pipeline import Services
 from assets.world import hash_cache
 from model_registry.files import local_path
-from model_registry.registry import Registry, Version
+from model_registry.registry import Registry
+from model_registry.versions import MERGED, Version
 from training.contract.errors import ModelError, StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.hash_cache import HashCache

@@ -30,12 +30,12 @@ from typing import get_args
 import dagster as dg
 from pydantic import ValidationError
 
-from assets.adapters import MERGED
 from assets.graph import GRAPH
 from assets.materialized import Materialization, latest_of, made_in
 from assets.pipeline import Services
 from assets.process import BEGUN, close_dead_runs
 from assets.release import demand_releases
+from model_registry.versions import MERGED
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.job import Job
 from training.contract.locks import holding, is_held

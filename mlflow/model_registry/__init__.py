@@ -4,7 +4,8 @@
     run.py          one such run: pending metrics, delivery, continuation
     records.py      recipe, lineage, data set and events in MLflow's terms and within its limits
     gate.py         the release decision, pure: the parameter-free Ladder over paired held-out losses
-    registry.py     model versions, aliases, rollback
+    registry.py     models with their aliases: registering, promotion, rollback, downloads
+    versions.py     what is known of a version, and the tags in which it is written
     package.py      the one part that needs torch; a process of its own, started by files.py
     files.py        the files of a version: weights that lie on the disk once
     moved.py        addresses of artifacts, when the home lies elsewhere

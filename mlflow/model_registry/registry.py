@@ -8,44 +8,22 @@ the version it replaces, so a rollback needs no record outside the registry.
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
-from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
 from model_registry.connection import Connection, page, shown, unrepeated
 from model_registry.files import MODEL_FOLDER, holds_model, local_path, move_into_place, packaged, put_files, scratch
 from model_registry.records import tags_of
+from model_registry.versions import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.fingerprint import fingerprint, short
 from training.contract.locks import locked
 
-PREVIOUS_TAG = "pedigree.previous_champion"
-ROLLED_BACK_TAG = "pedigree.rolled_back"
 _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[0-9]+))")
-
-
-@dataclass(frozen=True)
-class Version:
-    """One version of a registered model; `source` is where its files lie, in the terms of MLflow."""
-
-    name: str
-    number: int
-    run_id: str | None
-    source: str
-    tags: Mapping[str, str]
-
-    def fingerprint_of(self, kind: str) -> str | None:
-        """That of the artifact of `kind` in its lineage; None where there was none."""
-        return self.tags.get(_lineage_tag(kind))
-
-    @property
-    def weights(self) -> str | None:
-        """The fingerprint of the weights it was released with: those of its policy, or of that merged into its base."""
-        return self.fingerprint_of("merged_policy") or self.fingerprint_of("policy")
 
 
 class Registry:
@@ -89,7 +67,7 @@ class Registry:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
             try:
-                return _version(client.create_model_version(name, source, run_id, known, description=description))
+                return Version.of(client.create_model_version(name, source, run_id, known, description=description))
             except MlflowException:
                 if found := self.find_version(name, identity):  # made, and the answer was lost
                     return found
@@ -115,7 +93,7 @@ class Registry:
         """The latest version of `name` that carries all of `tags`."""
         wanted = tags_of(tags).items()
         with self._connection.asking(f"look for versions of {name}") as client:
-            versions = [_version(found) for found in client.search_model_versions(f"name = '{name}'")]
+            versions = [Version.of(found) for found in client.search_model_versions(f"name = '{name}'")]
         return max((v for v in versions if wanted <= v.tags.items()), key=lambda v: v.number, default=None)
 
     def versions(self) -> list[Version]:
@@ -124,7 +102,7 @@ class Registry:
             found, token = [], None
             while True:
                 some = client.search_model_versions(page_token=token)
-                found += [_version(version) for version in some]
+                found += [Version.of(version) for version in some]
                 if not (token := some.token):
                     return found
 
@@ -136,7 +114,7 @@ class Registry:
         with self._connection.asking(f"look for the champion of {name}") as client:
             registered = _registered(client, name)
             number = registered and registered.get("champion")
-            return _version(client.get_model_version(name, number)) if number else None
+            return Version.of(client.get_model_version(name, number)) if number else None
 
     def nominate(self, version: Version) -> None:
         """Point the alias `candidate` at the version."""
@@ -188,7 +166,7 @@ class Registry:
             )
         with self._connection.asking(f"roll {name} back to version {previous}") as client:
             try:
-                restored = _version(client.get_model_version(name, previous))
+                restored = Version.of(client.get_model_version(name, previous))
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
@@ -213,7 +191,7 @@ class Registry:
             )
         self._demand_registered(match["name"], match["alias"])
         with self._connection.asking(f"find {address}") as client:
-            return _version(
+            return Version.of(
                 client.get_model_version_by_alias(match["name"], match["alias"])
                 if match["alias"]
                 else client.get_model_version(match["name"], match["number"])
@@ -237,7 +215,7 @@ class Registry:
         for model in sorted(place for place in self.downloads.glob("[!.]*") if not place.is_symlink()):
             with self._connection.asking(f"look for the aliases of {model.name}") as client:
                 numbers = set((_registered(client, model.name) or {}).values())
-                named = {_place(_version(client.get_model_version(model.name, number))) for number in numbers}
+                named = {Version.of(client.get_model_version(model.name, number)).place for number in numbers}
             found += sorted(f"{model.name}/{folder.name}" for folder in model.iterdir() if folder.name not in named)
         return found
 
@@ -270,7 +248,7 @@ class Registry:
 
         Whoever else wants it waits: a second download would take the place of the first, which is read by then.
         """
-        target = self.downloads / version.name / _place(version)
+        target = self.downloads / version.name / version.place
         if target.is_dir() or not self.has_files(version):
             return target
         with locked(self.downloads / f".{version.name}-{target.name}.lock"), scratch(self.downloads) as staging:
@@ -279,14 +257,6 @@ class Registry:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 move_into_place(fetched, target, staging)
         return target
-
-
-def _place(version: Version) -> str:
-    """The name of a downloaded version's folder.
-
-    The number alone names no version: it is that of another one on another server, and once the model was deleted.
-    """
-    return f"{version.number}-{short(fingerprint('downloaded_version', version.source))}"
 
 
 def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
@@ -299,19 +269,6 @@ def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
         raise
 
 
-def lineage_tags(lineage: Mapping[str, str]) -> dict[str, str]:
-    """The tags by which a version knows the fingerprints, by kind, of all that it was made from."""
-    return {_lineage_tag(kind): found for kind, found in lineage.items()}
-
-
-def _lineage_tag(kind: str) -> str:
-    return f"pedigree.{kind}"
-
-
 def _folder_name(name: str, identity: Mapping[str, str]) -> str:
     """A folder for each version: one run can have several, with different tokenizers for example."""
     return f"policy-{short(fingerprint('model_version', [name, dict(identity)]))}"
-
-
-def _version(found: ModelVersion) -> Version:
-    return Version(found.name, int(found.version), found.run_id, found.source, dict(found.tags))

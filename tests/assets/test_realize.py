@@ -8,10 +8,10 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from assets.adapters import MERGED
 from assets.pipeline import Pipeline, Services
 from assets.realize import Work, find_sound, make
 from assets.rescoring import rescore
+from model_registry.versions import MERGED
 from tests.workflows.homes import ATTRIBUTES, flip, write_recipe
 from tests.workflows.in_process import Ended, services_in
 from training.contract.errors import CorruptArtifact, StoreError

@@ -17,8 +17,9 @@ from mlflow import MlflowClient
 
 from model_registry.connection import connect
 from model_registry.files import link_or_copy, local_path
-from model_registry.registry import PREVIOUS_TAG, ROLLED_BACK_TAG, Registry, Version
+from model_registry.registry import Registry
 from model_registry.tracking import Tracker
+from model_registry.versions import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from training.contract.errors import RegistryError, UnknownModel
 from training.contract.weights import weights_identity
 

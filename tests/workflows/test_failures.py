@@ -17,9 +17,10 @@ from assets.held_out import rows_by_pair
 from assets.pipeline import Services
 from assets.release import sole_decision
 from model_registry.connection import connect
-from model_registry.registry import Registry, Version
+from model_registry.registry import Registry
 from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
+from model_registry.versions import Version
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import RegistryAway

@@ -11,13 +11,12 @@ import mlflow
 import numpy as np
 import pytest
 
-from assets.adapters import MERGED
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.process import PROCESS_TAG
 from assets.realize import record
 from assets.world import Found
-from model_registry.registry import ROLLED_BACK_TAG
+from model_registry.versions import MERGED, ROLLED_BACK_TAG
 from tests.workflows.homes import Home, flip
 from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.fingerprint import fingerprint, short
