@@ -7,6 +7,9 @@ containers or other machines matter: whoever sees the file can try the lock.
 import functools
 import os
 import platform
+import signal
+import sys
+import threading
 from pathlib import Path
 
 import dagster as dg
@@ -15,6 +18,7 @@ from training.contract.locks import is_held
 from training.contract.staging import Claim, claim_folder
 
 PROCESS_TAG = "pedigree/process"
+_SECONDS_UNTIL_SENT_AGAIN = 0.1
 # The states of a run that a process is working on, or was before it died.
 BEGUN = [
     dg.DagsterRunStatus.NOT_STARTED,
@@ -30,9 +34,30 @@ def sign(context: dg.AssetExecutionContext, home: Path) -> None:
     What dead processes left is closed first, as a command does before its run: else one that a schedule started would wait
     for a slot of theirs in a pool.
     """
+    keep_interrupts()
     if process_of(context.run) is None:
         close_dead_runs(context.instance, home)
         context.instance.add_run_tags(context.run.run_id, signature(context.run.run_id, home))
+
+
+@functools.cache
+def keep_interrupts() -> None:
+    """From now on send this process an interrupt again that was lost.
+
+    A signal raises in whatever is running, and Python ignores what is raised in a callback of a weak reference, of which
+    SQLAlchemy has many: Ctrl-C, or the termination of a run, would now and then do nothing.
+    """
+    told = sys.unraisablehook
+
+    def send_again(ignored: "sys.UnraisableHookArgs") -> None:
+        if isinstance(ignored.exc_value, KeyboardInterrupt | dg.DagsterExecutionInterruptedError):
+            again = threading.Timer(_SECONDS_UNTIL_SENT_AGAIN, os.kill, (os.getpid(), signal.SIGINT))
+            again.daemon = True
+            again.start()
+        else:
+            told(ignored)
+
+    sys.unraisablehook = send_again
 
 
 def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
