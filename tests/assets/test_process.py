@@ -32,7 +32,7 @@ def test_an_interrupt_is_not_lost_in_a_callback(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_else_is_ignored_is_told_as_before(monkeypatch: pytest.MonkeyPatch):
-    told: "list[sys.UnraisableHookArgs]" = []
+    told: list[sys.UnraisableHookArgs] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     keep_interrupts.__wrapped__()
     thing = Thing()
