@@ -19,7 +19,7 @@ from assets.page import write_page
 from assets.process import close_dead_runs
 from assets.release import sole_decision
 from model_registry.connection import connect
-from training.contract.errors import UsageError
+from training.contract.errors import RecipeError, UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
@@ -268,10 +268,16 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     RECIPES are further recipes to show beside those of the project, or folders of recipes.
     """
     home = pedigree_home()
-    if recipes:
-        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(str(recipe_place(text)) for text in recipes)
-    for folder in extra_recipes():  # what is wrong in one of them is told here, and not by a server in half a minute
-        load_recipes(folder)
+    places = [recipe_place(text) for text in recipes]
+    if places:
+        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(map(str, places))
+    for folder in extra_recipes():
+        try:
+            load_recipes(folder)
+        except RecipeError as fault:
+            if folder in places:
+                raise
+            people.print(f"{fault}\nThe runs of {folder.name} fail until that is mended.", markup=False, soft_wrap=True)
     tracking = build_services(home).tracker.tracking_uri
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance() as instance:

@@ -21,7 +21,7 @@ from workflows.recipe_file import RECIPE_FILE, refuse_repeated_keys, variant_nam
 from workflows.scaffold import RecipeScaffolder
 
 DEFS = Path(__file__).parent / "defs"  # the project's own recipes, which their names lead to
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
+NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dg.scaffold_with(RecipeScaffolder)
@@ -44,7 +44,7 @@ class PreferenceTuning(dg.Component):
         refuse_repeated_keys(context.path / RECIPE_FILE)
         if not isinstance(attributes, RecipeFile):
             raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
-        if not _NAME.fullmatch(context.path.name):
+        if not NAME.fullmatch(context.path.name):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
             )

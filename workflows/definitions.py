@@ -12,6 +12,7 @@ from workflows.component import DEFS
 from workflows.recipe_file import RECIPE_FILE, refuse_foreign_parts
 from workflows.recipes import extra_recipes, load_recipes
 from workflows.resources import services
+from workflows.wrong_recipe import stand_in
 
 
 @dg.definitions
@@ -19,9 +20,17 @@ def defs() -> dg.Definitions:
     """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway."""
     return dg.Definitions.merge(
         *([definitions_in(DEFS.parent)] if DEFS.is_dir() else []),
-        *(loaded.definitions for folder in extra_recipes() for loaded in load_recipes(folder)),
+        *map(definitions_of, extra_recipes()),
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
+
+
+def definitions_of(folder: Path) -> dg.Definitions:
+    """The recipe in `folder` and its variants, or what stands in for them where that is wrong: others live beside it."""
+    try:
+        return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(folder)))
+    except RecipeError as fault:
+        return stand_in(folder, fault)
 
 
 def definitions_in(folder: Path) -> dg.Definitions:

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
 from workflows.component import DEFS
-from workflows.definitions import definitions_in
+from workflows.definitions import definitions_in, defs
 from workflows.recipes import load_recipe
 from workflows.resources import services
 
@@ -97,6 +98,34 @@ def test_an_installed_package_shows_the_recipes_it_is_told_of(tmp_path: Path):
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "['one', 'two']"
+
+
+def test_a_wrong_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever there is to run of it says what is wrong, by the names that runs and sensors which began before have for it."""
+    write_recipe(tmp_path / "right", ATTRIBUTES)
+    write_recipe(tmp_path / "not-right", {**ATTRIBUTES, "training": {"epoch": 3}})
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
+    found, told = defs(), "not-right/defs.yaml:12: training.epoch: there is no such field; did you mean `epochs`?"
+    assert {key.to_user_string() for key in found.resolve_asset_graph().get_all_asset_keys()} == {
+        f"{recipe}/{asset}" for recipe in ("demo", "right", "not-right") for asset in EXPECTED
+    }
+    for job in ("not_right_retrain", "not_right_look"):
+        run = found.resolve_job_def(job).execute_in_process(raise_on_error=False)
+        failed = {
+            event.step_key: event.step_failure_data.error.cause.message for event in run.get_step_failure_events()
+        }
+        assert failed and all(told in message for message in failed.values())
+    [sensor] = [each for each in found.sensors if each.name.startswith("not_right")]
+    with pytest.raises(RecipeError, match=re.escape(told)):
+        sensor(dg.build_sensor_context())
+    assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
+
+
+def test_a_wrong_recipe_whose_folder_names_nothing_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_recipe(tmp_path / "my model", ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
+    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
+        defs()
 
 
 def test_the_graph_of_the_demo(demo):

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.workflows.homes import PEDIGREE, ROOT
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, write_recipe
 from tests.workflows.test_recipes import EXPECTED
 from workflows.servers import free_port
 
 pytestmark = pytest.mark.slow
 LOCATION = "workflows.definitions"
+WRONG = {**ATTRIBUTES, "training": {"epoch": 3}}
 
 QUERY = """{
   assetNodes { assetKey { path } staleStatus
@@ -39,15 +40,17 @@ def elsewhere(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(materialized, small_recipe, elsewhere):
+def servers(materialized, small_recipe, elsewhere, tmp_path_factory):
     """`pedigree ui` with the small recipe beside the project's, started elsewhere, on a machine that reaches others by a proxy.
 
-    Gives the two addresses it prints.
+    One in a folder of recipes is wrong, which it says before all else. Gives the two addresses it prints.
     """
     home, _ = materialized
+    others = tmp_path_factory.mktemp("others")
+    write_recipe(others / "wrong", WRONG)
     ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
     process = subprocess.Popen(
-        [PEDIGREE, "ui", str(small_recipe), *ports],
+        [PEDIGREE, "ui", str(small_recipe), str(others), *ports],
         cwd=elsewhere,
         env={**home.environment, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""},  # nothing listens at port 9
         stdout=subprocess.DEVNULL,
@@ -57,6 +60,8 @@ def servers(materialized, small_recipe, elsewhere):
     )
     try:
         assert process.stderr is not None
+        told = [process.stderr.readline() for _ in range(2)]
+        assert "wrong/defs.yaml:12: training.epoch:" in told[0] and told[1].startswith("The runs of wrong fail"), told
         printed = [process.stderr.readline() for _ in range(3)]
         addresses = re.findall(r"http://127\.0\.0\.1:\d+", "".join(printed))
         assert len(addresses) == 2, printed
@@ -93,7 +98,7 @@ def test_dagster_shows_the_schedule_and_the_sensor(servers):
     sensors = {s["name"]: s["sensorState"]["status"] for s in repository["sensors"]}
     assert schedules == {"demo_schedule": "RUNNING", "small_schedule": "RUNNING"}
     names = [f"{recipe}_{what}" for recipe in ("demo", "small") for what in ("data_sensor", "automation")]
-    assert sensors == dict.fromkeys(names, "RUNNING")
+    assert sensors == dict.fromkeys([*names, "wrong_data_sensor"], "RUNNING")
     types = {s["name"]: s["sensorType"] for s in repository["sensors"]}
     assert types["demo_automation"] == "AUTOMATION", "evaluated where our own condition is known"
 

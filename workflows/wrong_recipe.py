@@ -1,0 +1,53 @@
+"""What Dagster shows of a recipe that cannot be loaded, so that those beside it go on.
+
+Every run loads the whole code location: without this, a slip in one recipe of a folder would fail the runs of all of them.
+The wrong one keeps its assets and jobs by name, which fail with file, line and field of what is wrong, as its sensor does at
+each tick. Which variants and which schedule it has nobody can say.
+"""
+
+from pathlib import Path
+
+import dagster as dg
+
+from assets.graph import GRAPH
+from assets.pipeline import identifier
+from training.contract.errors import RecipeError
+from workflows.component import NAME
+
+_SECONDS_BETWEEN_TICKS = 60
+
+
+def stand_in(folder: Path, fault: RecipeError) -> dg.Definitions:
+    """For the recipe in `folder`, which `fault` keeps from being loaded. Raises `fault` if that folder's name is no name."""
+    if not NAME.fullmatch(folder.name):
+        raise fault
+    name = identifier(folder.name)
+    assets = [_failing_asset(folder.name, asset, str(fault)) for asset in GRAPH]
+    jobs = [dg.define_asset_job(f"{name}_{job}", selection=assets) for job in ("retrain", "look")]
+
+    @dg.sensor(
+        name=f"{name}_data_sensor",
+        job=jobs[0],
+        minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
+        default_status=dg.DefaultSensorStatus.RUNNING,
+        description=str(fault),
+    )
+    def failing_sensor() -> None:
+        raise RecipeError(str(fault))
+
+    return dg.Definitions(assets=assets, jobs=jobs, sensors=[failing_sensor])
+
+
+def _failing_asset(recipe: str, asset: str, fault: str) -> dg.AssetsDefinition:
+    node = GRAPH[asset]
+
+    @dg.asset(
+        key=[recipe, asset],
+        deps=[[recipe, need] for need in node.needs],
+        group_name=node.group,
+        description=f"The recipe is wrong: {fault}",
+    )
+    def fail() -> None:
+        raise RecipeError(fault)
+
+    return fail
