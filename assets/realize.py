@@ -23,7 +23,7 @@ from assets.pipeline import Listener, Pipeline, Services, ignore
 from assets.step import Step
 from assets.world import Found
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
-from training.contract.events import Event
+from training.contract.events import Event, read_events
 from training.contract.fingerprint import short
 from training.contract.job import Input, Job, JobKind
 from training.contract.manifest import Derivation
@@ -181,13 +181,15 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
 def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logger) -> Artifact:
     """Run `job` to its end and give what it published; the log, the services' listener and that of `work` hear its events.
 
-    A job that resumes repeats the events of its earlier attempts, which people have seen already.
+    A job that resumes repeats the events of its earlier attempts, which people have seen already. Times are compared with
+    theirs, since the clock of the machine that writes them may be behind ours.
     """
-    told, started = with_log(services, log, job.artifact).listener, time.time()
+    told = with_log(services, log, job.artifact).listener
+    last_seen = max((event["time"] for event in read_events(job.events)), default=0.0)
     with work.during(job) if work.during else nullcontext(ignore) as listener:
 
         def hear(event: Event) -> None:
-            if event["time"] >= started:
+            if event["time"] > last_seen:
                 told(event)
             listener(event)
 

@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import dagster as dg
 import huggingface_hub.constants
@@ -22,8 +23,9 @@ from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
 from model_registry.versions import Version
 from tests.workflows.homes import write_recipe
-from tests.workflows.in_process import services_in, write_inputs
+from tests.workflows.in_process import Ended, InProcess, services_in, write_inputs
 from training.contract.errors import RegistryAway
+from training.contract.job import Job
 from training.contract.locks import is_held
 from training.contract.store import Store
 from workflows.execution import RunReport, materialize
@@ -148,8 +150,11 @@ def test_what_training_would_refuse_is_told_before_any_model_runs(folder, servic
     assert not list(services.store.root.glob("memo/*/*")) and not list(services.home.glob("jobs/*/checkpoints"))
 
 
-def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(folder, services):
-    """MLflow hears it again, so the policy keeps it: an event of 1970, in a job's folder that has checkpoints."""
+def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(folder, services, monkeypatch):
+    """MLflow hears it again, so the policy keeps it: an event of 1970, in a job's folder that has checkpoints.
+
+    The machine of the job has a clock that is a minute behind.
+    """
     run(folder, services, "policy", 0.3)
     [job] = services.home.glob("jobs/policy-*")
     for place in ("store/policy", "store/keys/policy"):
@@ -157,7 +162,15 @@ def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(fol
     (job / "checkpoints").mkdir()
     (job / "events.jsonl").write_text('{"event": "note", "time": 1.0, "text": "of an earlier attempt"}\n')
     heard: list[dict[str, Any]] = []
-    assert run(folder, replace(services, listener=heard.append), "policy", 0.3).succeeded
+
+    class Behind(InProcess):
+        def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+            with monkeypatch.context() as there:
+                ours = time.time
+                there.setattr(time, "time", lambda: ours() - 60)
+                return super().start(job, lock)
+
+    assert run(folder, replace(services, launcher=Behind(), listener=heard.append), "policy", 0.3).succeeded
     [policy] = services.home.glob("store/policy/*")
     assert "of an earlier attempt" in (policy / "events.jsonl").read_text()
     assert {event["event"] for event in heard} >= {"phase", "step"} and all(event["time"] > 1.0 for event in heard)
