@@ -5,7 +5,7 @@
     reference, evaluate, rescore, merge      jobs that score or write models; jobs on data are in data/
     trainer, stepper, objective, agreement   the training loop, one step of it, what is minimized, what ranks exchange
     run_record                               what a run remembers of its steps, and where it resumes
-    optim, sharded_muon                      the optimizer; Muon where weights are in shards
+    optim, distributed_muon                  the optimizer; Muon over several processes
     trained_model                            loading a model for training and writing what was trained
     checkpoint, saver, pieces                checkpoints: their files, saving in a thread, their format
     scored_pairs, proof, tails, memoized     log-probs without gradients: of pairs, compared with the table, from the memo

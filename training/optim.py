@@ -6,7 +6,7 @@ kernel is torch's fused one, which exists for CPUs and for CUDA.
 Muon (Jordan 2024) is for the matrices between embeddings and head: it replaces the momentum of a matrix by the nearest
 orthogonal one, found by Newton-Schulz iterations in bfloat16, so that all directions move equally far. Vectors, and
 embeddings and heads, which are a vector for each token, are left to AdamW, as the author advises. The model's modules say
-which is which, not the names (`hidden_matrices`). Matrices in shards are gathered for it (training.sharded_muon).
+which is which, not the names (`hidden_matrices`). Several processes share the work (training.distributed_muon).
 
 The learning rate of step n (1, 2, ... N) is a pure function of n, so that resuming needs no scheduler state:
 
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from training.contract.optimizer import AdamW, Muon, Optimizer, Schedule
-from training.sharded_muon import ShardedMuon, Shards
+from training.distributed_muon import DistributedMuon, Turns
 
 # In floats 0.07 * 100 is 7.000000000000001, and 7 is meant.
 _ROUNDING = 1e-9
@@ -68,17 +68,17 @@ class Optimizers:
 
 
 def build_optimizer(
-    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: Container[str], shards: Shards | None = None
+    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: Container[str], turns: Turns | None = None
 ) -> Optimizers:
     """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others.
 
-    With `shards` a parameter is the rows of a tensor that this process holds.
+    With `turns` a parameter is the rows of a tensor that this process holds, and several share Muon's work.
     """
     if isinstance(settings, AdamW):
         return Optimizers(_adamw(settings, parameters))
     hidden = {name: parameter for name, parameter in parameters.items() if name in matrices}
     others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
-    return Optimizers(_muon(settings, hidden, shards) + _adamw(settings.adamw, others))
+    return Optimizers(_muon(settings, hidden, turns) + _adamw(settings.adamw, others))
 
 
 def hidden_matrices(model: PreTrainedModel) -> set[str]:
@@ -130,12 +130,12 @@ def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.o
     return [torch.optim.AdamW(filled, betas=settings.betas, eps=settings.eps, fused=True)] if filled else []
 
 
-def _muon(settings: Muon, matrices: Mapping[str, Parameter], shards: Shards | None) -> list[torch.optim.Optimizer]:
+def _muon(settings: Muon, matrices: Mapping[str, Parameter], turns: Turns | None) -> list[torch.optim.Optimizer]:
     if not matrices:
         return []
     groups = [_group(settings, matrices, settings.weight_decay)]
-    if shards is not None:
-        return [ShardedMuon(groups, settings, shards)]
+    if turns is not None:
+        return [DistributedMuon(groups, settings, turns)]
     muon = torch.optim.Muon(
         groups,
         momentum=settings.momentum,

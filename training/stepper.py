@@ -62,7 +62,7 @@ class Stepper:
     ) -> None:
         self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
         matrices = hidden_matrices(masters.model)
-        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, matrices, masters.shards)
+        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, matrices, masters.turns)
         self.group, self._settings = masters.group, settings
         self._sharing = why_not_shared(masters.model, masters.own_dropout) is None
 

@@ -1,17 +1,24 @@
 """Muon: which parameters it takes, and what it does to them, against torch's own and its author's algorithm in float64."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.training.runs import on_two_ranks
 from training.contract.optimizer import AdamW, Muon
+from training.distributed import Group
+from training.distributed_muon import Turns
 from training.optim import Optimizers, build_optimizer, hidden_matrices, set_learning_rate
+from training.parallel.turns import TurnsOfCopies, TurnsOfShards
 
 
 def assert_split(model: PreTrainedModel, matrices: set[str]) -> None:
@@ -178,3 +185,51 @@ def test_muon_goes_on_as_if_it_had_not_stopped():
         parameter.data.copy_(first[name])
     take(optimizers[2], second, range(3, 6))
     assert all(torch.equal(straight[name], second[name]) for name in SHAPES)
+
+
+MANY = {f"{name}.{number}": shape for number, shape in enumerate([(6, 20), (24, 8), (3, 5)]) for name in ("a", "b")}
+ODD = {**MANY, "alone": (9, 4), "in one row": (1, 8)}
+
+
+def halves(name: str) -> list[int]:
+    """How many rows of a tensor of `ODD` each of two ranks holds."""
+    rows = ODD[name][0]
+    return [-(-rows // 2), rows // 2]
+
+
+def seeded(step: int) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=random) for name, shape in ODD.items()}
+
+
+def stepped(cut: Any, turns: Turns | None) -> tuple[dict[str, Any], int]:
+    """What three steps make of the rows that `cut` gives of each matrix, and the operations of matrix products for it."""
+    parameters = {name: Parameter(cut(name, tensor)) for name, tensor in seeded(9).items()}
+    optimizer = build_optimizer(MUON, parameters, ODD, turns)
+    with FlopCounterMode(display=False) as operations:
+        for step in range(3):
+            for name, gradient in seeded(step).items():
+                parameters[name].grad = cut(name, gradient)
+            optimizer.step()
+    return {name: parameter.tolist() for name, parameter in parameters.items()}, operations.get_total_flops()
+
+
+@pytest.mark.parametrize("held", ["shards", "copies"])
+def test_no_matrix_is_made_orthogonal_by_two_ranks(tmp_path: Path, held: str):
+    """Eight matrices, six of them in pairs of one shape: the whole work is theirs together, and each has half of that of the
+    pairs. What is added to a weight is rounded once more than by torch, which may move it by a bit."""
+
+    def work(group: Group) -> Any:
+        if held == "copies":
+            return stepped(lambda _, tensor: tensor, TurnsOfCopies(group))
+        turns = TurnsOfShards(dist.group.WORLD, halves)
+        return stepped(lambda name, tensor: tensor.split(halves(name))[group.rank].clone(), turns)
+
+    (first, done_first), (second, done_second) = on_two_ranks(tmp_path, work)
+    alone, done = stepped(lambda _, tensor: tensor, None)
+    assert done_first + done_second == done and min(done_first, done_second) > 0.4 * done
+    if held == "copies":
+        assert first == second
+    found = first if held == "copies" else {name: first[name] + second[name] for name in alone}
+    for name, tensor in alone.items():
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(tensor), rtol=1e-6, atol=1e-7)

@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from training.distributed_muon import Turns
 from training.model.adapter import adapter_parameters, train_mode
 from training.model.body import text_config
 from training.model.load import DTYPES
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel
 from training.pieces import LocalRows
-from training.sharded_muon import Shards
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _PIECE = 1 << 16
@@ -61,8 +61,8 @@ class Masters(ABC):
 
     @property
     @abstractmethod
-    def shards(self) -> Shards | None:
-        """The whole tensors of which `parameters` are rows; None where they are whole themselves."""
+    def turns(self) -> Turns | None:
+        """How the ranks share whole matrices; None where this one has none to share with. All ranks ask."""
 
     @abstractmethod
     def zero(self) -> None:

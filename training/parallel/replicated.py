@@ -12,16 +12,18 @@ Legend: N numbers of all trained tensors.
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from training.distributed_muon import Turns
 from training.parallel.buckets import Buckets
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
+from training.parallel.turns import TurnsOfCopies
 from training.pieces import LocalRows
 
 
@@ -41,9 +43,9 @@ class Replicated(Masters):
         self._buckets = Buckets(self.gradient_N, sizes, self.group)
         self._attach_gradients(sizes)
 
-    @property
-    def shards(self) -> None:
-        return None
+    @cached_property
+    def turns(self) -> Turns | None:
+        return TurnsOfCopies(self.group) if self.group.world > self.group.nodes else None
 
     def zero(self) -> None:
         self.gradient_N.zero_()

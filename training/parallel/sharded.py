@@ -4,12 +4,12 @@ Masters are the float32 shards. FSDP rounds what it gathers to the dtypes of a m
 and sums gradients in float32: over the ranks of a group in each backward pass, so that no rank ever holds a whole gradient, and
 over the groups in the last one.
 
-The optimizer steps plain tensors, the local rows of each parameter: AdamW works element by element, and Muon gathers a matrix
-at a time.
+The optimizer steps plain tensors, the local rows of each parameter: AdamW works element by element, and for Muon they take
+turns with whole matrices.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from training.distributed_muon import Turns
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
+from training.parallel.turns import TurnsOfShards
 from training.pieces import LocalRows
-from training.sharded_muon import Shards
 
 
 class Sharded(Masters):
@@ -37,17 +38,9 @@ class Sharded(Masters):
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
         super().__init__(model, parameters, trainable, layout)
 
-    @property
-    def shards(self) -> Shards:
-        return self
-
-    def whole(self, name: str, rows: Tensor) -> Tensor:
-        like = self._shards_of[name]
-        parts = DTensor.from_local(
-            rows, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        full: Tensor = parts.full_tensor()
-        return full
+    @cached_property
+    def turns(self) -> Turns:
+        return TurnsOfShards(self._shard_group, self._row_counts)
 
     def zero(self) -> None:
         self._reduce_scatter.finite.fill_(True)
@@ -67,7 +60,7 @@ class Sharded(Masters):
 
     def norm(self) -> Tensor:
         square = super().norm().double().square()
-        dist.all_reduce(square, group=self.layout.mesh["shard"].get_group())
+        dist.all_reduce(square, group=self._shard_group)
         return square.sqrt()
 
     def update_model(self) -> None:
@@ -75,11 +68,9 @@ class Sharded(Masters):
         self.model.reshard()
 
     def local_rows(self, name: str) -> LocalRows:
-        """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
-        total = self._shards_of[name].shape[0]
         copy, shard = divmod(self.group.rank, self.layout.shards)
-        first = min(total, -(-total // self.layout.shards) * shard)
-        return LocalRows(first, len(self.parameters[name]), total, copy, self.layout.copies)
+        counts = self._row_counts(name)
+        return LocalRows(sum(counts[:shard]), counts[shard], sum(counts), copy, self.layout.copies)
 
     def full_weights(self) -> dict[str, Tensor]:
         """Gathered a tensor at a time, so that no device needs room for more than one."""
@@ -91,6 +82,16 @@ class Sharded(Masters):
                     full = full.full_tensor()
                 whole[id(tensor)] = full.cpu() if self.group.is_main else full.new_empty(0)
         return {name: whole[id(tensor)] for name, tensor in state.items()} if self.group.is_main else {}
+
+    @property
+    def _shard_group(self) -> dist.ProcessGroup:
+        return self.layout.mesh["shard"].get_group()
+
+    def _row_counts(self, name: str) -> list[int]:
+        """Rows are cut as by `torch.chunk`: all parts equal but the last, and the ones after it empty."""
+        total, shards = self._shards_of[name].shape[0], self.layout.shards
+        size = -(-total // shards)
+        return [max(0, min(size, total - size * shard)) for shard in range(shards)]
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]

@@ -87,16 +87,23 @@ def test_shards_go_with_every_other_option(tmp_path: Path, forker: Any, option: 
 MUON = {"type": "muon", "learning_rate": 3e-3, "weight_decay": 0.1, "adamw": {"learning_rate": 3e-3}}
 
 
-def test_muon_in_shards_is_muon_over_whole_matrices(tmp_path: Path, forker: Any):
-    """One step of two ranks, whose sums are the same to the bit. After more steps the last bits differ, which bfloat16
-    and iterations that make small directions large leave at a hundredth of the way the weights went; rows made orthogonal by
-    themselves, or momentum lost on the way from three ranks to four, would leave another way."""
+@pytest.mark.parametrize(("way", "ranks", "machines"), [("ddp", 2, 1), ("ddp", 4, 2), ("fsdp", 2, 1)])
+def test_ranks_that_share_muons_work_step_as_torchs_own(
+    tmp_path: Path, forker: Any, way: str, ranks: int, machines: int
+):
+    """One step, whose sums of gradients are the same to the bit; a rank that is alone on its machine takes torch's own."""
     world = build_world(tmp_path)
     one_step = settings(optimizer=MUON, micro_tokens=1000, max_steps=1, max_grad_norm=1e9)
-    ways = ("ddp", "fsdp")
-    jobs = [world.job("policy", one_step, f"{way}-once", parallel=way) for way in ways]
-    whole, shards = (published(job, forker.run(job, 2)) for job in jobs)
-    assert distance(shards, whole) < 1e-7
+    alone, shared = world.job("policy", one_step, "alone"), world.job("policy", one_step, "shared", parallel=way)
+    found = published(shared, forker.run(shared, ranks, machines))
+    assert distance(found, published(alone, forker.run(alone, ranks, ranks))) < 1e-7
+
+
+def test_muon_in_shards_is_muon_over_whole_matrices(tmp_path: Path, forker: Any):
+    """After some steps the last bits differ, which bfloat16 and iterations that make small directions large leave at a
+    hundredth of the way the weights went; rows made orthogonal by themselves, or momentum lost on the way from three ranks to
+    four, would leave another way."""
+    world = build_world(tmp_path)
     steps = settings(optimizer=MUON, max_steps=5, max_grad_norm=1e9)
     whole = published(job := world.job("policy", steps, "whole"), forker.run(job))
     first, again = (world.job("policy", steps, "shards", parallel=way) for way in ("fsdp", "hsdp"))
