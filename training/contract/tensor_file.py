@@ -34,12 +34,12 @@ class TensorPlace:
 
 def read_places(file: Path) -> list[TensorPlace]:
     """The tensors of `file` in the order of their bytes. Raises OSError, or ValueError if it is not sound."""
-    try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
-    with open(file, "rb") as opened:
+    with open(file, "rb") as opened:  # first, since safetensors calls a file that may not be read one that is not there
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
         header = json.loads(opened.read(length), object_pairs_hook=_unique)
     start = _LENGTH_BYTES + length

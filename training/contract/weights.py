@@ -149,10 +149,19 @@ def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace) -> str:
 def _places(file: Path) -> list[TensorPlace]:
     try:
         return read_places(file)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _refused(file, error) from error
+    except ValueError as error:
         raise ModelError(
             f"{file} is not a readable safetensors file: {error}; fetch or save the model again"
         ) from error
+
+
+def _refused(path: Path, error: OSError) -> ModelError:
+    """Of a file that another user has saved, say: safetensors makes its files 0600, whatever the umask."""
+    return ModelError(
+        f"{path} cannot be read: {error.strerror}; let this user read it, or fetch or save the model again"
+    )
 
 
 def _refuse_config(path: Path) -> None:
@@ -193,7 +202,9 @@ def _indexed_files(folder: Path) -> list[Path]:
 def _read_object(path: Path, what: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise _refused(path, error) from error
+    except ValueError as error:
         raise ModelError(f"{path} cannot be read as {what}: {error}; fetch or save the model again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} holds a JSON {type(content).__name__}; expected an object, {what}")

@@ -1,7 +1,10 @@
 """What is part of a model's identity and what is not, one ingredient a test. Files are written by the safetensors library."""
 
+import errno
 import hashlib
 import json
+import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -244,7 +247,25 @@ def test_a_link_to_nothing_is_refused_by_name(model):
     """So a cache looks out of which files were pruned."""
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to(model / "blobs" / "4f2a")
-    with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: No such file or directory; .*fetch"):
+        weights_identity(model)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_file_of_another_user_is_refused_as_what_it_is(model, monkeypatch, name):
+    """safetensors, which makes its files 0600, then says that there is none. Played, since root may read everything."""
+    opens = open
+
+    def refuse(opened: Any, *rest: Any, **options: Any) -> Any:
+        if Path(opened).name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(opened))
+        return opens(opened, *rest, **options)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(
+        ModelError, match=rf"{re.escape(name)} cannot be read: Permission denied; let this user read it"
+    ):
         weights_identity(model)
 
 
