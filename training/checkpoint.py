@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from training.contract.durable import sync_folder, write_durably
+from training.contract.durable import open_as_umask_says, sync_folder, write_durably
 from training.contract.errors import CorruptArtifact
 from training.contract.fingerprint import short
 from training.contract.manifest import (
@@ -113,6 +113,7 @@ class Checkpoints:
         """Write the manifest of a partial checkpoint and rename it; remove old ones. Raises OSError."""
         partial, place = self._place(step, _PARTIAL), self._place(step)
         manifest = Manifest.of_now(self._derivation, self._derivation.key, files, facts)
+        open_as_umask_says(partial)  # who goes on from it need not be who began
         write_durably(partial / MANIFEST, manifest.sealed())
         _replace(partial, place)
         sync_folder(self.folder)

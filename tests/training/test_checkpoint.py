@@ -101,6 +101,17 @@ def test_what_was_saved_comes_back(tmp_path: Path):
     assert (found.step, found.facts) == (5, {"steps": 5, "series": {"loss": [0.5]}})
 
 
+@pytest.mark.parametrize(("mask", "mode"), [(0o002, 0o664), (0o077, 0o600)])
+def test_who_goes_on_may_be_another_user_where_the_umask_says_so(tmp_path: Path, mask: int, mode: int):
+    before = os.umask(mask)
+    try:
+        saved(tmp_path, 5)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in place(tmp_path, 5).iterdir()}
+    assert modes == {"rank-00000.safetensors": mode, "manifest.json": mode}
+
+
 def test_without_any_there_is_none(tmp_path: Path):
     assert Checkpoints(tmp_path / "none", JOB).last_whole(ALONE, pytest.fail) is None
 
