@@ -6,6 +6,7 @@ reaches this one connect to its store without authentication.
 """
 
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -36,8 +37,10 @@ _LOOPBACK = {
 
 
 class LocalHandle:
-    def __init__(self, supervisor: "subprocess.Popen[bytes]", log: Path):
-        self._supervisor, self.log = supervisor, log
+    """`rendezvous`: a folder that nobody needs once the job has ended."""
+
+    def __init__(self, supervisor: "subprocess.Popen[bytes]", log: Path, rendezvous: Path):
+        self._supervisor, self.log, self._rendezvous = supervisor, log, rendezvous
 
     def poll(self) -> int | None:
         return self._supervisor.poll()
@@ -46,6 +49,7 @@ class LocalHandle:
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
         self._supervisor.wait()
+        shutil.rmtree(self._rendezvous, ignore_errors=True)
 
 
 class LocalLauncher:
@@ -70,8 +74,11 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
 
     The folder of the ranks' rendezvous is made anew: files of ranks that were killed would confuse the next ones.
     """
-    shutil.rmtree(job.folder / "rendezvous", ignore_errors=True)
-    (job.folder / "rendezvous").mkdir(parents=True)
+    rendezvous = job.folder / "rendezvous"
+    shutil.rmtree(rendezvous, ignore_errors=True)
+    if rendezvous.exists():  # torchrun makes folders of 0700 there: another user who shares the home cannot empty them
+        rendezvous.rename(job.folder / f"rendezvous-{secrets.token_hex(8)}")
+    rendezvous.mkdir(parents=True)
     with open(job.log, "wb") as log:
         process = subprocess.Popen(
             command,
@@ -82,7 +89,7 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
             pass_fds=[lock.fileno()] if lock else [],
             start_new_session=True,
         )
-    return LocalHandle(process, job.log)
+    return LocalHandle(process, job.log, rendezvous)
 
 
 def torchrun(processes: int, grace: int, logs: Path) -> list[str]:

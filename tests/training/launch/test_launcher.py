@@ -1,6 +1,7 @@
 """run_job with real processes: events while they run, the cause when they fail, nothing left when they are cancelled."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,6 +127,25 @@ def test_signals_are_restored(make_job: MakeJob) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert (note["interrupt"], note["terminate"], note["blocked"]) == (True, True, [])
+
+
+def test_where_another_users_ranks_met_does_not_stop_the_next_ones(make_job: MakeJob, monkeypatch) -> None:
+    """torchrun makes a folder of 0700 there, which stays when everything is killed. Played, since root may remove it."""
+    job = make_job("signals")
+    left = job.folder / "rendezvous" / "none_abc" / "ranks"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    with monkeypatch.context() as refused:
+        refused.setattr(shutil, "rmtree", lambda *_, **__: None)
+        run(job)
+    assert list((job.folder / "rendezvous").iterdir()) == []
+    assert [path.name for path in job.folder.rglob("ranks")] == ["ranks"]
+
+
+def test_of_where_the_ranks_met_nothing_is_left(make_job: MakeJob) -> None:
+    job = make_job("signals")
+    run(job)
+    assert list(job.folder.glob("rendezvous*")) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
