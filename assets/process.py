@@ -14,6 +14,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from training.contract.durable import share_databases
 from training.contract.locks import is_held
 from training.contract.staging import Claim, claim_folder
 
@@ -35,6 +36,7 @@ def sign(context: dg.AssetExecutionContext, home: Path) -> None:
     for a slot of theirs in a pool.
     """
     keep_interrupts()
+    share_records(context.instance, home)
     if process_of(context.run) is None:
         close_dead_runs(context.instance, home)
         context.instance.add_run_tags(context.run.run_id, signature(context.run.run_id, home))
@@ -73,6 +75,14 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
         for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+
+
+def share_records(instance: dg.DagsterInstance, home: Path) -> None:
+    """Make Dagster's databases the group's, as the lock of this process is, also the one that Dagster has made for a run.
+
+    At the beginning of the work: a process that is killed does it at no end, and then the run is closed by whoever comes next.
+    """
+    share_databases(Path(instance.root_directory).rglob("*.db*"), like=Path(_claim(home / "processes").lock.name))
 
 
 def signature(run_id: str, home: Path) -> dict[str, str]:

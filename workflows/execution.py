@@ -16,7 +16,7 @@ from assets.kinship import with_upstream
 from assets.materialized import Materialization, latest
 from assets.names import claim
 from assets.pipeline import Pipeline, Services
-from assets.process import close_dead_runs, signature
+from assets.process import close_dead_runs, share_records, signature
 from training.contract.errors import PedigreeError
 from workflows.recipes import LoadedRecipe
 
@@ -114,6 +114,7 @@ def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, wor
 
     @dg.op(name=name, pool=GPU_POOL)
     def step() -> None:
+        share_records(instance, services.home)
         given.append(work())
 
     job = dg.GraphDefinition(f"{name}_job", node_defs=[step]).to_job(executor_def=dg.in_process_executor)

@@ -1,5 +1,6 @@
 """Work outside of a recipe's run that needs the GPU: it takes its place in the pool, waits for it, and gives it back."""
 
+import os
 import threading
 import uuid
 from collections.abc import Iterator
@@ -115,6 +116,30 @@ def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, sta
     assert dg.materialize([source, trained], instance=instance).success
     assert instance.get_run_by_id(dead.run_id).status == dg.DagsterRunStatus.FAILURE
     assert places_taken(instance) == 0
+
+
+def test_the_record_of_a_run_is_the_groups_from_its_beginning(services, instance):
+    """If the run is killed, another user has to write into it that it is over. SQLite makes files of 0644 at most."""
+    modes: list[dict[Path, int]] = []
+
+    def look() -> None:
+        records = Path(instance.root_directory).rglob("*.db*")
+        modes.append({record: record.stat().st_mode & 0o666 for record in records})
+
+    @dg.asset
+    def made(context: dg.AssetExecutionContext) -> None:
+        sign(context, services.home)
+        look()
+
+    before = os.umask(0o002)
+    try:
+        assert dg.materialize([made], instance=instance).success
+        in_gpu_pool("verify", services, instance, look)
+    finally:
+        os.umask(before)
+    for run, seen in zip(reversed(instance.get_runs()), modes, strict=True):
+        assert any(path.name == f"{run.run_id}.db" for path in seen)
+        assert set(seen.values()) == {0o664}
 
 
 def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_it_first(services, instance):
