@@ -5,10 +5,12 @@ nothing else; where a command failed before it had a result, that object has an 
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import click
@@ -18,7 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 from sqlalchemy.exc import DatabaseError
 
-from training.contract.durable import free_bytes
+from training.contract.durable import HOW_TO_SHARE, free_bytes
 from training.contract.errors import PedigreeError
 from training.contract.hub import asking_once
 from workflows.execution import INTERRUPTED
@@ -98,10 +100,15 @@ def explained(error: BaseException) -> str:
     match error:
         case KeyboardInterrupt() | dg.DagsterExecutionInterruptedError():
             return INTERRUPTED
+        case PermissionError():
+            return f"{error}; {HOW_TO_SHARE}"
         case OSError():
             return _refused(str(error))
         case DatabaseError():
-            return _refused(f"a database refuses: {error.orig}")
+            account = f"a database refuses: {error.orig}"
+            if (foreign := _foreign_database()) is not None:
+                return f"{account}: this user may not write {foreign}; {HOW_TO_SHARE}"
+            return _refused(account)
     return str(error)
 
 
@@ -112,6 +119,14 @@ def print_error(message: str) -> None:
 
 def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+
+
+def _foreign_database() -> Path | None:
+    """A database of the home that belongs to another user, or a journal of one: SQLite does not say which it may not write."""
+    home = pedigree_home()
+    places = (home / "mlflow", Path(os.environ.get("DAGSTER_HOME") or home / "dagster"))
+    found = (path for place in places for path in place.rglob("*.db*"))
+    return next((path for path in found if not os.access(path, os.W_OK)), None)
 
 
 def _refused(account: str) -> str:

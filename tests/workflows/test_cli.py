@@ -1,16 +1,20 @@
 """Wrong use is told in one message that names the place, with the right exit code."""
 
+import errno
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, write_recipe
+from workflows.reporting import explained
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +130,21 @@ def test_a_database_that_is_none_is_told_without_a_traceback(tmp_path, words):
     done = Home(tmp_path).invoke("gc")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert f"a database refuses: {words}; PEDIGREE_HOME is" in done.stderr
+
+
+def test_what_belongs_to_another_user_is_told_with_its_path_and_what_to_do(tmp_path, monkeypatch):
+    """SQLite does not say which file; and the same command would not go on from there. Played, since root may write all."""
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+    files = [tmp_path / "mlflow" / "mlflow.db", tmp_path / "dagster" / "history" / "runs" / "4f2a.db-wal"]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setattr(os, "access", lambda path, _: path != files[1])
+    refusal = OperationalError(None, None, sqlite3.OperationalError("attempt to write a readonly database"))
+    for error in (refusal, PermissionError(errno.EACCES, "Permission denied", str(files[1]))):
+        told = explained(error)
+        assert str(files[1]) in told and "umask 002" in told and "the same command" not in told
 
 
 @pytest.mark.parametrize("port", ["0", "65536", "http"])

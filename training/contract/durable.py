@@ -15,6 +15,8 @@ from pathlib import Path
 from training.contract.errors import StoreError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM)
+HOW_TO_SHARE = "what several users share needs a group, folders with its setgid bit, and umask 002 for everybody"
 
 
 def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> None:
@@ -82,8 +84,11 @@ def open_as_umask_says(folder: Path) -> None:
 def write_error(doing: str, place: Path, error: object) -> StoreError:
     """The error to raise where the operating system refuses a write to `place`."""
     message = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
-    advice = "; make room and run again: what was finished is kept" if lacks_room(message) else ""
-    return StoreError(message + advice)
+    if lacks_room(message):
+        message += "; make room and run again: what was finished is kept"
+    elif any(os.strerror(number) in message for number in _NOT_ALLOWED):
+        message += f"; {HOW_TO_SHARE}"
+    return StoreError(message)
 
 
 def lacks_room(message: str) -> bool:

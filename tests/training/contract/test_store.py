@@ -221,6 +221,15 @@ def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatc
     publish(store)
 
 
+def test_a_store_of_another_user_is_told_with_what_to_do(store, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StoreError, match=r"cannot publish policy in .*: .*Permission denied; .* umask 002"):
+        publish(store)
+
+
 PUBLISHER = """
 import sys, time
 from pathlib import Path
