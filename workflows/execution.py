@@ -17,6 +17,7 @@ from assets.materialized import Materialization, latest
 from assets.names import claim
 from assets.pipeline import Pipeline, Services
 from assets.process import close_dead_runs, share_records, signature
+from training.contract.durable import lacks_room, write_error
 from training.contract.errors import PedigreeError
 from workflows.recipes import LoadedRecipe
 
@@ -176,7 +177,7 @@ def _asset_runs(
         key = pipeline.key(asset)
         failure = failures.get(key.to_python_identifier())
         if failure is not None:
-            error = "; ".join(_failed_checks(result, key)) or _reason(failure)
+            error = "; ".join(_failed_checks(result, key)) or _reason(failure, Path(instance.root_directory))
             yield AssetRun(asset, "failed", latest(instance, key).fingerprint, 0.0, error)
         elif (made := done.get(asset)) is not None:
             yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
@@ -189,8 +190,11 @@ def _failed_checks(result: dg.ExecuteInProcessResult, key: dg.AssetKey) -> Itera
             yield f"the check {check.check_name} failed: {check.description}"
 
 
-def _reason(failure: dg.DagsterEvent) -> str:
-    """The message of an error that a person can act on; else the root cause with the name of its class."""
+def _reason(failure: dg.DagsterEvent, records: Path) -> str:
+    """The message of an error that a person can act on; else the root cause with the name of its class.
+
+    Dagster's own database, in the folder `records`, names no place where its disk is full.
+    """
     error = failure.step_failure_data.error
     if error is None:
         return "the step failed without an error"
@@ -199,4 +203,6 @@ def _reason(failure: dg.DagsterEvent) -> str:
     if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
         return INTERRUPTED
     message: str = error.message.strip()
+    if not message.startswith(_OURS) and lacks_room(message):
+        return str(write_error("record the run", records, message))
     return message.removeprefix(f"{_OURS}{error.cls_name}: ")

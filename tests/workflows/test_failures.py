@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -76,6 +77,17 @@ def test_a_run_that_needs_the_empty_split_ends_before_any_model(folder, services
 def test_a_run_that_does_not_need_it_goes_on(folder, services):
     report = run(folder, services, "tokenized_pairs", 0.0)
     assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
+
+
+def test_where_the_record_of_runs_has_no_room_the_place_is_told(folder, services, monkeypatch):
+    """SQLite's words name neither file nor disk."""
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("assets.declare.claim", full)
+    [told] = failures_of(run(folder, services, "preference_source")).values()
+    assert re.search(r"^cannot record the run in /\S+ \([\d,]+ bytes free\): .*; make room and run again", told)
 
 
 BROKEN = "{% for m in messages %}\n{{ m.no.no }}{% endfor %}"

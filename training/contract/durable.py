@@ -15,6 +15,7 @@ from pathlib import Path
 from training.contract.errors import StoreError
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_SQLITE_NO_ROOM = "database or disk is full"
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 HOW_TO_SHARE = "what several users share needs a group, folders with its setgid bit, and umask 002 for everybody"
 
@@ -93,7 +94,7 @@ def write_error(doing: str, place: Path, error: object) -> StoreError:
 
 def lacks_room(message: str) -> bool:
     """Whether the message of an error reports a full disk or quota: libraries raise types other than OSError for it."""
-    return any(os.strerror(number) in message for number in _NO_ROOM)
+    return any(words in message for words in (*map(os.strerror, _NO_ROOM), _SQLITE_NO_ROOM))
 
 
 def share_databases(files: Iterable[Path], like: Path) -> None:
