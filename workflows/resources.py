@@ -57,7 +57,8 @@ def settle(home: Path) -> None:
             write_durably(dagster_home / "dagster.yaml", _DAGSTER_YAML.encode())
     except OSError as error:
         raise StoreError(
-            f"{home} cannot be used: {error}; set PEDIGREE_HOME (and DAGSTER_HOME, if you use it) to a folder you may write to"
+            f"{folder} cannot be used: {error.strerror or error}; set PEDIGREE_HOME (and DAGSTER_HOME, if you use it) to a "
+            "folder you may write to"
         ) from error
 
 
