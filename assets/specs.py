@@ -11,7 +11,7 @@ from assets.pipeline import Pipeline
 from assets.realize import Work, realize, realize_found
 from assets.step import Step
 from assets.version_files import put_back
-from assets.world import FoundTokenizer, find_tokenizer, look
+from assets.world import FoundTokenizer, find_root, find_tokenizer
 from assets.written import tokenizer_places
 
 
@@ -45,5 +45,5 @@ def frozen_section(step: Step) -> dg.MaterializeResult:
     champion = services.registry.champion(recipe.release.model_name) if starts_from_champion else None
     if champion is not None:
         put_back(services, champion)
-    found = look(step.pipeline, services, step.asset)
+    found = find_root(step.pipeline, services, step.asset)
     return realize_found(step, found).result({"spec": dg.MetadataValue.json(found.files["spec.json"])})

@@ -109,7 +109,7 @@ class FoundTokenizer(Found):
     located: LocatedTokenizer
 
 
-def look(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
+def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
     """`asset`, one of `ROOTS`, as it would be now. Raises DataError, HubError, ModelError or RegistryError.
 
     With a `cache`, files in it are not read again, and no model of the hub is downloaded.

@@ -26,7 +26,7 @@ from workflows.comparison import last_evaluated
 from workflows.execution import INTERRUPTED, RunReport, materialize, warn_of_unlimited_gpu
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
-from workflows.lineage import status as look
+from workflows.lineage import status as find_status
 from workflows.plan import plan as make_plan
 from workflows.progress import Progress
 from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_place
@@ -131,7 +131,7 @@ def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing at this moment, and why."""
     loaded = _found(recipe)[0]
     with dagster_instance() as instance:
-        found = look(loaded.pipeline, build_services(pedigree_home()), instance)
+        found = find_status(loaded.pipeline, build_services(pedigree_home()), instance)
     if as_json:
         print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
     else:

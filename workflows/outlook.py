@@ -10,7 +10,7 @@ from assets.changes import CORRUPT_RECORD
 from assets.graph import GRAPH, derivation
 from assets.pipeline import Pipeline, Services
 from assets.realize import is_irreplaceable
-from assets.world import ROOTS, Found, hash_cache, look
+from assets.world import ROOTS, Found, find_root, hash_cache
 from training.contract.errors import CorruptArtifact, CorruptRecord
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation, read_manifest
@@ -47,7 +47,7 @@ def outlook(pipeline: Pipeline, services: Services) -> Outlook:
 
 
 def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Outcome:
-    found = look(pipeline, services, asset, cache)
+    found = find_root(pipeline, services, asset, cache)
     if found.fingerprint is not None:
         return Outcome(found.derivation, found.fingerprint, found)
     return replace(_look_up(services, found.derivation, cache), found=found)

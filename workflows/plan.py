@@ -23,7 +23,7 @@ from assets.reference import point_to
 from assets.release import lacking
 from assets.rows import SIDES, read_pairs
 from assets.specs import tokenizer_work
-from assets.world import ROOTS, find_data, find_model, find_tokenizer, look
+from assets.world import ROOTS, find_data, find_model, find_root, find_tokenizer
 from training.contract.errors import RegistryError
 from training.contract.fingerprint import KEY_BYTES
 from training.contract.memo import Memo, scoring_rule
@@ -88,7 +88,7 @@ class _Cheap:
         tokenizer = find_tokenizer(pipeline, services)
         source, base_model = record(services, data), record(services, model)
         for asset in ("training_spec", "evaluation_spec"):
-            record(services, look(pipeline, services, asset))
+            record(services, find_root(pipeline, services, asset))
         spec = make(pipeline, services, "tokenization_spec", tokenizer_work(pipeline, tokenizer), {}, _LOG)
         reading = preferences_work(pipeline, data)
         rows = make(

@@ -19,7 +19,7 @@ from assets.pipeline import Pipeline, Services
 from assets.release import RELEASE_KEY_TAG
 from assets.rescoring import rescore
 from assets.version_files import files_fault
-from assets.world import look
+from assets.world import find_root
 from training.contract.errors import (
     CorruptArtifact,
     CorruptRecord,
@@ -134,7 +134,7 @@ class _Verifier:
 
     def _outside_fault(self, asset: str, fingerprint: str, key: str | None) -> str | None:
         try:
-            found = look(self._pipeline, self._services, asset)
+            found = find_root(self._pipeline, self._services, asset)
         except PedigreeError as error:
             return str(error)
         if found.fingerprint == fingerprint:

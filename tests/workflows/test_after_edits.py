@@ -20,7 +20,7 @@ from assets.materialized import latest
 from assets.pipeline import Pipeline
 from assets.process import is_alive, process_of
 from assets.realize import Work, describe_job
-from assets.world import look
+from assets.world import find_root
 from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.edits import Edit, World, data_lines, field, fields, retokenizer, template
@@ -396,7 +396,7 @@ def test_before_there_is_a_champion_a_policy_starts_from_the_reference(ground: G
     fields("training", {"start_from": "champion"})(world)
     fields("automation", {"on_change": False})(world)
     field("release.model_name", "nobody")(world)
-    found = look(load_recipe(world.folder).pipeline, ground.services, "training_spec")
+    found = find_root(load_recipe(world.folder).pipeline, ground.services, "training_spec")
     assert found.files["spec.json"]["champion"] is None
 
 
