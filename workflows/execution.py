@@ -28,7 +28,6 @@ T = TypeVar("T")
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _OURS = f"{PedigreeError.__module__}."
-Outcome = Literal["computed", "reused", "failed"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class AssetRun:
     """What became of one asset; `error` is what a person should read first where it failed."""
 
     asset: str
-    outcome: Outcome
+    outcome: Literal["computed", "reused", "failed"]
     fingerprint: str | None
     seconds: float
     error: str | None = None

@@ -48,17 +48,17 @@ def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance)
     return judge(pipeline, services, instance, outlook(pipeline, services))
 
 
-def judge(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, outcomes: Outlook) -> list[AssetStatus]:
-    """The state of every asset, if a run would give `outcomes`."""
-    judged = _Judge(pipeline, services, instance, outcomes)
+def judge(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, expected: Outlook) -> list[AssetStatus]:
+    """The state of every asset, if a run would give `expected`."""
+    judged = _Judge(pipeline, services, instance, expected)
     return [judged.asset(asset) for asset in GRAPH]
 
 
 class _Judge:
     """Judges assets in the order of the graph: the causes of those above are known when those below ask for them."""
 
-    def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, outcomes: Outlook):
-        self._pipeline, self._services, self._outcomes = pipeline, services, outcomes
+    def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, expected: Outlook):
+        self._pipeline, self._services, self._expected = pipeline, services, expected
         self._history = History(instance, pipeline, services.store)
         self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
 
@@ -67,7 +67,7 @@ class _Judge:
         if recorded.fingerprint is None:
             self._causes[asset] = [(asset, NEVER)]
             return AssetStatus(asset, "missing", (NEVER,), None)
-        if self._outcomes[asset].fingerprint == recorded.fingerprint:
+        if self._expected[asset].fingerprint == recorded.fingerprint:
             self._causes[asset] = []
             if asset == "released_model":
                 return self._released(recorded.fingerprint)
@@ -88,7 +88,7 @@ class _Judge:
         return AssetStatus("released_model", "stale", (cause,), key)
 
     def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
-        if (fault := self._outcomes[asset].fault) is not None:
+        if (fault := self._expected[asset].fault) is not None:
             yield asset, fault
             return
         try:
@@ -98,9 +98,9 @@ class _Judge:
 
     def _compared(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
         """How what was materialized differs from what a run would give. Raises CorruptRecord."""
-        outcome = self._outcomes[asset]
-        if outcome.found is not None and not self._is_lost(asset, recorded.key):
-            yield from ((asset, words) for words in changes_since(self._services.store, recorded.key, outcome.found))
+        found = self._expected[asset].found
+        if found is not None and not self._is_lost(asset, recorded.key):
+            yield from ((asset, words) for words in changes_since(self._services.store, recorded.key, found))
             return
         before = None if asset in ROOTS else self._history.made_from(asset)
         own = [] if before is None else own_changes(before, self._pipeline.recipe)
@@ -112,8 +112,8 @@ class _Judge:
 
     def _is_lost(self, asset: str, key: str | None) -> bool:
         """Whether a run would repeat the derivation that was materialized, and what that gave is gone."""
-        how = self._outcomes[asset].derivation
-        return how is not None and how.key == key and self._outcomes[asset].fingerprint is None
+        how = self._expected[asset].derivation
+        return how is not None and how.key == key and self._expected[asset].fingerprint is None
 
     def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
         inputs = GRAPH[asset].inputs(self._pipeline.recipe)
@@ -122,7 +122,7 @@ class _Judge:
                 yield from self._causes[name]
             return
         for name in inputs:
-            now, old = self._outcomes[name].fingerprint, before.inputs.get(name)
+            now, old = self._expected[name].fingerprint, before.inputs.get(name)
             if old is None:
                 yield asset, f"{name} is an input now"
             elif old.fingerprint != now and self._causes[name]:
@@ -138,7 +138,7 @@ class _Judge:
 
         So what a person did is told as long as anything made from the old artifact is there, after a run that ended early too.
         """
-        store, found = self._services.store, self._outcomes[name].found
+        store, found = self._services.store, self._expected[name].found
         try:
             before = store.open(name, fingerprint, hashes=False).manifest.made_from
         except StoreError:

@@ -18,7 +18,7 @@ from training.contract.store import Store
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Expected:
     """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
 
     `found`: for a source or a spec; `fault`: what is wrong with the artifact in the store.
@@ -30,26 +30,26 @@ class Outcome:
     fault: str | None = None
 
 
-Outlook = dict[str, Outcome]
+Outlook = dict[str, Expected]
 
 
 def outlook(pipeline: Pipeline, services: Services) -> Outlook:
     """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises."""
-    outcomes: Outlook = {}
+    expected: Outlook = {}
     cache = hash_cache(services)
     for asset in GRAPH:
         if asset in ROOTS:
-            outcomes[asset] = _root(asset, pipeline, services, cache)
+            expected[asset] = _root(asset, pipeline, services, cache)
         else:
-            how = _derivation(asset, pipeline, outcomes)
-            outcomes[asset] = Outcome(None, None) if how is None else _look_up(services, how, cache)
-    return outcomes
+            how = _derivation(asset, pipeline, expected)
+            expected[asset] = Expected(None, None) if how is None else _look_up(services, how, cache)
+    return expected
 
 
-def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Outcome:
+def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Expected:
     found = find_root(pipeline, services, asset, cache)
     if found.fingerprint is not None:
-        return Outcome(found.derivation, found.fingerprint, found)
+        return Expected(found.derivation, found.fingerprint, found)
     return replace(_look_up(services, found.derivation, cache), found=found)
 
 
@@ -64,16 +64,16 @@ def _derivation(asset: str, pipeline: Pipeline, above: Outlook) -> Derivation | 
     return derivation(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
 
 
-def _look_up(services: Services, how: Derivation, cache: HashCache) -> Outcome:
+def _look_up(services: Services, how: Derivation, cache: HashCache) -> Expected:
     if how.kind == "released_model":
-        return Outcome(how, how.key)
+        return Expected(how, how.key)
     try:
         artifact = services.store.find(how.kind, how.key, cache=cache)
     except CorruptRecord:
-        return Outcome(how, None, fault=CORRUPT_RECORD)
+        return Expected(how, None, fault=CORRUPT_RECORD)
     except CorruptArtifact as error:
-        return Outcome(how, None, fault=_fault(services.store, how, error))
-    return Outcome(how, None if artifact is None else artifact.fingerprint)
+        return Expected(how, None, fault=_fault(services.store, how, error))
+    return Expected(how, None if artifact is None else artifact.fingerprint)
 
 
 def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:

@@ -51,19 +51,19 @@ class PlannedAsset:
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
     """What a run would do for every asset, in the order of the graph. Raises what the cheap part of a run raises."""
     cheap = _Cheap.made(pipeline, services)
-    outcomes = _mended(pipeline, services)
-    planner = _Planner(pipeline, services, cheap, outcomes)
-    return [planner.planned(judged) for judged in judge(pipeline, services, instance, outcomes)]
+    expected = _mended(pipeline, services)
+    planner = _Planner(pipeline, services, cheap, expected)
+    return [planner.planned(judged) for judged in judge(pipeline, services, instance, expected)]
 
 
 def _mended(pipeline: Pipeline, services: Services) -> Outlook:
     """What a run would give, with the corrupt records mended, as it would find and mend them from asset to asset."""
-    outcomes = outlook(pipeline, services)
-    corrupt = [of.derivation for of in outcomes.values() if of.derivation and of.fault == CORRUPT_RECORD]
+    expected = outlook(pipeline, services)
+    corrupt = [of.derivation for of in expected.values() if of.derivation and of.fault == CORRUPT_RECORD]
     for how in corrupt:
         with services.store.lock(how.kind, how.key):
             find_sound(services, how, _LOG)
-    return _mended(pipeline, services) if corrupt else outcomes
+    return _mended(pipeline, services) if corrupt else expected
 
 
 def sentence(planned: Sequence[PlannedAsset]) -> str:
@@ -106,7 +106,7 @@ class _Planner:
     pipeline: Pipeline
     services: Services
     cheap: _Cheap
-    outcomes: Outlook
+    expected: Outlook
 
     def planned(self, judged: AssetStatus) -> PlannedAsset:
         is_fresh = judged.state == "fresh"
@@ -115,7 +115,7 @@ class _Planner:
         return PlannedAsset(judged.asset, "compute", judged.causes, self._work(judged.asset))
 
     def _is_there(self, asset: str) -> bool:
-        fingerprint = self.outcomes[asset].fingerprint
+        fingerprint = self.expected[asset].fingerprint
         if fingerprint is None or asset != "released_model":
             return fingerprint is not None
         try:
@@ -151,7 +151,7 @@ class _Planner:
         keys_SK = distinct_sequences(self.cheap.pairs.artifact)
         if self._is_there("reference_logprobs"):
             return {"sequences": len(keys_SK), "missing": 0}
-        weights = self.outcomes["reference_model"].fingerprint
+        weights = self.expected["reference_model"].fingerprint
         if weights is None:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
         rule = scoring_rule(weights, self.pipeline.recipe.reference.dtype)
