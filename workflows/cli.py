@@ -28,7 +28,7 @@ from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as find_status
 from workflows.plan import plan as make_plan
-from workflows.progress import Progress
+from workflows.progress import ProgressBars
 from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_place
 from workflows.reporting import (
     REFUSALS,
@@ -115,7 +115,7 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
 
 
 def _run(loaded: LoadedRecipe, select: str | None) -> RunReport:
-    with Progress(people) as progress, dagster_instance() as instance:
+    with ProgressBars(people) as progress, dagster_instance() as instance:
         return materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select)
 
 
@@ -145,7 +145,7 @@ def status(recipe: str, as_json: bool) -> None:
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
     loaded = _found(recipe)[0]
-    with Progress(people) as progress, dagster_instance() as instance:
+    with ProgressBars(people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
     if as_json:
         print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
@@ -161,7 +161,7 @@ def plan(recipe: str, as_json: bool) -> None:
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe is made from, and score some pairs again."""
     loaded = _found(recipe)[0]
-    with Progress(people) as progress, dagster_instance() as instance:
+    with ProgressBars(people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
     if as_json:
         print_json(asdict(found))
@@ -181,7 +181,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
     loaded = _found(recipe)[0]
-    with Progress(people) as progress, dagster_instance() as instance:
+    with ProgressBars(people) as progress, dagster_instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:

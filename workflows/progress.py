@@ -13,7 +13,7 @@ from training.contract.events import Event
 _SECONDS_BETWEEN_LINES = 60.0
 
 
-class Progress:
+class ProgressBars:
     """One line an asset while its job runs: how far it is, what it does, the loss, and the time left.
 
     Where the console is no terminal, as in CI, a line for each phase, and one a minute.

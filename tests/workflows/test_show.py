@@ -20,7 +20,7 @@ from workflows.gc import Collection, Garbage
 from workflows.inspection import InspectedRow, InspectedSide
 from workflows.lineage import AssetStatus
 from workflows.plan import PlannedAsset
-from workflows.progress import Progress
+from workflows.progress import ProgressBars
 from workflows.reporting import Terminal
 from workflows.show import run_report
 from workflows.verify import Verification, VerifiedAsset
@@ -75,7 +75,7 @@ def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute()
         {"event": "progress", "done": n, "total": 300, "unit": "steps", "seconds_left": 300.0 - n, "time": 1000.0 + n}
         for n in range(1, 131)
     ]
-    with Progress(console) as progress:
+    with ProgressBars(console) as progress:
         loss = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
         for event in [{"event": "phase", "phase": "training", "time": 1000.0}, loss, *steps]:
             progress.hear({**event, "asset": "policy"})
@@ -104,7 +104,7 @@ def test_in_a_terminal_one_line_tells_how_far_it_is():
         {"event": "progress", "done": 3, "total": 10, "unit": "steps", "seconds_left": 7.0},
         {"event": "step", "step": 3, "loss": 0.5},
     ]
-    with Progress(console) as progress:
+    with ProgressBars(console) as progress:
         for event in told:
             progress.hear({**event, "asset": "policy", "time": 1.0})
     last = written.getvalue().rpartition("policy ")[2]
@@ -119,7 +119,7 @@ def test_text_of_others_commands_no_terminal(is_terminal):
     console.print(told, markup=False)
     console.print(Text.assemble(("error: ", "bold"), told), soft_wrap=True)
     console.print(Table(told, title=told))
-    with Progress(console) as progress:
+    with ProgressBars(console) as progress:
         progress.hear({"event": "phase", "phase": told, "asset": "policy", "time": 1.0})
     shown = re.sub(r"\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])|\r", "", written.getvalue())  # styles and bars of rich
     assert "name" in shown and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
