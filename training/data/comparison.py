@@ -31,7 +31,7 @@ _BY_NAME = {"a": 1, "b": 2, "model_a": 1, "model_b": 2, **_TIES}
 
 
 @dataclass(frozen=True)
-class Compared:
+class ResponseLayout:
     """The fields of two responses, and what each spelling of a label means: 1 first, 2 second, 0 tie."""
 
     first: str
@@ -39,17 +39,17 @@ class Compared:
     verdicts: Mapping[str, int]
 
 
-def _compared(first: str, second: str, numbers: Mapping[str, int]) -> Compared:
-    return Compared(first, second, {**_BY_NAME, first: 1, second: 2, **numbers})
+def _layout(first: str, second: str, numbers: Mapping[str, int]) -> ResponseLayout:
+    return ResponseLayout(first, second, {**_BY_NAME, first: 1, second: 2, **numbers})
 
 
 _COUNTED_FROM_1 = {"1": 1, "2": 2, "0": 0}
 _LAYOUTS = (
-    _compared("response1", "response2", _COUNTED_FROM_1),
-    _compared("response_0", "response_1", {"0": 1, "1": 2}),
-    _compared("response_1", "response_2", _COUNTED_FROM_1),
-    _compared("response_a", "response_b", _COUNTED_FROM_1),
-    _compared("conversation_a", "conversation_b", _COUNTED_FROM_1),
+    _layout("response1", "response2", _COUNTED_FROM_1),
+    _layout("response_0", "response_1", {"0": 1, "1": 2}),
+    _layout("response_1", "response_2", _COUNTED_FROM_1),
+    _layout("response_a", "response_b", _COUNTED_FROM_1),
+    _layout("conversation_a", "conversation_b", _COUNTED_FROM_1),
 )
 
 
@@ -57,20 +57,20 @@ RESPONSES = {name for layout in _LAYOUTS for name in (layout.first, layout.secon
 _TELLING_LABELS = 16  # where a tenth are ties, and the others 1 or 2 as often, so many lack a 2 once in 14,000 times
 
 
-def compared_responses(row: Row) -> Compared | None:
+def response_layout(row: Row) -> ResponseLayout | None:
     """The layout whose two responses the row has."""
     has = {name for name, value in row.items() if value is not None}
     return next((layout for layout in _LAYOUTS if layout.first in has and layout.second in has), None)
 
 
-def names_a_verdict(value: Any, layout: Compared) -> bool:
+def names_a_verdict(value: Any, layout: ResponseLayout) -> bool:
     """Whether `value` is no answer, but says which of the two responses is one."""
     return _spelled(value) in layout.verdicts
 
 
 def refuse_labels_from_0(rows: Sequence[Row], place: str) -> None:
     """Raises DataError where responses are counted from 1 and their labels are 0 and 1 alone: 0 is hardly a tie then."""
-    counted = [row for row in rows if (layout := compared_responses(row)) and layout.verdicts["0"] == 0]
+    counted = [row for row in rows if (layout := response_layout(row)) and layout.verdicts["0"] == 0]
     labels = [_spelled(row[name]) for row in counted for name in row if _is_label(name) and name not in SIGNED_LABELS]
     numbers = [label for label in labels if label.isdecimal()]
     if set(numbers) == {"0", "1"} and len(numbers) >= _TELLING_LABELS:
@@ -83,14 +83,14 @@ def refuse_labels_from_0(rows: Sequence[Row], place: str) -> None:
 
 def winner_first(row: Row) -> tuple[str, str]:
     """The names of the fields with the better and with the worse response."""
-    layout = compared_responses(row)
+    layout = response_layout(row)
     if layout is None:
         expected = " or ".join(f"`{layout.first}` and `{layout.second}`" for layout in _LAYOUTS)
         raise Quarantined(Reason.MISSING_FIELD, f"two responses are missing, expected {expected}")
     return (layout.first, layout.second) if _verdict(row, layout) == 1 else (layout.second, layout.first)
 
 
-def _verdict(row: Row, layout: Compared) -> int:
+def _verdict(row: Row, layout: ResponseLayout) -> int:
     """1 or 2, whichever response more than half of the labels name."""
     labels = {name: row[name] for name in row if _is_label(name) and row[name] is not None}
     if not labels:
@@ -105,7 +105,7 @@ def _verdict(row: Row, layout: Compared) -> int:
     return verdict
 
 
-def _vote(name: str, value: Any, layout: Compared) -> int:
+def _vote(name: str, value: Any, layout: ResponseLayout) -> int:
     if name in SIGNED_LABELS:
         return _sign(name, value)
     spelled = _spelled(value)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from training.data.comparison import compared_responses, names_a_verdict, winner_first
+from training.data.comparison import names_a_verdict, response_layout, winner_first
 from training.data.messages import ANSWERING, SHAREGPT_STYLE, Message, Pair, make_pair, message, messages_of
 from training.data.quarantine import (
     Quarantined,
@@ -87,7 +87,7 @@ def _comparison(row: Row) -> Pair:
 
 def _compares(row: Row) -> bool:
     """Whether a row has two responses, with what they answer in them or beside them, and no pair that says which is chosen."""
-    layout = compared_responses(row)
+    layout = response_layout(row)
     if layout is None or (row.keys().isdisjoint(_ASKED) and not _are(row, _LISTS, layout.first, layout.second)):
         return False
     return row.get("chosen") is None or row.get("rejected") is None or names_a_verdict(row["chosen"], layout)
