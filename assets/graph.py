@@ -171,7 +171,7 @@ GRAPH: dict[str, Node] = {
 }
 
 
-def derivation(asset: str, inputs: dict[str, str], settings: Settings) -> Derivation:
+def derive(asset: str, inputs: dict[str, str], settings: Settings) -> Derivation:
     """How `asset` is made from `inputs` (fingerprints by asset name) and `settings`; or another kind of artifact."""
     version = GRAPH[asset].version if asset in GRAPH else "1"
     sources = {name: Source(kind=name, fingerprint=found) for name, found in inputs.items()}

@@ -16,7 +16,7 @@ import dagster as dg
 
 from assets.changes import found_changes, input_changes
 from assets.event_log import with_log
-from assets.graph import derivation
+from assets.graph import derive
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
 from assets.pipeline import Listener, Pipeline, Services, ignore
@@ -86,7 +86,7 @@ def make(
 
     Inputs, and the base model where it lies, are read and hashed only if a job is to read them.
     """
-    started, how = time.monotonic(), derivation(asset, dict(inputs), work.settings)
+    started, how = time.monotonic(), derive(asset, dict(inputs), work.settings)
     with services.store.lock(asset, how.key) as lock:
         known = artifact = find_sound(services, how, log)
         if artifact is None:
@@ -145,7 +145,7 @@ def is_irreplaceable(derivation: Derivation) -> bool:
 
 def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact]) -> Job:
     """The job that makes `asset` from verified `inputs`: one of the graph, or another kind of artifact."""
-    how = derivation(asset, {name: artifact.fingerprint for name, artifact in inputs.items()}, work.settings)
+    how = derive(asset, {name: artifact.fingerprint for name, artifact in inputs.items()}, work.settings)
     return Job(
         kind=work.kind,
         artifact=asset,

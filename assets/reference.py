@@ -7,7 +7,7 @@ import dagster as dg
 
 from assets import checks
 from assets.changes import input_changes
-from assets.graph import derivation
+from assets.graph import derive
 from assets.page import render_page, write_page
 from assets.pipeline import Services
 from assets.realize import Realized, Work, realize, record
@@ -30,7 +30,7 @@ def reference_model(step: Step) -> dg.MaterializeResult:
 
 def point_to(services: Services, base_model: str) -> Realized:
     """The reference model that is the base model with this fingerprint, unchanged."""
-    how = derivation("reference_model", {"base_model": base_model}, {})
+    how = derive("reference_model", {"base_model": base_model}, {})
     return record(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}))
 
 

@@ -18,7 +18,7 @@ from assets.adapters import plain_model
 from assets.champion import compared
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
-from assets.graph import GRAPH, derivation
+from assets.graph import GRAPH, derive
 from assets.held_out import measured, rows_by_pair
 from assets.materialized import Materialization
 from assets.metadata import inputs_table, shown_changes
@@ -85,7 +85,7 @@ class _Candidate:
 
     @cached_property
     def derivation(self) -> Derivation:
-        return derivation("released_model", self.inputs, self.step.settings)
+        return derive("released_model", self.inputs, self.step.settings)
 
     @cached_property
     def above(self) -> dict[str, Artifact]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from assets.counting import count_rows
-from assets.graph import GRAPH, derivation
+from assets.graph import GRAPH, derive
 from assets.locate import (
     AbsentModel,
     LocatedModel,
@@ -125,7 +125,7 @@ def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCac
     if asset == "training_spec" and pipeline.recipe.training.start_from == "champion":
         champion = locate_champion(pipeline.recipe, services.registry, cache)
         fields = {**fields, "champion": champion and champion.fingerprint}
-    return Found(derivation(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields})
+    return Found(derive(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields})
 
 
 def hash_cache(services: Services) -> HashCache:
@@ -138,7 +138,7 @@ def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
     sources = locate_sources(pipeline, cache)
     identity = [source.identity for source in sources]
     contents = [[file["sha256"] for file in each] if isinstance(each, list) else each for each in identity]
-    how = derivation("preference_source", {}, {"sources": identity})
+    how = derive("preference_source", {}, {"sources": identity})
     return FoundData(how, fingerprint("preference_source", contents), {"sources.json": identity}, sources)
 
 
@@ -149,15 +149,15 @@ def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None =
     else:
         located = glimpse_base_model(pipeline, services.registry, cache)
     if isinstance(located, AbsentModel):
-        return FoundModel(derivation("base_model", {}, asdict(located)), None, {}, None)
-    how = derivation("base_model", {}, located.identity)
+        return FoundModel(derive("base_model", {}, asdict(located)), None, {}, None)
+    how = derive("base_model", {}, located.identity)
     return FoundModel(how, located.fingerprint, {"identity.json": located.identity}, located)
 
 
 def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundTokenizer:
     located = locate_tokenizer(pipeline, services.registry, cache)
     settings = {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **located.identity}
-    return FoundTokenizer(derivation("tokenization_spec", {}, settings), None, {}, located)
+    return FoundTokenizer(derive("tokenization_spec", {}, settings), None, {}, located)
 
 
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ compute it. While an input has yet to be made its fingerprint is unknown, and so
 from dataclasses import dataclass, replace
 
 from assets.changes import CORRUPT_RECORD
-from assets.graph import GRAPH, derivation
+from assets.graph import GRAPH, derive
 from assets.pipeline import Pipeline, Services
 from assets.realize import is_irreplaceable
 from assets.world import ROOTS, Found, find_root, hash_cache
@@ -61,7 +61,7 @@ def _derivation(asset: str, pipeline: Pipeline, above: Outlook) -> Derivation | 
     if len(known) < len(inputs):
         return None
     spec = None if node.spec is None else above[node.spec].found
-    return derivation(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
+    return derive(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
 
 
 def _look_up(services: Services, how: Derivation, cache: HashCache) -> Expected:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from assets.changes import changes_since, setting_changes
-from assets.graph import derivation
+from assets.graph import derive
 from assets.locate import LocatedSource, LocatedTokenizer
 from assets.realize import record
 from assets.tokenizer_changes import tokenizer_changes
@@ -17,13 +17,13 @@ from training.contract.store import Made, write_json
 def _source(hub: dict[str, Any]) -> FoundData:
     identity = {"hub": "org/pairs", "config": None, "split": "train", "configs": None, **hub}
     source = LocatedSource({"hub": "org/pairs", "split": "train", "revision": "c" * 40}, identity, [])
-    how = derivation("preference_source", {}, {"sources": [identity]})
+    how = derive("preference_source", {}, {"sources": [identity]})
     return FoundData(how, "f" * 64, {"sources.json": []}, [source])
 
 
 def test_a_line_of_the_template_that_is_a_rule(tmp_path):
     """In a diff it looks like the name of a file."""
-    store, how = services_in(tmp_path).store, derivation("tokenization_spec", {}, {})
+    store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n---\n"})
         before = store.publish(staging, how, Made("f" * 64))
@@ -65,7 +65,7 @@ def test_settings_of_sources_are_told_a_source_at_a_time():
 
 def test_no_file_is_named_where_a_token_is(tmp_path):
     """Not even where the template changed as well: whatever else differs in the files may follow from both."""
-    store, how = services_in(tmp_path).store, derivation("tokenization_spec", {}, {})
+    store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n"})
         before = store.publish(staging, how, Made("f" * 64))
@@ -92,7 +92,7 @@ def test_no_file_is_named_where_a_token_is(tmp_path):
 )
 def test_a_file_of_an_unknown_form_is_named(tmp_path, file, content):
     """Transformers may or may not load it: that is for the job to find, and no reason for `status` to end."""
-    store, how = services_in(tmp_path).store, derivation("tokenization_spec", {}, {})
+    store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": None})
         before = store.publish(staging, how, Made("f" * 64))
@@ -118,7 +118,7 @@ def test_files_of_one_name_and_their_order(tmp_path):
 
     def found(*files: tuple[str, str]) -> FoundData:
         identity = [{"name": name, "bytes": 1, "sha256": digit * 64} for name, digit in files]
-        how = derivation("preference_source", {}, {"sources": [identity]})
+        how = derive("preference_source", {}, {"sources": [identity]})
         return FoundData(how, "f" * 64, {"sources.json": [identity]}, [LocatedSource({"hub": None}, identity, [])])
 
     with services.store.staging() as staging:

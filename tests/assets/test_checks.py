@@ -8,7 +8,7 @@ import dagster as dg
 import pytest
 
 from assets import checks
-from assets.graph import derivation
+from assets.graph import derive
 from training.contract.manifest import Manifest
 from training.contract.store import Artifact
 
@@ -17,7 +17,7 @@ FIRST = {"first_prefix_violation": "", "first_left_out": ""}
 
 
 def artifact(**details: Any) -> Artifact:
-    how = derivation("policy", {}, {})
+    how = derive("policy", {}, {})
     manifest = Manifest(
         kind="policy", fingerprint="f" * 64, made_from=how, libraries={}, created="", files={}, details=details
     )
