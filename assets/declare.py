@@ -8,7 +8,7 @@ from assets import data, evaluation, policy, reference, release, sources, specs
 from assets.checks import check_specs
 from assets.conditions import ON_CONTENT
 from assets.graph import GRAPH
-from assets.names import claim
+from assets.names import claim_name
 from assets.pipeline import Pipeline, Services
 from assets.process import sign
 from assets.step import Step
@@ -52,7 +52,7 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
     )
     def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
         sign(context, services.home)
-        claim(services.home, pipeline)
+        claim_name(services.home, pipeline)
         step = Step(pipeline, services, context)
         made = _BODIES[asset](step)
         return dg.MaterializeResult(

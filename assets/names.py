@@ -48,7 +48,7 @@ def refuse_namesake(home: Path, pipeline: Pipeline) -> None:
         )
 
 
-def claim(home: Path, pipeline: Pipeline) -> None:
+def claim_name(home: Path, pipeline: Pipeline) -> None:
     """Note that the name is this recipe's. Raises UsageError as `refuse_namesake` does."""
     refuse_namesake(home, pipeline)
     note, mine = _note(home, pipeline), _Owner.of(pipeline)

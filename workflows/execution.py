@@ -14,7 +14,7 @@ import dagster as dg
 from assets.graph import GPU_POOL, GRAPH
 from assets.kinship import with_upstream
 from assets.materialized import Materialization, latest
-from assets.names import claim
+from assets.names import claim_name
 from assets.pipeline import Pipeline, Services
 from assets.process import close_dead_runs, share_records, signature
 from training.contract.durable import lacks_room, write_error
@@ -70,7 +70,7 @@ def materialize(
 ) -> RunReport:
     """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception."""
     pipeline = loaded.pipeline
-    claim(services.home, pipeline)
+    claim_name(services.home, pipeline)
     selected = list(GRAPH) if asset is None else with_upstream(pipeline.recipe, asset)
     definitions = dg.Definitions.merge(
         loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)

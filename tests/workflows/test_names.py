@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from assets.names import claim, refuse_namesake
+from assets.names import claim_name, refuse_namesake
 from assets.pipeline import Pipeline
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import UsageError
@@ -27,7 +27,7 @@ def written(folder: Path, attributes: dict[str, Any], variant: str | None = None
 def home(tmp_path: Path) -> Path:
     """A home in which the recipe in `first/mine` was run."""
     home = tmp_path / "home"
-    claim(home, written(tmp_path / "first" / "mine", ATTRIBUTES))
+    claim_name(home, written(tmp_path / "first" / "mine", ATTRIBUTES))
     return home
 
 
@@ -36,35 +36,35 @@ def test_another_recipe_of_the_same_name_is_refused_until_the_first_is_gone(tmp_
     with pytest.raises(
         UsageError, match=f"recipe in {tmp_path}/first/mine, .* the one in {tmp_path}/second/mine releases other"
     ):
-        claim(home, second)
+        claim_name(home, second)
     shutil.rmtree(tmp_path / "first")
-    claim(home, second)
+    claim_name(home, second)
     with pytest.raises(UsageError, match=f"recipe in {tmp_path}/second/mine, which releases the model other"):
         refuse_namesake(home, written(tmp_path / "first" / "mine", ATTRIBUTES))
 
 
 def test_another_version_of_a_recipe_goes_on_with_its_pipeline(tmp_path, home):
     edited = {**ATTRIBUTES, "training": {"loss": {"beta": 0.5}}}
-    claim(home, written(tmp_path / "copy" / "mine", edited))
-    claim(home, written(tmp_path / "copy" / "mine", OTHER))
+    claim_name(home, written(tmp_path / "copy" / "mine", edited))
+    claim_name(home, written(tmp_path / "copy" / "mine", OTHER))
     refuse_namesake(tmp_path / "elsewhere", written(tmp_path / "first" / "mine", ATTRIBUTES))
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"folder": "x"}'])
 def test_a_note_that_is_none_is_written_again(tmp_path, home, note):
     (home / "names" / "mine.json").write_text(note)
-    claim(home, written(tmp_path / "second" / "mine", OTHER))
+    claim_name(home, written(tmp_path / "second" / "mine", OTHER))
     with pytest.raises(UsageError):
         refuse_namesake(home, load_recipe(tmp_path / "first" / "mine").pipeline)
 
 
 def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
     changed = {**ATTRIBUTES, "variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
-    claim(home, written(tmp_path / "first" / "mine", changed, "hot"))
+    claim_name(home, written(tmp_path / "first" / "mine", changed, "hot"))
     other = written(tmp_path / "second" / "mine-hot", OTHER)
     with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
         refuse_namesake(home, other)
-    claim(tmp_path / "another home", other)
+    claim_name(tmp_path / "another home", other)
     with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
         refuse_namesake(tmp_path / "another home", load_recipe(tmp_path / "first" / "mine", "hot").pipeline)
 
