@@ -76,7 +76,7 @@ def realize(step: Step, work: Work, found: Found | None = None) -> Realized:
 
 def realize_found(step: Step, found: Found) -> Realized:
     """The artifact of a source or a spec that no job has to make."""
-    return replace(record(step.services, found), changes=found_changes(step, found))
+    return replace(publish_found(step.services, found), changes=found_changes(step, found))
 
 
 def make(
@@ -97,7 +97,7 @@ def make(
     return Realized(artifact, reused=known is not None, seconds=time.monotonic() - started)
 
 
-def record(services: Services, found: Found) -> Realized:
+def publish_found(services: Services, found: Found) -> Realized:
     """What was found as an artifact of a few small JSON files, without a job; Dagster is told nothing."""
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
     started, derivation = time.monotonic(), found.derivation

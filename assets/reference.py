@@ -10,7 +10,7 @@ from assets.changes import input_changes
 from assets.graph import derive
 from assets.page import render_page, write_page
 from assets.pipeline import Services
-from assets.realize import Realized, Work, realize, record
+from assets.realize import Realized, Work, publish_found, realize
 from assets.rows import PairReader
 from assets.step import Step
 from assets.world import Found
@@ -31,7 +31,7 @@ def reference_model(step: Step) -> dg.MaterializeResult:
 def point_to(services: Services, base_model: str) -> Realized:
     """The reference model that is the base model with this fingerprint, unchanged."""
     how = derive("reference_model", {"base_model": base_model}, {})
-    return record(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}))
+    return publish_found(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}))
 
 
 def reference_logprobs(step: Step) -> dg.MaterializeResult:

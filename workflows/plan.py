@@ -18,7 +18,7 @@ import numpy as np
 from assets.changes import CORRUPT_RECORD
 from assets.data import pairs_work, preferences_work
 from assets.pipeline import Pipeline, Services
-from assets.realize import Realized, find_sound, make, record
+from assets.realize import Realized, find_sound, make, publish_found
 from assets.reference import point_to
 from assets.release import lacking
 from assets.rows import SIDES, read_pairs
@@ -86,9 +86,9 @@ class _Cheap:
     def made(cls, pipeline: Pipeline, services: Services) -> "_Cheap":
         data, model = find_data(pipeline), find_model(pipeline, services)
         tokenizer = find_tokenizer(pipeline, services)
-        source, base_model = record(services, data), record(services, model)
+        source, base_model = publish_found(services, data), publish_found(services, model)
         for asset in ("training_spec", "evaluation_spec"):
-            record(services, find_root(pipeline, services, asset))
+            publish_found(services, find_root(pipeline, services, asset))
         spec = make(pipeline, services, "tokenization_spec", tokenizer_work(pipeline, tokenizer), {}, _LOG)
         reading = preferences_work(pipeline, data)
         rows = make(

@@ -14,7 +14,7 @@ import pytest
 from assets.graph import GRAPH
 from assets.materialized import latest
 from assets.process import PROCESS_TAG
-from assets.realize import record
+from assets.realize import publish_found
 from assets.world import Found
 from model_registry.versions import MERGED, ROLLED_BACK_TAG
 from tests.workflows.homes import Home, flip
@@ -42,7 +42,7 @@ def named(looking, kind, delete=False):
 def publish(looking, text, kind="training_spec", **inputs):
     """An artifact that nobody refers to."""
     how = Derivation(kind=kind, code_version="1", inputs=inputs, settings={"text": text})
-    return record(looking.services, Found(how, f"{len(text):064x}", {"spec.json": text})).artifact
+    return publish_found(looking.services, Found(how, f"{len(text):064x}", {"spec.json": text})).artifact
 
 
 def score(looking, rule):
