@@ -215,7 +215,7 @@ class Registry:
         for model in sorted(place for place in self.downloads.glob("[!.]*") if not place.is_symlink()):
             with self._connection.asking(f"look for the aliases of {model.name}") as client:
                 numbers = set((_registered(client, model.name) or {}).values())
-                named = {Version.of(client.get_model_version(model.name, number)).place for number in numbers}
+                named = {Version.of(client.get_model_version(model.name, number)).download_name for number in numbers}
             found += sorted(f"{model.name}/{folder.name}" for folder in model.iterdir() if folder.name not in named)
         return found
 
@@ -248,7 +248,7 @@ class Registry:
 
         Whoever else wants it waits: a second download would take the place of the first, which is read by then.
         """
-        target = self.downloads / version.name / version.place
+        target = self.downloads / version.name / version.download_name
         if target.is_dir() or not self.has_files(version):
             return target
         with locked(self.downloads / f".{version.name}-{target.name}.lock"), scratch(self.downloads) as staging:

@@ -37,7 +37,7 @@ class Version:
         return self.fingerprint_of(MERGED) or self.fingerprint_of("policy")
 
     @property
-    def place(self) -> str:
+    def download_name(self) -> str:
         """The name of the folder it is downloaded to.
 
         The number alone names no version: it is that of another one on another server, and once the model was deleted.
