@@ -102,14 +102,13 @@ def publish_found(services: Services, found: Found) -> Realized:
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
     started, derivation = time.monotonic(), found.derivation
     with services.store.lock(derivation.kind, derivation.key):
-        known = find_sound(services, derivation, _LOG)
-        if known is not None:
-            return Realized(known, reused=True, seconds=time.monotonic() - started)
-        with services.store.staging() as staging:
-            for name, content in found.files.items():
-                write_json(staging / name, content)
-            artifact = services.store.publish(staging, derivation, Made(found.fingerprint, found.details()))
-    return Realized(artifact, reused=False, seconds=time.monotonic() - started)
+        known = artifact = find_sound(services, derivation, _LOG)
+        if artifact is None:
+            with services.store.staging() as staging:
+                for name, content in found.files.items():
+                    write_json(staging / name, content)
+                artifact = services.store.publish(staging, derivation, Made(found.fingerprint, found.details()))
+    return Realized(artifact, reused=known is not None, seconds=time.monotonic() - started)
 
 
 def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:
