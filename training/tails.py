@@ -34,15 +34,13 @@ Floats = npt.NDArray[np.float64]
 def read_table(
     job: Job, pairs: Pairs, positions_V: npt.NDArray[np.int64], loss: Loss, group: Group, events: EventWriter
 ) -> LogProbTable:
-    """The table that `job` was given; if `loss` needs them, with the tails of the pairs at `positions_V`."""
+    """The table that `job` was given; if `loss` needs them, with `tails_P2` of the pairs at `positions_V`, NaN elsewhere.
+
+    Raises TrainingError.
+    """
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
-    return with_tails(table, pairs, positions_V, job, group, events) if loss.needs_token_logprobs else table
-
-
-def with_tails(
-    table: LogProbTable, pairs: Pairs, positions_V: npt.NDArray[np.int64], job: Job, group: Group, events: EventWriter
-) -> LogProbTable:
-    """The table with `tails_P2` filled in for the pairs at `positions_V`, NaN elsewhere. Raises TrainingError."""
+    if not loss.needs_token_logprobs:
+        return table
     weights = job.inputs["reference_model"]
     memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
     tails = _Tails(memo, table, pairs, positions_V, group)

@@ -19,10 +19,10 @@ from tests.training.worlds import build_world
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
-from training.contract.loss import LossType
+from training.contract.loss import Loss, LossType
 from training.data.packing import epoch_order
 from training.data.tokenized import Pairs
-from training.tails import with_tails
+from training.tails import read_table
 
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps
 MPO = [{"type": "sigmoid", "weight": 0.8}, {"type": "bco_pair", "weight": 0.2}, {"type": "sft", "weight": 0.5}]
@@ -224,7 +224,8 @@ def test_tails_of_some_pairs_are_those_of_plain_transformers(tiny_world):
     job, pairs = tiny_world.job("policy", settings({"ld_alpha": 0.3})), Pairs.open(tiny_world.pairs)
     held_out = pairs.indices("validation")
     table = LogProbTable.read(tiny_world.reference, len(pairs))
-    found = with_tails(table, pairs, held_out, job, ALONE, EventWriter(job.events)).tails_P2
+    loss = Loss.model_validate(job.settings["loss"])
+    found = read_table(job, pairs, held_out, loss, ALONE, EventWriter(job.events)).tails_P2
     model, expected = AutoModelForCausalLM.from_pretrained(tiny_world.model), np.full((len(pairs), 2), np.nan)
     for at in held_out:
         common = table.tokens_P2[at].min()
