@@ -77,7 +77,6 @@ class _Shards:
     """Collects scores, and adds them to the memo as a shard once there are many, or some time has passed."""
 
     memo: Memo
-    commit_seconds: float
     _keys: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     _scores: list[LogProbs] = field(default_factory=list)
     _tokens: int = 0
@@ -87,7 +86,7 @@ class _Shards:
         self._keys.append(keys)
         self._scores.append(scores)
         self._tokens += len(scores.tokens_N)
-        if self._tokens >= _COMMIT_TOKENS or time.monotonic() - self._committed >= self.commit_seconds:
+        if self._tokens >= _COMMIT_TOKENS or time.monotonic() - self._committed >= COMMIT_SECONDS:
             self.commit()
 
     def commit(self) -> None:
@@ -105,13 +104,12 @@ def score_missing(
     memo: Memo,
     group: Group,
     events: EventWriter,
-    commit_seconds: float = COMMIT_SECONDS,
 ) -> None:
     """Score this rank's part of `missing_M` into the memo, and wait for the others. Raises TrainingError."""
     found = shared_batches(sequences.lengths_S[missing_M], sequences.prompts().take(missing_M))
     batches = [Batch(missing_M[batch.positions], batch.sizes) for batch in found]
     progress = Progress(events, int(sequences.lengths_S[missing_M].sum()), "tokens")
-    shards = _Shards(memo, commit_seconds)
+    shards = _Shards(memo)
     for scored in score_in_rounds(model, batches, sequences.read, group):
         if scored.own is not None:
             batch, scores = scored.own

@@ -173,7 +173,8 @@ with group("cpu") as alone:
     sequences = memoized.DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
     model = load_model(job.inputs["reference_model"].folder, "float32", alone.device)
     every, memo = np.arange(len(sequences)), Memo(Store(job.store), rule)
-    memoized.score_missing(model, sequences, every, memo, alone, EventWriter(None), commit_seconds=0)
+    memoized.COMMIT_SECONDS = 0
+    memoized.score_missing(model, sequences, every, memo, alone, EventWriter(None))
 """
 
 
