@@ -7,7 +7,6 @@ of another section, as `learning_rate` is of the optimizer, or what TRL calls so
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -27,15 +26,16 @@ def faults(error: ValidationError) -> Iterator[str]:
 
     Of a list, pydantic counts the items that are sound, and says that they are too few; the others are the fault.
     """
-    found = [(*".".join(map(str, fault["loc"])).partition(" at ")[::2], fault) for fault in error.errors()]
-    told = []
-    for field, place, fault in found:
-        if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _, _ in found):
+    located = [(".".join(map(str, fault["loc"])), fault) for fault in error.errors()]
+    told: dict[str, list[str]] = {}
+    for location, fault in located:
+        field, _, place = location.partition(" at ")
+        if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _ in located):
             continue
         name = field.removeprefix("attributes").removeprefix(".")
-        told.append((f"{place}: {_without_tags(name) or 'the recipe'}", _words(name, fault)))
-    for where, same in groupby(told, key=lambda each: each[0]):
-        yield f"{where}: {', or '.join(words for _, words in same)}"
+        told.setdefault(f"{place}: {_without_tags(name) or 'the recipe'}", []).append(_words(name, fault))
+    for where, words in told.items():
+        yield f"{where}: {', or '.join(words)}"
 
 
 def _without_tags(name: str) -> str:
