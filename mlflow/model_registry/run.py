@@ -6,9 +6,8 @@ deterministic, so a later value could differ only in timings.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -21,11 +20,9 @@ from training.contract.events import Event
 _DELIVER_SECONDS = 2.0
 _RETRY_SECONDS = 30.0
 _METRICS_A_BATCH = 500
-_PARAMS_A_BATCH = 100
 _STEPS_A_BLOCK = 1024
 
 Point = tuple[str, int]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,9 @@ class TrackedRun:
     def _deliver(self, client: MlflowClient) -> None:
         if self.run_id is None:
             self._begin(client, self._open_run())
-        for points in _batches(list(self._pending), _METRICS_A_BATCH):
+        pending = list(self._pending)
+        for at in range(0, len(pending), _METRICS_A_BATCH):
+            points = pending[at : at + _METRICS_A_BATCH]
             client.log_batch(self.run_id, metrics=[self._pending[point] for point in points])
             self._delivered.update(points)
             for point in points:
@@ -121,19 +120,12 @@ class TrackedRun:
         """Describe a new run; learn what a continued one holds already."""
         run_id = str(run.info.run_id)
         client.update_run(run_id, status="RUNNING")
-        missing = [name for name in self._plan.params if name not in run.data.params]
-        for names in _batches(missing, _PARAMS_A_BATCH):
-            client.log_batch(run_id, params=[Param(name, self._plan.params[name]) for name in names])
-        for names in _batches(list(self._plan.tags), _PARAMS_A_BATCH):
-            client.log_batch(run_id, tags=[RunTag(name, self._plan.tags[name]) for name in names])
+        missing = [Param(name, value) for name, value in self._plan.params.items() if name not in run.data.params]
+        tags = [RunTag(name, value) for name, value in self._plan.tags.items()]
+        client.log_batch(run_id, params=missing, tags=tags)  # the client cuts them into requests of a hundred
         if self._plan.dataset is not None and not run.inputs.dataset_inputs:
             client.log_inputs(run_id, datasets=[dataset_input(self._plan.dataset)])
         for key in run.data.metrics:
             self._delivered.update((key, old.step) for old in client.get_metric_history(run_id, key))
         self._pending = {point: new for point, new in self._pending.items() if point not in self._delivered}
         self.run_id = run_id
-
-
-def _batches(items: list[T], size: int) -> Iterator[list[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
