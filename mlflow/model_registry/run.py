@@ -6,6 +6,7 @@ deterministic, so a later value could differ only in timings.
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -36,20 +37,19 @@ class RunPlan:
 
 
 class Points:
-    """A set of points, a bit each: as tuples, those of a run of a million steps would take gigabytes."""
+    """A set of points, a byte each: as tuples, those of a run of a million steps would take gigabytes."""
 
     def __init__(self) -> None:
-        self._blocks: dict[Point, int] = {}
+        self._blocks: defaultdict[Point, bytearray] = defaultdict(lambda: bytearray(_STEPS_A_BLOCK))
 
     def update(self, points: Iterable[Point]) -> None:
         for name, step in points:
             block, at = divmod(step, _STEPS_A_BLOCK)
-            self._blocks[name, block] = self._blocks.get((name, block), 0) | 1 << at
+            self._blocks[name, block][at] = True
 
     def __contains__(self, point: Point) -> bool:
-        name, step = point
-        block, at = divmod(step, _STEPS_A_BLOCK)
-        return bool(self._blocks.get((name, block), 0) >> at & 1)
+        block, at = divmod(point[1], _STEPS_A_BLOCK)
+        return bool(self._blocks[point[0], block][at])
 
 
 class TrackedRun:

@@ -122,7 +122,7 @@ def test_a_rewound_events_file_adds_no_step_twice(tracker: Tracker, client: Mlfl
 
 
 def test_points_are_a_set_that_a_long_run_can_afford():
-    """Oracle: Python's set of the same points, for which 60,000 tuples take 100 bytes a point and more; here it is a bit."""
+    """Oracle: Python's set of the same points, for which 60,000 tuples take 100 bytes a point and more; here it is one."""
     chance = random.Random(0)
     given = [
         (name, chance.randrange(-5, 20_000)) for name in ("loss", "rewards/margins", "eval/loss") for _ in range(9000)
@@ -136,7 +136,7 @@ def test_points_are_a_set_that_a_long_run_can_afford():
     many.update((name, step) for name in ("loss", "rewards/margins", "grad_norm") for step in range(1, 20_001))
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert held < 60_000, "a byte a point"
+    assert held < 80_000, "a byte a point, and what 60 blocks need"
 
 
 @contextmanager
