@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from training.distributed import Group
-from training.model.transfer import send
+from training.model.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def agree(
     world, flags_F = group.world, torch.tensor([flags.stopping, flags.saving, flags.failed])
     by_rank_2R = torch.zeros(2, world, dtype=torch.float64)
     by_rank_2R[1, group.rank] = memory_mb
-    own = send(torch.cat([flags_F, by_rank_2R.view(-1)]), group.device)
+    own = to_device(torch.cat([flags_F, by_rank_2R.view(-1)]), group.device)
     own[len(flags_F) + group.rank] = suspect
     summed = group.sum_(torch.cat([sums_M, own]))
     fetched = torch.cat([summed, norm().double().view(1)]).cpu()

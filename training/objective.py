@@ -31,7 +31,7 @@ from training.losses.inputs import BatchContext, LossInputs, PairLogProbs
 from training.losses.preference import metric_names, preference_loss
 from training.model.logprobs import CollatedRows, LogProbs, collate, logprobs_of
 from training.model.routing import ExpertBalance, Routing
-from training.model.transfer import prefetch, send
+from training.model.transfer import prefetch, to_device
 
 Collated = TypeVar("Collated")
 
@@ -132,7 +132,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
     def collate(self, model: PreTrainedModel, items: Positions) -> CollatedPairs:
         sequences = [self.pairs.sequence(int(item), side) for item in items for side in SIDES]
         rows = collate(model, sequences, [len(SIDES)] * len(items))
-        return CollatedPairs(rows, self._at_reference(items), self._send(np.searchsorted(self._batch_B, items)))
+        return CollatedPairs(rows, self._at_reference(items), self._to_device(np.searchsorted(self._batch_B, items)))
 
     def score(self, model: PreTrainedModel, collated: CollatedPairs) -> LogProbs:
         collisions, routing = self._loss.weighting is not None, self._balance is not None
@@ -184,12 +184,12 @@ class PreferenceObjective(Objective[CollatedPairs]):
     def _at_reference(self, items: Positions) -> PairLogProbs:
         """The pairs on the device, as if the policy were the reference."""
         table = self._reference
-        reference_I2, tokens_I2 = self._send(table.logprobs_P2[items]), self._send(table.tokens_P2[items])
-        tails_I2 = None if table.tails_P2 is None else self._send(table.tails_P2[items])
+        reference_I2, tokens_I2 = self._to_device(table.logprobs_P2[items]), self._to_device(table.tokens_P2[items])
+        tails_I2 = None if table.tails_P2 is None else self._to_device(table.tails_P2[items])
         return PairLogProbs(reference_I2, reference_I2, tokens_I2, tails_I2, tails_I2)
 
-    def _send(self, values: npt.NDArray[np.generic]) -> Tensor:
-        return send(torch.from_numpy(values), self._group.device)
+    def _to_device(self, values: npt.NDArray[np.generic]) -> Tensor:
+        return to_device(torch.from_numpy(values), self._group.device)
 
 
 def pair_tokens(pairs: Pairs) -> Tokens:

@@ -220,7 +220,7 @@ def test_the_balance_of_experts_waits_for_nothing(device: torch.device):
 @pytest.mark.parametrize("loss", [{}, {"ld_alpha": 0.3}, {"weighting": "wpo"}, {"type": "bco_pair"}], ids=str)
 def test_what_goes_to_the_device_goes_by_transfers_that_nobody_waits_for(world: Any, loss: dict[str, Any]):
     """With tensors that have no content a step comes as far as its middle, where somebody wants to know a number."""
-    stepper = stepper_of(world, META, loss=loss)
-    with NoNumbers(), NoWaiting(agreement.agree, transfer.send) as watch, pytest.raises(NotImplementedError) as stopped:
+    stepper, watch = stepper_of(world, META, loss=loss), NoWaiting(agreement.agree, transfer.to_device)
+    with NoNumbers(), watch, pytest.raises(NotImplementedError) as stopped:
         stepper.step(1, Flags())
     assert "agree" in [entry.name for entry in stopped.traceback] and watch.operators > 300

@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from training.model.transfer import send
+from training.model.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Plan:
         keys = [self.before(number) + segment.length for number, segment in enumerate(self.segments)]
         return Gathered(
             self._copies() if keys != self.lengths else None,
-            send(_bounds(self.lengths), self.device),
-            send(_bounds(keys), self.device),
+            to_device(_bounds(self.lengths), self.device),
+            to_device(_bounds(keys), self.device),
             max(self.lengths),
             max(keys),
         )
@@ -114,7 +114,7 @@ class Plan:
         places_TC = torch.full((len(counts_T), int(counts_T.max())), len(rows_K))
         owners_K = rows_K[order_K]
         places_TC[owners_K, torch.arange(len(rows_K)) - (ends_T - counts_T)[owners_K]] = order_K
-        return Copies(send(rows_K, self.device), send(places_TC, self.device))
+        return Copies(to_device(rows_K, self.device), to_device(places_TC, self.device))
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,8 @@ def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -
                 sequences.append(torch.ones(len(run) - shared, dtype=torch.int64))
                 end += len(run) - shared
     of_tokens = (torch.cat(parts) for parts in (ids, positions, sequences, predictors, targets))
-    ids_T, positions_T, sequences_T, predictors_N, targets_N = (send(tensor, device) for tensor in of_tokens)
-    counts_S, plan = send(torch.tensor(counts), device), Plan(tuple(segments), device)
+    ids_T, positions_T, sequences_T, predictors_N, targets_N = (to_device(tensor, device) for tensor in of_tokens)
+    counts_S, plan = to_device(torch.tensor(counts), device), Plan(tuple(segments), device)
     return Row(ids_T, positions_T, sequences_T, plan, predictors_N, targets_N, counts_S)
 
 

@@ -28,7 +28,7 @@ def prefetch(make_ready: Callable[[Item], Ready], items: Sequence[Item]) -> Iter
             yield item, ready
 
 
-def send(tensor: Tensor, device: torch.device) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on `device`; to a GPU by way of pinned memory."""
     if device.type != "cuda":
         return tensor.to(device)
