@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.packing import Batches, Tokens, epoch_order, seed_sequence, share
+from training.data.packing import Batches, Tokens, distribute, epoch_order, seed_sequence
 
 TOKENS = st.lists(st.integers(1, 120), min_size=1, max_size=40)
 
@@ -20,7 +20,7 @@ def batches(items: int, **changes: int) -> Batches:
 def test_every_item_is_somewhere_once_and_no_budget_is_broken(tokens, micro_tokens: int, world: int):
     tokens_I = np.array(tokens)
     items = np.arange(len(tokens))[::2]
-    parts = share(items, tokens_I, micro_tokens, world)
+    parts = distribute(items, tokens_I, micro_tokens, world)
     assert len(parts) == world
     assert sorted(int(i) for part in parts for micro in part for i in micro) == items.tolist()
     for micro in (micro for part in parts for micro in part):
@@ -31,7 +31,7 @@ def test_every_item_is_somewhere_once_and_no_budget_is_broken(tokens, micro_toke
 def test_few_micro_batches_are_opened(tokens, micro_tokens: int):
     """Any two together exceed the budget, so they are fewer than twice the least number there can be, and one."""
     tokens_I = np.array(tokens)
-    (parts,) = share(np.arange(len(tokens)), tokens_I, micro_tokens, 1)
+    (parts,) = distribute(np.arange(len(tokens)), tokens_I, micro_tokens, 1)
     loads = sorted(int(tokens_I[micro].sum()) for micro in parts)
     assert len(loads) < 2 or loads[0] + loads[1] > micro_tokens
 
@@ -40,16 +40,16 @@ def test_few_micro_batches_are_opened(tokens, micro_tokens: int):
 def test_ranks_are_balanced_within_the_longest_item(tokens, world: int):
     """A greedy assignment, longest first, never leaves two ranks further apart than the largest item."""
     tokens_I = np.array(tokens)
-    parts = share(np.arange(len(tokens)), tokens_I, 64, world)
+    parts = distribute(np.arange(len(tokens)), tokens_I, 64, world)
     loads = [sum(int(tokens_I[micro].sum()) for micro in part) for part in parts]
     assert max(loads) - min(loads) <= tokens_I.max()
 
 
 def test_by_hand():
     """Tokens 12, 10, 4, 4, 2 on two ranks: 12+4 and 10+4+2, each in one micro-batch of 16; of 12, in two."""
-    tokens_I = np.array([4, 12, 10, 4, 2])
-    assert [[m.tolist() for m in part] for part in share(np.arange(5), tokens_I, 16, 2)] == [[[1, 3]], [[2, 0, 4]]]
-    assert [[m.tolist() for m in part] for part in share(np.arange(5), tokens_I, 12, 2)] == [[[1], [3]], [[2, 4], [0]]]
+    items, tokens_I = np.arange(5), np.array([4, 12, 10, 4, 2])
+    assert [[m.tolist() for m in part] for part in distribute(items, tokens_I, 16, 2)] == [[[1, 3]], [[2, 0, 4]]]
+    assert [[m.tolist() for m in part] for part in distribute(items, tokens_I, 12, 2)] == [[[1], [3]], [[2, 4], [0]]]
 
 
 def test_an_epoch_is_a_permutation_and_the_last_batch_keeps_the_rest():
@@ -89,7 +89,7 @@ def test_equally_long_items_keep_their_order():
     """So that the rows of a step are one and the same on every machine, whatever its sort does with equals."""
     random = np.random.default_rng(0)
     items, tokens = random.permutation(400), random.integers(1, 4, 400)
-    [[only]] = share(items, tokens, 400 * 4, world=1)
+    [[only]] = distribute(items, tokens, 400 * 4, world=1)
     assert only.tolist() == sorted(items.tolist(), key=lambda item: -tokens[item])
 
 

@@ -80,7 +80,7 @@ class Batches:
         `sharing`: whether the model runs a prompt once for both sequences; else all their tokens are held to `micro_tokens`.
         """
         batch, tokens_I = self.batch(step), self.lengths.run_I if sharing else self.lengths.sequences_I
-        shares = share(batch, tokens_I, self.micro_tokens, world)
+        shares = distribute(batch, tokens_I, self.micro_tokens, world)
         own = [MicroBatch(items) for items in shares[rank]]
         if not in_lockstep:
             return own
@@ -117,7 +117,7 @@ def seed_sequence(seed: int, *parts: int) -> np.random.SeedSequence:
     return np.random.SeedSequence([seed % _SEEDS, *parts])
 
 
-def share(items: Positions, tokens_I: Positions, micro_tokens: int, world: int) -> list[list[Positions]]:
+def distribute(items: Positions, tokens_I: Positions, micro_tokens: int, world: int) -> list[list[Positions]]:
     """Distribute `items` over `world` ranks, and each rank's part over micro-batches."""
     return [_pack(part, tokens_I, micro_tokens) for part in _balance(items, tokens_I, world)]
 
