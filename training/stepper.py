@@ -42,7 +42,7 @@ _SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """A step that was taken: its metrics, and the flags of all ranks, the same on every rank."""
 
     metrics: dict[str, float]
@@ -66,7 +66,7 @@ class Stepper:
         self.group, self._settings = masters.group, settings
         self._sharing = why_not_shared(masters.model, masters.own_dropout) is None
 
-    def step(self, step: int, flags: Flags) -> Step:
+    def step(self, step: int, flags: Flags) -> StepResult:
         """Take `step`, counted from 1; `flags` are what this rank has to tell the others.
 
         Raises TrainingError on every rank if a loss or the gradient is not finite; the weights are then untouched.
@@ -98,7 +98,7 @@ class Stepper:
             "tokens_per_second": self.batches.tokens(step) / (time.perf_counter() - started),
             "peak_memory_mb": agreed.memory_mb,
         }
-        return Step(metrics, agreed.flags)
+        return StepResult(metrics, agreed.flags)
 
     def _seed_dropout(self, step: int) -> None:
         """Dropout is a function of the recipe's seed, the step and the rank."""

@@ -30,7 +30,7 @@ from training.contract.job import Job
 from training.contract.store import Store
 from training.distributed import group
 from training.model import attention, logprobs
-from training.stepper import Step, Stepper
+from training.stepper import Stepper, StepResult
 
 # How names of operators and of ranges begin, and what they count as; the first of them that fits, from the inside out.
 HEADINGS = {
@@ -92,9 +92,9 @@ def profile_steps(job: Job) -> Counter[str]:
     found: Counter[str] = Counter()
     take = ranged("step", Stepper.step)
 
-    def watched(stepper: Stepper, step: int, flags: Flags) -> Step:
+    def watched(stepper: Stepper, step: int, flags: Flags) -> StepResult:
         with profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as watch:
-            taken: Step = take(stepper, step, flags)
+            taken: StepResult = take(stepper, step, flags)
         found.update(shares(watch.events()))
         return taken
 
