@@ -107,7 +107,7 @@ def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
     return store.lock("released_model", fingerprint("registered_model", name))
 
 
-def lacking(services: Services, pipeline: Pipeline, key: str) -> str | None:
+def release_fault(services: Services, pipeline: Pipeline, key: str) -> str | None:
     """What the registry lacks of the version, with a decision, that the derivation `key` of `released_model` gave."""
     known = services.registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
     if known is None or not _has_decision(known):

@@ -17,7 +17,7 @@ from assets.changes import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH
 from assets.materialized import History, Materialization
 from assets.pipeline import Pipeline, Services
-from assets.release import lacking
+from assets.release import release_fault
 from assets.world import ROOTS
 from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.fingerprint import short
@@ -80,7 +80,7 @@ class _Judge:
     def _released(self, key: str) -> AssetStatus:
         """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
-            cause = lacking(self._services, self._pipeline, key)
+            cause = release_fault(self._services, self._pipeline, key)
         except RegistryError as error:
             return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
         if cause is None:

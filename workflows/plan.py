@@ -20,7 +20,7 @@ from assets.data import pairs_work, preferences_work
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, find_sound, make, publish_found
 from assets.reference import point_to
-from assets.release import lacking
+from assets.release import release_fault
 from assets.rows import SIDES, read_pairs
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, find_data, find_model, find_root, find_tokenizer
@@ -119,7 +119,7 @@ class _Planner:
         if fingerprint is None or asset != "released_model":
             return fingerprint is not None
         try:
-            return lacking(self.services, self.pipeline, fingerprint) is None
+            return release_fault(self.services, self.pipeline, fingerprint) is None
         except RegistryError:  # as for the status: the version is taken to be there
             return True
 

@@ -14,7 +14,7 @@ import pytest
 from mlflow import MlflowClient
 
 from assets.materialized import latest
-from assets.release import RELEASE_KEY_TAG, lacking
+from assets.release import RELEASE_KEY_TAG, release_fault
 from assets.version_files import put_back
 from model_registry.registry import Registry
 from tests.workflows.homes import flip, write_recipe
@@ -146,7 +146,7 @@ def test_weights_that_rot_in_place_do_not_stay_those_of_the_champion(ground: Gro
     policy = ground.services.store.folder("policy", version.tags["pedigree.policy"])
     flip(policy / "model.safetensors")
     told = f"the files of version 1 of plain hold the weights [0-9a-f]{{12}} where its policy is {policy.name[:12]}"
-    assert re.fullmatch(told, lacking(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or "")
+    assert re.fullmatch(told, release_fault(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or "")
     policy.rename(policy.with_suffix(".spoiled"))
     assert run(ground).model_version == "1"
     champion = registry.resolve("models:/plain@champion")
