@@ -40,7 +40,7 @@ from workflows.reporting import (
     reporting,
     results,
 )
-from workflows.resources import build_services, dagster_instance, pedigree_home, settle
+from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
 
@@ -222,7 +222,7 @@ def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None
 @reporting
 def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion of the model NAME champion again. NAME is a recipe's `release.model_name`."""
-    settle(pedigree_home())
+    prepare_home(pedigree_home())
     services = build_services(pedigree_home())
     with sole_decision(services.store, name):
         restored, left = services.registry.rollback(name)

@@ -41,7 +41,7 @@ def pedigree_home() -> Path:
     return Path(os.environ.get("PEDIGREE_HOME") or ".pedigree").absolute()
 
 
-def settle(home: Path) -> None:
+def prepare_home(home: Path) -> None:
     """Make `home` usable by this process and those it starts: absolute, and Dagster's unless DAGSTER_HOME says another.
 
     Raises StoreError where nothing can be written.
@@ -69,7 +69,7 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
     One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
     Raises StoreError where nothing can be written, or the home's dagster.yaml is none.
     """
-    settle(pedigree_home())
+    prepare_home(pedigree_home())
     home = Path(os.environ["DAGSTER_HOME"])
     lock = home / "instance.lock"
     with locked(lock):

@@ -16,15 +16,15 @@ from training.contract.errors import StoreError
 from training.contract.staging import claim_folder
 from workflows.execution import in_gpu_pool, materialize, warn_of_unlimited_gpu
 from workflows.recipes import load_recipe
-from workflows.resources import build_services, settle
+from workflows.resources import build_services, prepare_home
 
 
 @pytest.fixture
 def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
-    """The instance that `settle` sets up, with a limit of one step for a pool."""
+    """The instance that `prepare_home` sets up, with a limit of one step for a pool."""
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
-    settle(tmp_path)
+    prepare_home(tmp_path)
     with dg.DagsterInstance.get() as found:
         yield found
 

@@ -17,7 +17,7 @@ import pytest
 from assets.process import is_alive, this_process
 from model_registry.connection import connect
 from model_registry.moved import follow_move
-from workflows.resources import build_services, dagster_instance, settle
+from workflows.resources import build_services, dagster_instance, prepare_home
 
 
 def at_once(count: int, work) -> list[int | None]:
@@ -49,7 +49,7 @@ def test_the_first_commands_of_a_home_may_come_together(tmp_path: Path, monkeypa
     """Dagster's tables were made several times over, and its database then had two versions: nobody could open it again."""
     monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
     monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
-    settle(tmp_path)
+    prepare_home(tmp_path)
 
     def open_it() -> None:
         with dagster_instance():
@@ -77,7 +77,7 @@ def test_dagsters_settings_are_never_seen_in_part(tmp_path: Path):
     script = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)); import workflows.resources as r\n"
     )
-    script += "from pathlib import Path; r.settle(Path(sys.argv[1]))"
+    script += "from pathlib import Path; r.prepare_home(Path(sys.argv[1]))"
     environment = {name: value for name, value in os.environ.items() if name != "DAGSTER_HOME"}
     command = [sys.executable, "-B", "-c", script, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
