@@ -19,7 +19,7 @@ from assets.changes import CORRUPT_RECORD
 from assets.data import pairs_work, preferences_work
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, find_sound, make, publish_found
-from assets.reference import point_to
+from assets.reference import point_to_base_model
 from assets.release import release_fault
 from assets.rows import SIDES, read_pairs
 from assets.specs import tokenizer_work
@@ -97,7 +97,7 @@ class _Cheap:
         above = {"raw_preferences": rows.artifact.fingerprint, "tokenization_spec": spec.artifact.fingerprint}
         pairs = make(pipeline, services, "tokenized_pairs", pairs_work(pipeline), above, _LOG)
         if pipeline.recipe.reference.sft is None:
-            point_to(services, base_model.artifact.fingerprint)
+            point_to_base_model(services, base_model.artifact.fingerprint)
         return cls(source, rows, pairs)
 
 
