@@ -104,14 +104,14 @@ def last_evaluated(
         return Evaluated(pipeline.name, notes=(f"its evaluation cannot be used: {error}",))
 
 
-def _evaluated(history: History, services: Services, found: str, source: str | None) -> Evaluated:
-    artifact = services.store.open("evaluation", found)
+def _evaluated(history: History, services: Services, fingerprint: str, source: str | None) -> Evaluated:
+    artifact = services.store.open("evaluation", fingerprint)
     rows = rows_by_pair(artifact, source)
     if not rows:
         names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
-        found = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
-        return Evaluated(history.pipeline.name, notes=(found,))
-    stood_on = history.ancestry({"evaluation": found})
+        why = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
+        return Evaluated(history.pipeline.name, notes=(why,))
+    stood_on = history.ancestry({"evaluation": fingerprint})
     return Evaluated(
         recipe=history.pipeline.name,
         settings=_settings(stood_on),
