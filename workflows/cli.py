@@ -76,13 +76,13 @@ def main() -> None:
 @reporting
 def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
     """Materialize a recipe: compute what changed, reuse the rest."""
-    found = _found(recipe)
+    found = _find(recipe)
     if variants:
         _run_each(found, select, as_json)
         return
     report = _run(found[0], select)
     if as_json:
-        print_json(_told(report))
+        print_json(_json_of(report))
     else:
         show.run_report(results, report, with_samples=True)
     if not report.succeeded:
@@ -97,11 +97,12 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
         try:
             report = _run(loaded, select)
         except REFUSALS as error:
-            told.append({"recipe": loaded.pipeline.name, "succeeded": False, "error": explained(error)})
-            print_error(told[-1]["error"])
-            is_stopped = told[-1]["error"] == INTERRUPTED
+            message = explained(error)
+            told.append({"recipe": loaded.pipeline.name, "succeeded": False, "error": message})
+            print_error(message)
+            is_stopped = message == INTERRUPTED
         else:
-            told.append(_told(report))
+            told.append(_json_of(report))
             is_stopped = report.interrupted
             if not as_json:
                 show.run_report(results, report, with_samples=False)
@@ -119,7 +120,7 @@ def _run(loaded: LoadedRecipe, select: str | None) -> RunReport:
         return materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select)
 
 
-def _told(report: RunReport) -> dict[str, Any]:
+def _json_of(report: RunReport) -> dict[str, Any]:
     return {name: value for name, value in asdict(report).items() if name != "samples"}
 
 
@@ -129,7 +130,7 @@ def _told(report: RunReport) -> dict[str, Any]:
 @reporting
 def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing at this moment, and why."""
-    loaded = _found(recipe)[0]
+    loaded = _find(recipe)[0]
     with dagster_instance() as instance:
         found = find_status(loaded.pipeline, build_services(pedigree_home()), instance)
     if as_json:
@@ -144,7 +145,7 @@ def status(recipe: str, as_json: bool) -> None:
 @reporting
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
-    loaded = _found(recipe)[0]
+    loaded = _find(recipe)[0]
     with ProgressBars(people) as progress, dagster_instance() as instance:
         planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
     if as_json:
@@ -160,7 +161,7 @@ def plan(recipe: str, as_json: bool) -> None:
 @reporting
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe is made from, and score some pairs again."""
-    loaded = _found(recipe)[0]
+    loaded = _find(recipe)[0]
     with ProgressBars(people) as progress, dagster_instance() as instance:
         found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
     if as_json:
@@ -180,7 +181,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 @reporting
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
-    loaded = _found(recipe)[0]
+    loaded = _find(recipe)[0]
     with ProgressBars(people) as progress, dagster_instance() as instance:
         services = build_services(pedigree_home(), progress.hear)
         found = inspect_row(loaded.pipeline, services, instance, row, score)
@@ -203,7 +204,7 @@ def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None
     Settings that differ, results, and the paired differences to the first. One RECIPE alone stands for itself and all
     its variants.
     """
-    found = _found(recipes[0]) if len(recipes) == 1 else [_found(recipe)[0] for recipe in recipes]
+    found = _find(recipes[0]) if len(recipes) == 1 else [_find(recipe)[0] for recipe in recipes]
     names = [loaded.pipeline.name for loaded in found]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"{len(twice)} of the recipes to compare are called {twice[0]}; name each of them once")
@@ -290,7 +291,7 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
             threading.Event().wait()
 
 
-def _found(recipe: str) -> list[LoadedRecipe]:
+def _find(recipe: str) -> list[LoadedRecipe]:
     """The recipe and its variants, which are the ones that this home knows by their names."""
     found = find_recipes(recipe)
     for loaded in found:
