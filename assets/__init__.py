@@ -2,7 +2,7 @@
 
 graph, declare, conditions           the table of a pipeline; Dagster's assets from it; when they materialize by themselves
 pipeline, step                       a recipe under its name, with its services; one of its assets as it is materialized
-names                                which of two recipes of one name it belongs to
+names                                which recipe a name belongs to, where two have it
 sources, specs, data, reference,     the bodies of the assets, a file a stage
   policy, evaluation, release
 realize                              what nearly every body does: ask the store, else launch a job

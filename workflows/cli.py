@@ -292,7 +292,7 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
 
 
 def _find(recipe: str) -> list[LoadedRecipe]:
-    """The recipe and its variants, which are the ones that this home knows by their names."""
+    """The recipe and its variants. Raises UsageError where another recipe has one of their names in this home."""
     found = find_recipes(recipe)
     for loaded in found:
         refuse_namesake(pedigree_home(), loaded.pipeline)

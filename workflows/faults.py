@@ -24,7 +24,7 @@ _NO_SECTION = {"model_type", "model_attributes_type", "dict_type"}
 def faults(error: ValidationError) -> Iterator[str]:
     """Each fault as `file:line: field: what is wrong`. Dagster has put file and line behind the field's name.
 
-    Of a list, pydantic counts the items that are sound, and says that they are too few; the others are the fault.
+    Of a list with a wrong item pydantic also says that it is too short, since it counts the others alone: that is left out.
     """
     located = [(".".join(map(str, fault["loc"])), fault) for fault in error.errors()]
     told: dict[str, list[str]] = {}

@@ -220,7 +220,7 @@ class Registry:
         return found
 
     def remove_download(self, name: str) -> bool:
-        """Remove one of them, unless it is gone; first from its place, so that nobody takes what is left for the whole."""
+        """Remove one of them; False if it is gone. It is renamed first, so that nobody finds half of it in its place."""
         with scratch(self.downloads) as staging, suppress(FileNotFoundError):
             (self.downloads / name).rename(staging / "outdated")
             return True

@@ -29,7 +29,7 @@ class Conversation:
 
     @property
     def shape(self) -> Shape | None:
-        """Where all messages are text alone, which of them a template leaves out follows from this; else it is None."""
+        """All that decides which messages a template leaves out, where they are text alone; None where they are not."""
         texts = all(turn.keys() == {"role", "content"} for turn in self.turns)
         is_plain = texts and not self.tools and not self.template_kwargs
         return (self.answer, *((turn["role"], _says(turn)) for turn in self.turns)) if is_plain else None
