@@ -1,7 +1,7 @@
 """What a job loads onto its ranks: a model that is to be trained, or one that only runs.
 
-Each knows the folder of its (base) weights, how many bytes a parameter of them takes on a device, and how to load itself onto
-a device; onto the meta device without values (training.parallel.layout).
+Each knows the folder of its (base) weights, how many bytes a parameter of them takes on a device, how to load itself onto a
+device (onto the meta device without values: training.parallel.layout), and, for people, what `work` it is loaded for.
 
 In training a parameter takes 16 bytes: the float32 master, its gradient and two moments of AdamW; two more for a running
 copy in bfloat16. Under an adapter, which itself is small, a parameter is frozen and takes only its value, as in a model
@@ -10,7 +10,7 @@ that only runs.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -24,20 +24,6 @@ from training.model.load import DTYPES, load_model, named_tensors
 from training.parallel.precision import Precision
 
 _TRAINED_BYTES = {"float32": 16, "bfloat16": 18}
-
-
-class ModelSource(Protocol):
-    """`work`: what is done with the model, for people."""
-
-    work: ClassVar[str]
-
-    @property
-    def folder(self) -> Path:
-        """Where most of its weights are."""
-
-    @property
-    def parameter_bytes(self) -> int:
-        """What a parameter takes on a device that holds all of them."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +87,6 @@ class FrozenModel:
     def load(self, device: torch.device) -> PreTrainedModel:
         """Raises ModelError."""
         return load_policy(self.model, self.base, self.dtype, device).requires_grad_(False)
+
+
+ModelSource = TrainableModel | FrozenModel
