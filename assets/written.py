@@ -22,10 +22,10 @@ def written(pipeline: Pipeline, field: str) -> Iterator[None]:
     except RegistryAway:
         raise
     except PedigreeError as error:
-        raise type(error)(f"{place(pipeline, field)}: {error}") from error
+        raise type(error)(f"{_place(pipeline, field)}: {error}") from error
 
 
-def place(pipeline: Pipeline, field: str) -> str:
+def _place(pipeline: Pipeline, field: str) -> str:
     """`file:line: field: value`. The line is left out where the file cannot be read any more, or does not say the field."""
     own = [f"variants.{pipeline.variant}.{field}"] if pipeline.variant is not None else []
     for name in (*own, field):
@@ -40,7 +40,7 @@ def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
     settings = pipeline.recipe.tokenization
     tokenizer = "reference.model" if settings.tokenizer is None else "tokenization.tokenizer"
     template = tokenizer if settings.chat_template is None else "tokenization.chat_template"
-    return {"tokenizer": place(pipeline, tokenizer), "chat_template": place(pipeline, template)}
+    return {"tokenizer": _place(pipeline, tokenizer), "chat_template": _place(pipeline, template)}
 
 
 def _node(file: Path, path: Sequence[str]) -> yaml.Node | None:
