@@ -31,6 +31,7 @@ NO_RECORD = "the record of how it was made is no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 _LONGEST_SECTION = 160
 _MOST_FILES = 5
+_ABSENT = object()  # in the place of a field that is missing
 
 
 def found_changes(step: Step, found: Found) -> list[str] | None:
@@ -183,16 +184,6 @@ def _tokenization_changes(store: Store, record: Record, found: FoundTokenizer) -
     yield from setting_changes(before, now)
 
 
-class _Absent:
-    """The value of a missing field: equal to no other."""
-
-    def __str__(self) -> str:
-        return "absent"
-
-
-_ABSENT = _Absent()
-
-
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for key in sorted(old.keys() | new.keys()):
@@ -210,6 +201,8 @@ def _has_sections(values: list[Any]) -> bool:
 
 
 def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
     if value is None or isinstance(value, (bool, dict, list)):
         return shorten(json.dumps(value, ensure_ascii=False).replace('"', ""), _LONGEST_SECTION, placeholder=" ...")
     return shortened(str(value))
