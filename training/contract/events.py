@@ -31,8 +31,8 @@ class EventWriter:
         self._file: FileIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if keep:
-                _drop_unfinished_line(path)
+            if keep and path.exists():  # a killed writer may have left a line unfinished, and another is appended
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
             self._file = open(path, "ab" if keep else "wb", buffering=0)  # a buffer would keep what a full disk refused
 
     def emit(self, event: str, **fields: Any) -> None:
@@ -119,12 +119,6 @@ class Follower:
         if found.st_size < self._offset or (self._inode is not None and found.st_ino != self._inode):
             self._offset = 0
         self._inode = found.st_ino
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    """Remove the line that a killed writer left unfinished, before another is appended to it."""
-    if path.exists():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _line(event: Event) -> bytes:

@@ -90,7 +90,8 @@ def _explain(job: Job, log: Path, status: int) -> str:
     if failure is None:
         text = _tail(log)
         ending = f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log}"
-        return f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{_last_lines(text)}"
+        lines = "\n".join(f"    {line}" for line in text.splitlines()[-_LOG_LINES:])
+        return f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{lines}"
     cause = failure.message
     if failure.traceback:
         places = _FRAME.findall(failure.traceback)  # none in that of an exception group
@@ -135,7 +136,3 @@ def _tail(log: Path) -> str:
     with open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_BYTES))
         return file.read().decode(errors="replace")
-
-
-def _last_lines(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines()[-_LOG_LINES:])

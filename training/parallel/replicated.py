@@ -61,8 +61,9 @@ class Replicated(Masters):
 
     def update_model(self) -> None:
         if self._copied:
+            running = [self.model.get_parameter(name) for name in self.parameters]
             with torch.no_grad():
-                torch._foreach_copy_(self._running(), list(self.parameters.values()))
+                torch._foreach_copy_(running, list(self.parameters.values()))
 
     def local_rows(self, name: str) -> LocalRows:
         shape = self.parameters[name].shape
@@ -73,10 +74,6 @@ class Replicated(Masters):
 
     def _gradients(self) -> list[Tensor]:
         return [self.gradient_N]
-
-    def _running(self) -> list[Tensor]:
-        """The model's own tensors, in the order of their masters."""
-        return [self.model.get_parameter(name) for name in self.parameters]
 
     def _attach_gradients(self, sizes: list[int]) -> None:
         parts = zip(self.parameters.items(), self.gradient_N.split(sizes), strict=True)
