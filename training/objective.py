@@ -68,10 +68,6 @@ class Objective(ABC, Generic[Collated]):
         values_IM = self.own_values_IM(collated, found)
         return self._balance.added(values_IM, found.routing) if self._balance else values_IM
 
-    def rows(self, items: Positions) -> Positions:
-        """The data rows of the items, for people."""
-        return self.pairs.rows[items]
-
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
         """Called on every rank before its micro-batches `parts` of the global `batch` are run; it may run the model."""
 

@@ -146,7 +146,7 @@ class Stepper:
         A suspect without such a value is not blamed beside one that has some: it may have run their rows for company, and then
         its gradient is not finite either, since NaN times zero is NaN.
         """
-        rows = self.objective.rows(items)
+        rows = self.objective.pairs.rows[items]
         columns = [np.full_like(rows, self.group.rank), rows, ~finite_I.cpu().numpy()]
         all_ranks = self.group.gather_rows(torch.from_numpy(np.stack(columns, axis=1)).to(self.group.device)).cpu()
         bad = all_ranks[:, 2] > 0
