@@ -221,8 +221,17 @@ class Store:
         If the same contents were published before and are whole, they stay and only the key is recorded. Raises
         StoreError with the path and the free bytes if the disk refuses it; what was there is untouched.
         """
-        with self._refused(f"publish {derivation.kind}"), self.lock(derivation.kind, made.fingerprint):
-            return self._publish(staging, derivation, made)
+        kind = derivation.kind
+        with self._refused(f"publish {kind}"), self.lock(kind, made.fingerprint):
+            if not self._has_intact(kind, made.fingerprint):
+                manifest = Manifest.of_now(derivation, made.fingerprint, list_files(staging), made.details)
+                open_as_umask_says(staging)
+                sync_tree(staging)
+                write_durably(staging / MANIFEST, manifest.sealed())
+                _move_in(staging, self.folder(kind, made.fingerprint))
+            self._write_record(derivation, made)
+            found = self.open(kind, made.fingerprint, hashes=False)
+        return replace(found, derivation=derivation, details=made.details)
 
     def adopt(self, staging: Path, kind: str, fingerprint: str) -> Artifact:
         """Make an artifact that another store published, manifest and all, one of this store's; no key leads to it.
@@ -235,17 +244,6 @@ class Store:
             sync_tree(staging)
             _move_in(staging, self.folder(kind, fingerprint))
         return self.open(kind, fingerprint, hashes=False)
-
-    def _publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
-        kind = derivation.kind
-        if not self._has_intact(kind, made.fingerprint):
-            manifest = Manifest.of_now(derivation, made.fingerprint, list_files(staging), made.details)
-            open_as_umask_says(staging)
-            sync_tree(staging)
-            write_durably(staging / MANIFEST, manifest.sealed())
-            _move_in(staging, self.folder(kind, made.fingerprint))
-        self._write_record(derivation, made)
-        return replace(self.open(kind, made.fingerprint, hashes=False), derivation=derivation, details=made.details)
 
     @contextlib.contextmanager
     def _refused(self, doing: str) -> Iterator[None]:
