@@ -1,13 +1,22 @@
 """Pairs of two evaluations, by what is said in them. Oracle: rows written by hand, as earlier versions wrote them too."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
-from assets.held_out import rows_by_messages, rows_by_pair
-from training.contract.manifest import Derivation
+from assets.champion import compared
+from assets.held_out import common_measure, rows_by_messages, rows_by_pair
+from assets.step import Step
+from model_registry.gate import Measure
+from model_registry.registry import Registry
+from model_registry.versions import Version, lineage_tags
+from training.contract.errors import RegistryAway
+from training.contract.manifest import Derivation, Source
 from training.contract.store import Artifact, Made, Store
 
 SAID = [("role", pa.string()), ("content", pa.string())]
@@ -70,3 +79,88 @@ def test_pairs_of_one_source_are_found_by_its_name(tmp_path: Path):
     found = {name: set(rows_by_pair(named, name)) for name in (None, "old", "new", "other")}
     assert found == {None: {"ab", "cd", "ef"}, "old": {"ab", "cd"}, "new": {"ab"}, "other": set()}
     assert set(rows_by_pair(before)) == {"ab", "cd", "ef"} and not rows_by_pair(before, "old")
+
+
+def evaluated(
+    store: Store, loss: str, reference: str, pairs: str = "c", *, rows: Sequence[dict[str, Any]] = ()
+) -> Artifact:
+    """An evaluation made from a reference and pairs with these fingerprints."""
+    inputs = {
+        kind: Source(kind=kind, fingerprint=digit * 64)
+        for kind, digit in (("reference_model", reference), ("tokenized_pairs", pairs))
+    }
+    how = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings={"loss": {"type": loss}})
+    with store.staging() as staging:
+        pq.write_table(pa.Table.from_pylist(list(rows)), staging / "pairs.parquet")
+        return store.publish(staging, how, Made(how.key, {}))
+
+
+# SimPO has no reference, whatever its recipe names; AOT sorts the pairs of a batch, so a loss is one of all of them.
+MEASURES = {
+    "all the same": (("sigmoid", "a"), ("sigmoid", "a"), Measure.LOSS),
+    "other pairs beside": (("sigmoid", "a", "c"), ("sigmoid", "a", "d"), Measure.LOSS),
+    "other pairs beside, which count": (("aot", "a", "c"), ("aot", "a", "d"), Measure.ERROR_RATE),
+    "another loss": (("hinge", "a"), ("sigmoid", "a"), Measure.ERROR_RATE),
+    "another reference": (("sigmoid", "b"), ("sigmoid", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
+    "another reference, which neither has": (("simpo", "b"), ("simpo", "a"), Measure.LOSS),
+    "another reference, which the candidate lacks": (("simpo", "b"), ("sigmoid", "a"), Measure.ERROR_RATE),
+    "the reference that the champion lacks": (("sigmoid", "a"), ("simpo", "a"), Measure.ERROR_RATE),
+    "another reference, which the champion lacks": (
+        *(("sigmoid", "b"), ("simpo", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
+    ),
+}
+
+
+@pytest.mark.parametrize(("candidate", "champion", "measure"), MEASURES.values(), ids=MEASURES)
+def test_what_two_evaluations_have_in_common(
+    tmp_path: Path, candidate: tuple[str, ...], champion: tuple[str, ...], measure: Measure
+):
+    ours, theirs = (evaluated(Store(tmp_path / "store"), *each) for each in (candidate, champion))
+    assert common_measure(ours, theirs) == measure
+
+
+def scored(chosen: Sequence[float], reference: Sequence[float]) -> list[dict[str, Any]]:
+    """Pairs whose rejected responses have the log-prob 0 under policy and reference alike."""
+    return [
+        {
+            "row": row, "chosen_key": f"c{row}", "rejected_key": f"r{row}", "margin": policy - frozen, "loss": 0.5,
+            "policy_chosen_logprob": policy, "policy_rejected_logprob": 0.0,
+            "reference_chosen_logprob": frozen, "reference_rejected_logprob": 0.0,
+        }
+        for row, (policy, frozen) in enumerate(zip(chosen, reference, strict=True))
+    ]  # fmt: skip
+
+
+def test_both_are_measured_over_the_champion_s_reference(tmp_path: Path):
+    """The champion's has -3 in the first five of ten pairs, the candidate's -5: of -4 the latter makes a pair that is ranked
+    rightly. In the other five it is the candidate's, with -3, over which the champion's -4 would be ranked wrongly. Each two
+    pairs have a prompt. The champion was trained without its reference, which is the one to measure over all the same."""
+    store = Store(tmp_path / "store")
+    said = pa.Table.from_pylist(
+        [{"row": row, "prompt": [{"role": "user", "content": str(row // 2)}]} for row in range(10)]
+    )
+    preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
+    candidate = evaluated(store, "sigmoid", "b", rows=scored([-4.0] * 5 + [-2.0] * 5, [-5.0] * 5 + [-3.0] * 5))
+    champion = evaluated(store, "simpo", "a", rows=scored([-2.0] * 5 + [-4.0] * 5, [-3.0] * 5 + [-5.0] * 5))
+    version = Version("small", 1, None, "", lineage_tags({"evaluation": champion.fingerprint}))
+    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
+    found = compared(step, candidate, preferences.fingerprint, version)
+    assert found.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
+    names = [f"c{row}r{row}" for row in range(10)]
+    assert [found.candidate[name] for name in names] == [1.0] * 5 + [0.0] * 5
+    assert [found.champion[name] for name in names] == [0.0] * 10
+    of_prompts = [found.prompts[name] for name in names]
+    assert of_prompts[::2] == of_prompts[1::2] and len(set(of_prompts)) == 5
+
+
+def test_a_server_that_is_away_is_waited_for_and_not_taken_for_another_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The champion's evaluation is to be fetched from it, where nobody answers now."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    store, registry = Store(tmp_path / "store"), Registry("http://127.0.0.1:9", tmp_path / "downloads")
+    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store, registry=registry)))
+    evaluation = evaluated(store, "sigmoid", "a", rows=scored([-4.0], [-5.0]))
+    tags = lineage_tags({"evaluation": "e" * 64})
+    with pytest.raises(RegistryAway):
+        compared(step, evaluation, "", Version("small", 1, None, "mlflow-artifacts:/1/run/artifacts/policy", tags))

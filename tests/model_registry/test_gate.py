@@ -179,8 +179,9 @@ def test_too_few_shared_pairs_keep_the_champion():
 
 
 def test_pairs_that_only_one_of_them_has_do_not_count():
-    alone = decide(BETTER | {"new": 1000.0}, CHAMPION | {"old": -1000.0})
+    alone = decide(BETTER | {"new": 1000.0}, CHAMPION | {"old": -1000.0, "broken": math.inf})
     both = decide(BETTER, CHAMPION)
+    assert alone.promote and alone.reasons == both.reasons
     assert all(alone.figures[name] == both.figures[name] for name in ("gain", "candidate_loss", "champion_loss"))
 
 

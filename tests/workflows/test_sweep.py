@@ -241,10 +241,13 @@ def test_the_gate_compares_the_losses_of_one_loss_only(
             pd.read_parquet(ground.services.store.folder("evaluation", fingerprint) / "pairs.parquet").set_index("row")
             for fingerprint in (evaluated["fingerprint"], champion.fingerprint_of("evaluation"))
         )
-        chosen, rejected = (
-            ours[f"policy_{side}_logprob"] - theirs[f"reference_{side}_logprob"] for side in ("chosen", "rejected")
-        )
-        assert released["candidate_error_rate_over_champions_reference"] == pytest.approx((chosen <= rejected).mean())
+        for whose, policy in (("candidate", ours), ("champion", theirs)):
+            chosen, rejected = (
+                policy[f"policy_{side}_logprob"] - theirs[f"reference_{side}_logprob"]
+                for side in ("chosen", "rejected")
+            )
+            rate = released[f"{whose}_error_rate_over_champions_reference"]
+            assert rate == pytest.approx((chosen <= rejected).mean()), whose
         assert (ours["reference_chosen_logprob"] - theirs["reference_chosen_logprob"]).abs().min() > 1e-3
     versions = [v for v in ground.services.registry.versions() if v.name == name]
     assert re.match(compared, max(versions, key=lambda version: version.number).tags["pedigree.reasons"])

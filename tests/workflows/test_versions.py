@@ -1,15 +1,18 @@
 """Versions that are registered, and what people do with them: rolled back, promoted by hand, and their files removed."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
@@ -103,6 +106,29 @@ def test_a_floor_of_one_source_decides_over_all_the_others(ground: Ground):
     assert "min_accuracy_of absent -> {right: 0.5, wrong: 0.5}" in shown["changes"]
 
 
+def test_pairs_of_one_prompt_are_no_more_than_one_to_the_gate(ground: Ground):
+    """Each prompt has two pairs, which follow each other in the data of the champion, and stand far apart in the candidate's.
+
+    The standard error is then that of the prompts' means, which are independent: s / sqrt(prompts).
+    """
+    file = ground.folders["plain"] / "preferences.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    again = [{**row, "chosen": [{**row["chosen"][0], "content": "It may be nothing."}]} for row in rows]
+    evaluated = []
+    for order, steps in ((list(chain(*zip(rows, again, strict=True))), 2), ([*rows, *again], 8)):
+        file.write_text("".join(json.dumps(row) + "\n" for row in order))
+        report = run(ground, training={"max_steps": steps}, release={"model_name": "twice"})
+        [found] = [asset.fingerprint for asset in report.assets if asset.asset == "evaluation"]
+        table = pd.read_parquet(ground.services.store.folder("evaluation", str(found)) / "pairs.parquet")
+        evaluated.append(table.set_index(table["chosen_key"] + table["rejected_key"]))
+    champion, candidate = evaluated
+    means = (champion["loss"] - candidate["loss"]).groupby(candidate["row"] % len(rows)).mean()
+    told = f"on {2 * len(means)} shared pairs of {len(means)} prompts the loss is "
+    assert len(candidate) == 2 * len(means) and (report.reasons or "").startswith(told), report.reasons
+    released = latest(ground.instance, load_recipe(file.parent).pipeline.key("released_model")).metadata
+    assert released["standard_error"] == pytest.approx(means.std() / math.sqrt(len(means)))
+
+
 def remove_files(ground: Ground) -> dict[str, Path]:
     """The files of all versions, as emptying MLflow's trash removes them; where each policy was, by its fingerprint."""
     registry = ground.services.registry
@@ -144,6 +170,11 @@ def test_weights_that_rot_in_place_do_not_stay_those_of_the_champion(ground: Gro
     registry, pipeline = ground.services.registry, load_recipe(ground.folders["plain"]).pipeline
     [version] = registry.versions()
     policy = ground.services.store.folder("policy", version.tags["pedigree.policy"])
+    weights = (policy / "model.safetensors").read_bytes()
+    (policy / "model.safetensors").write_bytes(b"")
+    told = lacking(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or ""
+    assert told.startswith("the files of version 1 of plain are no model any more (")
+    (policy / "model.safetensors").write_bytes(weights)
     flip(policy / "model.safetensors")
     told = f"the files of version 1 of plain hold the weights [0-9a-f]{{12}} where its policy is {policy.name[:12]}"
     assert re.fullmatch(told, release_fault(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or "")
