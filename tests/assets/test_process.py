@@ -4,10 +4,12 @@ import signal
 import sys
 import time
 import weakref
+from pathlib import Path
 
+import dagster as dg
 import pytest
 
-from assets.process import keep_interrupts
+from assets.process import keep_interrupts, sign
 
 
 class Thing:
@@ -39,3 +41,25 @@ def test_what_else_is_ignored_is_told_as_before(monkeypatch: pytest.MonkeyPatch)
     reference = weakref.ref(thing, lambda _: 1 / 0)
     del thing
     assert reference() is None and [type(each.exc_value) for each in told] == [ZeroDivisionError]
+
+
+def test_a_run_of_dagster_is_interrupted_wherever_the_signal_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a step Dagster raises an exception of its own for the signal. Lost in a callback, the step would sleep on."""
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    keep_interrupts.cache_clear()
+    slept: list[bool] = []
+
+    @dg.asset
+    def terminated(context: dg.AssetExecutionContext) -> None:
+        sign(context, tmp_path)
+        thing = Thing()
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+        del thing
+        assert reference() is None
+        time.sleep(5)
+        slept.append(True)
+
+    with pytest.raises(dg.DagsterExecutionInterruptedError):
+        dg.materialize([terminated])
+    keep_interrupts.cache_clear()  # what it has changed ends with this test
+    assert not slept

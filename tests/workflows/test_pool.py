@@ -97,10 +97,10 @@ def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, cap
     assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE]
 
 
-@pytest.mark.parametrize("status", [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTED])
-def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, status):
+@pytest.mark.parametrize("name", ["NOT_STARTED", "STARTING", "STARTED"])
+def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, name):
     """As after a reboot: the run of a schedule takes the place in the pool that the one before was killed with."""
-    dead = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=status)
+    dead = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus(name))
     instance.add_run_tags(dead.run_id, {PROCESS_TAG: f"{dead.run_id} elsewhere 1 {services.home / 'gone.lock'}"})
     instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
     instance.event_log_storage.claim_concurrency_slot("gpu", dead.run_id, "train")
