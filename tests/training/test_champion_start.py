@@ -92,13 +92,13 @@ def test_a_champion_of_another_program_may_hold_the_model_alone(tiny_world, cham
 
 
 def test_a_champion_that_holds_the_model_alone_is_refused_if_it_lacks_tokens(tiny_world, champion):
-    """Half of the world's 64: the pairs have the last of them."""
+    """One of the world's 64: the pairs have it, the last of them."""
     for file in champion[0].iterdir():
         file.unlink()
-    config = AutoConfig.from_pretrained(tiny_world.model, vocab_size=VOCABULARY // 2)
+    config = AutoConfig.from_pretrained(tiny_world.model, vocab_size=VOCABULARY - 1)
     AutoModelForCausalLM.from_config(config).save_pretrained(champion[0])
     job = starting_from(tiny_world, champion)
-    says = rf"up to the number 63, and the champion in {champion[0]} has 32 tokens: .*`training.start_from: reference`"
+    says = rf"up to the number 63, and the champion in {champion[0]} has 63 tokens: .*`training.start_from: reference`"
     with pytest.raises(TrainingError, match=says):
         tune(job)
     assert told(job, "eval") == []

@@ -183,6 +183,14 @@ def test_a_manifest_that_is_a_link_is_refused(folder):
         read_manifest(folder)
 
 
+@pytest.mark.parametrize("make", [lambda at: at.write_bytes(b""), lambda at: (at / MANIFEST).mkdir(parents=True)])
+def test_no_folder_and_no_file_are_corrupt_and_not_only_unreadable_now(tmp_path, make):
+    """Nobody moves aside what may be whole: a file in the place of an artifact would stop every run."""
+    make(tmp_path / "artifact")
+    with pytest.raises(CorruptArtifact, match=r"artifact/manifest\.json cannot be read: "):
+        read_manifest(tmp_path / "artifact")
+
+
 def test_a_folder_that_is_a_link_is_refused(folder):
     manifest, link = manifest_of(folder), folder.with_name(f"{folder.name}-link")
     link.symlink_to(folder)
