@@ -136,7 +136,7 @@ def _beside(first: Evaluated, each: Evaluated, differing: Sequence[str]) -> Comp
         notes.append(
             f"{len(shared)} held-out pairs are too few to tell a difference from chance ({MIN_PROMPTS} prompts are needed)"
         )
-    if comparable and each.reference != first.reference:
+    if each.reference != first.reference:
         notes.append(
             f"its reference is not that of {first.recipe}, and its accuracy and margin are measured over its own"
         )

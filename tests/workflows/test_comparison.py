@@ -58,6 +58,10 @@ def test_another_reference_is_told():
     ).recipes
     note = "its reference is not that of a, and its accuracy and margin are measured over its own"
     assert [each.notes for each in found] == [[], [note], []]
+    few = replace(SECOND, reference="s", values=values([1.0] * 10, start=5))
+    assert compare([replace(FIRST, reference="r"), few]).recipes[1].notes[-1] == note, (
+        "their means are shown all the same"
+    )
 
 
 def test_only_settings_that_differ_are_told():
