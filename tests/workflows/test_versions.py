@@ -172,7 +172,7 @@ def test_weights_that_rot_in_place_do_not_stay_those_of_the_champion(ground: Gro
     policy = ground.services.store.folder("policy", version.tags["pedigree.policy"])
     weights = (policy / "model.safetensors").read_bytes()
     (policy / "model.safetensors").write_bytes(b"")
-    told = lacking(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or ""
+    told = release_fault(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or ""
     assert told.startswith("the files of version 1 of plain are no model any more (")
     (policy / "model.safetensors").write_bytes(weights)
     flip(policy / "model.safetensors")
