@@ -17,7 +17,6 @@ from training.contract.job import Job
 from training.distributed import Group
 from training.stepper import peak_memory_mb
 
-_OBSERVED = "observed"  # among a checkpoint's facts: the last step after which held-out pairs were looked at
 _CURVE_POINTS = 200
 
 
@@ -61,18 +60,12 @@ class RunRecord:
             for name in series.keys() - {"steps"}:
                 series[name].append(metrics[name])
 
-    def to_save(self, observed: int) -> dict[str, Any]:
-        """The facts for a checkpoint; held-out pairs were last looked at after the step `observed`."""
-        return {**self.facts, _OBSERVED: observed}
-
-    def restore(self, saved: dict[str, Any]) -> int:
-        """Go on from the facts of a checkpoint; returns the last step that was observed before it was saved."""
-        observed: int = saved.pop(_OBSERVED)
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on from the facts of a checkpoint."""
         before = self.facts["seconds"]
         self.facts.update(saved)
         for phase, seconds in before.items():
             self._add_seconds(phase, seconds)
-        return observed
 
     def _add_seconds(self, phase: str, seconds: float) -> None:
         total = self.facts["seconds"]

@@ -114,7 +114,7 @@ class Saver:
             self._failure = (
                 f"rank {self._group.rank} cannot save the checkpoint of step {step} in {folder} "
                 f"({free_bytes(folder):,} bytes free): {error!r}; make room and run again: the work goes on from the "
-                f"checkpoint before"
+                "last whole checkpoint, or from the beginning where there is none"
             )
 
 

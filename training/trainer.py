@@ -2,7 +2,7 @@
 
 The order within a step is: step event, checkpoint, observation (which may add eval events). An observation answers no signal,
 and may take longer than a run that is asked to stop is given, so nothing that is due to be saved waits for it. Resuming drops
-the events that came after the checkpoint, and they are written again, those of that observation first.
+the events that came after the checkpoint, and they are written again, first those of the observation of its step.
 
 A checkpoint that is due while the one before is still being saved waits for the next step. Asked to stop (SIGTERM), a run
 finishes the step, saves, and ends with an error that says so; an observation that was due is made after resuming.
@@ -43,16 +43,15 @@ class Trainer:
             self._events.note(
                 f"`batch_size` {batches.batch_size:,} is more than the {pairs:,} training pairs: every step takes all of them"
             )
-        done, observed = self._resume()
-        if observed < done or done == 0:
-            observe(done)
+        done = self._resume()
+        observe(done)
         self._events.phase("training")
         progress = Progress(self._events, self._stepper.steps, "steps", done)
         with _noted_signals() as self._signals:
             for step in range(done + 1, self._stepper.steps + 1):
                 flags = self._step(step)
                 if flags.stopping:
-                    self._stop(step, observed=step - 1)
+                    self._stop(step)
                 self._save_if_due(step, flags)
                 observe(step)
                 progress.advance()
@@ -76,22 +75,21 @@ class Trainer:
             self._record.facts["objective"] = state
         return done.flags
 
-    def _resume(self) -> tuple[int, int]:
-        """Restore the last checkpoint; returns its step, and the last step that was observed before it was saved."""
+    def _resume(self) -> int:
+        """Restore the last checkpoint, if there is one; returns its step, else 0."""
         step = self._record.resumed_step
+        self._events.rewind(step or 0)
         if step is None:
-            self._events.rewind(-1, observed=-1)
-            return 0, 0
+            return 0
         with self._record.timed("resuming"):
             found = self._record.checkpoints.read(step)
             self._state.restore(found.tensors)
             self._stepper.masters.update_model()
-            observed = self._record.restore(found.facts)
+            self._record.restore(found.facts)
             self._stepper.objective.restore(self._record.facts.get("objective", {}))
         self._saved_step = step
-        self._events.rewind(step, observed)
         self._events.note(f"resumed from the checkpoint of step {step}")
-        return step, observed
+        return step
 
     def _save_if_due(self, step: int, flags: Flags) -> None:
         """Save when it is time, unless a rank is still saving; all ranks decide alike. Raises StoreError."""
@@ -99,29 +97,29 @@ class Trainer:
             self._saver.demand_saved()
         self._checkpoint_is_due |= step % self._every == 0
         if self._checkpoint_is_due and not flags.saving:
-            self._save(step, observed=step - 1)
+            self._save(step)
             self._checkpoint_is_due = False
 
     def _stop_if_asked_since(self) -> None:
         """Stop if a signal came after the flags of the last step were exchanged: writing the model may take long."""
         asked = torch.tensor([float(bool(self._signals))], device=self._group.device)
         if bool(self._group.sum_(asked)):
-            self._stop(self._stepper.steps, observed=self._stepper.steps)
+            self._stop(self._stepper.steps)
 
-    def _stop(self, step: int, observed: int) -> None:
+    def _stop(self, step: int) -> None:
         """Save and end the run. Raises TrainingError, or StoreError if that cannot be saved."""
         self._saver.finish()
         if self._saved_step != step:
-            self._save(step, observed)
+            self._save(step)
             self._saver.finish()
         raise TrainingError(
             f"stopped by {self._signals[-1] if self._signals else 'a signal to another rank'} after step {step} of "
             f"{self._stepper.steps}; checkpoint saved; run again to go on"
         )
 
-    def _save(self, step: int, observed: int) -> None:
+    def _save(self, step: int) -> None:
         with self._record.timed("checkpoints"):
-            self._saver.start(step, self._state, self._record.to_save(observed))
+            self._saver.start(step, self._state, self._record.facts)
         self._saved_step = step
 
 

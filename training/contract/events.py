@@ -49,12 +49,12 @@ class EventWriter:
     def note(self, text: str) -> None:
         self.emit("note", text=text)
 
-    def rewind(self, step: int, observed: int) -> None:
-        """Drop the step events after `step`, from which an interrupted run resumes, and the eval events after `observed`."""
+    def rewind(self, step: int) -> None:
+        """Drop what came after `step`, from which an interrupted run resumes: later step events, and eval events from it on."""
         if self._path is None or self._file is None:
             return
         events = list(read_events(self._path))
-        last = {"step": step, "eval": observed}
+        last = {"step": step, "eval": step - 1}
         kept = [event for event in events if event["event"] not in last or event["step"] <= last[event["event"]]]
         if len(kept) == len(events):
             return

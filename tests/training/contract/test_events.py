@@ -29,7 +29,7 @@ def test_events_come_back_in_order_with_a_time(path):
 
 def test_a_writer_without_a_path_writes_nothing(tmp_path):
     EventWriter(None).note("unheard")
-    EventWriter(None).rewind(3, observed=3)
+    EventWriter(None).rewind(3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,25 +83,25 @@ def test_rewinding_forgets_the_steps_of_a_lost_attempt(path):
     writer.emit("eval", step=3)
     follower = Follower(path)
     assert len(list(follower.new())) == 5
-    writer.rewind(1, observed=1)
+    writer.rewind(1)
     writer.emit("step", step=2, loss=20.0)
     assert [(e["event"], e.get("loss")) for e in follower.new()] == [("phase", None), ("step", 1.0), ("step", 20.0)]
     assert list(follower.new()) == []
-    writer.rewind(1, observed=1)
+    writer.rewind(1)
     writer.note("longer than what was dropped " * 9)
     assert [e["event"] for e in follower.new()] == ["phase", "step", "note"]
 
 
-@pytest.mark.parametrize(("observed", "left"), [(3, [0, 3]), (2, [0])])
-def test_rewinding_keeps_what_was_observed_before_the_checkpoint(path, observed: int, left: list[int]):
+def test_rewinding_forgets_what_was_observed_since_the_checkpoint(path):
     writer = EventWriter(path)
     writer.emit("eval", step=0)
     for step in (1, 2, 3):
         writer.emit("step", step=step)
+    writer.emit("eval", step=2)
     writer.emit("eval", step=3)
-    writer.rewind(3, observed)
+    writer.rewind(3)
     assert [e["step"] for e in read_events(path) if e["event"] == "step"] == [1, 2, 3]
-    assert [e["step"] for e in read_events(path) if e["event"] == "eval"] == left
+    assert [e["step"] for e in read_events(path) if e["event"] == "eval"] == [0, 2]
 
 
 def test_an_attempt_taken_up_again_goes_on_after_the_last_whole_line(path):
@@ -111,7 +111,7 @@ def test_an_attempt_taken_up_again_goes_on_after_the_last_whole_line(path):
     follower = Follower(path)
     assert [e["step"] for e in follower.new()] == [1]
     writer = EventWriter(path, keep=True)
-    writer.rewind(1, observed=1)
+    writer.rewind(1)
     writer.emit("step", step=2, loss=2.0)
     assert (
         [e["step"] for e in read_events(path)] == [1, 2] == [1, *(e["step"] for e in follower.new() if e["step"] > 1)]
