@@ -85,7 +85,7 @@ def test_where_the_record_of_runs_has_no_room_the_place_is_told(folder, services
     def full(*_: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr("assets.declare.claim", full)
+    monkeypatch.setattr("assets.declare.claim_name", full)
     [told] = failures_of(run(folder, services, "preference_source")).values()
     assert re.search(r"^cannot record the run in /\S+ \([\d,]+ bytes free\): .*; make room and run again", told)
 
