@@ -30,7 +30,7 @@ from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, Measure, decide
 from model_registry.registry import Registry
 from model_registry.versions import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
-from training.contract.errors import RegistryAway, RegistryError
+from training.contract.errors import RegistryError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -156,9 +156,11 @@ def _register(candidate: _Candidate) -> Version:
     step, registry, policy = candidate.step, candidate.registry, candidate.above["policy"]
     run_id = delivered_evaluation(step, policy, candidate.above["evaluation"])
     if run_id is None:
-        raise RegistryAway(
-            f"MLflow at {shown(registry.tracking_uri)} did not take everything that belongs to the run of "
-            f"{step.pipeline.name}'s policy; run again once it does: nothing is computed again"
+        failure = step.services.tracker.failure
+        assert failure is not None, "nothing is undelivered without a failure"
+        raise type(failure)(
+            f"no version is registered before the MLflow run of {step.pipeline.name}'s policy is whole: {failure}; another run "
+            "adds what is missing and computes nothing again"
         )
     model = plain_model(step, policy)
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}

@@ -13,11 +13,9 @@ from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
-from sqlalchemy.exc import SQLAlchemyError
 
 from training.contract.durable import share_databases
-from training.contract.errors import RegistryAway, RegistryError
+from training.contract.errors import PedigreeError, RegistryAway, RegistryError
 from training.contract.locks import locked
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
@@ -33,6 +31,8 @@ _WORDS = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]
 _DATABASE_AWAY = re.compile(
     r"OperationalError\).*(database is locked|[Cc]onnection refused|server closed the connection|Can't connect)"
 )
+# What botocore says of each way in which a store of objects gives no answer.
+_FILES_AWAY = re.compile(r"(Could not connect to the|timeout on|valid response from) endpoint URL")
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
@@ -45,11 +45,14 @@ class Connection:
     """A tracking server or database that may be away: `asking` raises then, `attempt` tells `warn` and goes on.
 
     After a failure that took long, every attempt fails at once for as long again, so that ten calls do not wait ten times.
+    `failure` is that of the last attempt that failed.
     """
 
     def __init__(self, uri: str, warn: Callable[[str], None] = _LOG.warning) -> None:
         self.uri, self.warn = uri, warn
+        self.failure: RegistryError | None = None
         self._away_until = 0.0
+        self._told: set[str] = set()
 
     @cached_property
     def client(self) -> MlflowClient:
@@ -62,13 +65,15 @@ class Connection:
         try:
             with contextlib.nullcontext() if patient else _brief_patience():
                 yield self.client
-        except (MlflowException, SQLAlchemyError, OSError) as error:
+        except PedigreeError:
+            raise
+        except Exception as error:  # MLflow's, a database's, the disk's, or one of the client of a cloud with the files
             failure = self._failure(what, error, time.monotonic() - started)
             # Dagster shows the words of every cause, and those of this one may have the password of the address.
             raise failure from (error if shown(self.uri) == self.uri else None)
 
-    def attempt(self, what: str, work: Callable[[MlflowClient], None], quiet: bool = False) -> bool:
-        """Do `work` with short timeouts; returns whether it succeeded, and warns of a failure unless `quiet`."""
+    def attempt(self, what: str, work: Callable[[MlflowClient], None]) -> bool:
+        """Do `work` with short timeouts; returns whether it succeeded, and warns of a failure, once until `what` succeeds."""
         started = time.monotonic()
         if started < self._away_until:
             return False
@@ -77,12 +82,14 @@ class Connection:
                 work(self.client)
         except Exception as error:  # whatever a database, a network or a disk can do
             ended = time.monotonic()
-            failure = self._failure(what, error, ended - started)
+            self.failure = failure = self._failure(what, error, ended - started)
             if isinstance(failure, RegistryAway) and ended - started > _LONG_SECONDS:
                 self._away_until = ended + (ended - started)
-            if not quiet:
+            if what not in self._told:
+                self._told.add(what)
                 self.warn(str(failure))
             return False
+        self._told.discard(what)
         return True
 
     def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
@@ -173,8 +180,8 @@ def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds:
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the server gave no answer, or only server errors; or a database that it is held by others, or down."""
-    return _GAVE_UP.search(str(error)) is not None or _DATABASE_AWAY.search(str(error)) is not None
+    """Whether the server gave no answer, or only server errors; or a database is held by others, or down; or files are away."""
+    return any(words.search(str(error)) for words in (_GAVE_UP, _DATABASE_AWAY, _FILES_AWAY))
 
 
 def is_server(uri: str) -> bool:

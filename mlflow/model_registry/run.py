@@ -64,7 +64,6 @@ class TrackedRun:
         self._pending: dict[Point, Metric] = {}
         self._delivered = Points()
         self._not_finite: set[str] = set()
-        self._warned = False
         self._next_delivery = 0.0
 
     def record(self, event: Event) -> None:
@@ -81,8 +80,7 @@ class TrackedRun:
 
     def flush(self) -> None:
         """Deliver what is pending."""
-        done = self._connection.attempt("log this run; training goes on, events are kept", self._deliver, self._warned)
-        self._warned |= not done
+        done = self._connection.attempt("log this run; training goes on, events are kept", self._deliver)
         self._next_delivery = time.monotonic() + (_DELIVER_SECONDS if done else _RETRY_SECONDS)
 
     def finish(self, status: str) -> None:

@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from model_registry.connection import Connection, is_server, page, shown, unrepeated
 from model_registry.records import DatasetUsed, flatten, is_finite, tags_of
 from model_registry.run import RunPlan, TrackedRun
-from training.contract.errors import UsageError
+from training.contract.errors import RegistryError, UsageError
 
 KEY_TAG = "pedigree.key"
 _EVALUATION_TAG = "pedigree.evaluation"
@@ -63,6 +63,11 @@ class Tracker:
         self.tracking_uri = tracking_uri
         self._connection = Connection(tracking_uri, warn)
         self._artifact_root = None if is_server(tracking_uri) else artifact_root
+
+    @property
+    def failure(self) -> RegistryError | None:
+        """Why the last call failed that did."""
+        return self._connection.failure
 
     @contextmanager
     def run(

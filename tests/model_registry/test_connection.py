@@ -102,8 +102,39 @@ def test_a_server_that_never_answers_is_asked_once_not_ten_times(away, monkeypat
     assert not connection.attempt("look", ask) and len(asked) == 2
 
 
+class NoCredentials(Exception):
+    """As botocore has one, of no class that MLflow knows."""
+
+
+def test_what_the_client_of_a_cloud_raises_is_told_as_all_else():
+    """Its own exceptions reach us where MLflow leaves it to move files: with keys that are missing nobody has to wait."""
+    connection, lost = Connection("http://127.0.0.1:9"), NoCredentials("Unable to locate credentials")
+    with (
+        pytest.raises(
+            RegistryError, match=r"^MLflow at .* cannot download model: Unable to locate credentials$"
+        ) as error,
+        connection.asking("download model"),
+    ):
+        raise lost
+    assert type(error.value) is RegistryError and error.value.__cause__ is lost
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        'Could not connect to the endpoint URL: "http://127.0.0.1:5555/models/1"',
+        'Connect timeout on endpoint URL: "http://files/models"',
+        'Read timeout on endpoint URL: "http://files/models"',
+        'Connection was closed before we received a valid response from endpoint URL: "http://files/models".',
+    ],
+)
+def test_a_store_of_files_that_gives_no_answer_is_away(words: str):
+    """The words are botocore's, with and without those of who called it."""
+    assert is_away(ValueError(words)) and is_away(ValueError(f"Failed to upload a to b: {words}"))
+
+
 def test_what_fails_at_once_is_tried_again_at_once():
-    """A wrong request says nothing of the server."""
+    """A wrong request says nothing of the server. Whoever repeats it every second is told of it once, until it succeeds."""
     told: list[str] = []
     asked: list[MlflowClient] = []
     connection = Connection("http://127.0.0.1:9", told.append)
@@ -115,6 +146,9 @@ def test_what_fails_at_once_is_tried_again_at_once():
     assert not connection.attempt("look", fail)
     time.sleep(0.5)
     assert not connection.attempt("look", fail) and len(asked) == 2
+    assert connection.attempt("find", asked.append) and not connection.attempt("look", fail) and len(told) == 1
+    assert connection.attempt("look", asked.append) and not connection.attempt("look", fail) and len(told) == 2
+    assert str(connection.failure) == told[1] == "MLflow at http://127.0.0.1:9 cannot look: no such metric"
 
 
 def test_unrepeated_overrules_and_restores_the_patience_of_the_user(monkeypatch: pytest.MonkeyPatch):

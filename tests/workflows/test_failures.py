@@ -79,6 +79,20 @@ def test_a_run_that_does_not_need_it_goes_on(folder, services):
     assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
 
 
+def test_a_release_says_why_the_run_of_its_policy_is_not_whole(folder, services):
+    """At once: files that have no place are no server that may be restarting."""
+    (services.home / "artifacts").write_text("no folder")
+    heard: list[dict[str, Any]] = []
+    [(asset, error)] = failures_of(run(folder, replace(services, listener=heard.append), None, 0.3)).items()
+    assert asset == "released_model"
+    assert re.search(
+        r"^no version is registered before the MLflow run of split's policy is whole: .*Not a directory", error
+    )
+    assert not [event for event in heard if event["event"] == "note" and "waits" in event["text"]]
+    (services.home / "artifacts").unlink()
+    assert run(folder, services, None, 0.3).succeeded
+
+
 def test_where_the_record_of_runs_has_no_room_the_place_is_told(folder, services, monkeypatch):
     """SQLite's words name neither file nor disk."""
 
