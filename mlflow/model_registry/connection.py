@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from textwrap import shorten
 from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -228,9 +229,10 @@ def shown(uri: str) -> str:
 
 
 def reason(error: Exception, uri: str, seconds: float) -> str:
-    """The first line of what went wrong, without the password of `uri`; of a server that is away, what to do."""
-    first = next(iter(str(error).splitlines()), "") or type(error).__name__
-    text = first.replace(uri.rstrip("/"), shown(uri).rstrip("/"))
+    """What went wrong, in a line, without the password of `uri`; of a server that is away, what to do."""
+    first, *rest = str(error).splitlines() or [""]
+    account = shorten(" ".join([first, *rest]), 500) if first.endswith(":") else first or type(error).__name__
+    text = account.replace(uri.rstrip("/"), shown(uri).rstrip("/"))
     if (gave_up := _GAVE_UP.search(text)) is None:
         return text
     found = _WORDS.fullmatch(gave_up["cause"])
