@@ -76,8 +76,11 @@ def explained(file: Path, error: BaseException) -> str:
 
 
 def _documents(file: Path) -> list[yaml.Node]:
-    """Raises RecipeError with the line where the file is no UTF-8, or no YAML."""
-    content = file.read_bytes()
+    """Raises RecipeError where the file may not be read, and with the line where it is no UTF-8, or no YAML."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise RecipeError(f"{file}: it cannot be read: {error.strerror}") from error
     try:
         return [node for node in yaml.compose_all(content.decode(), Loader=yaml.SafeLoader) if node is not None]
     except UnicodeDecodeError as error:

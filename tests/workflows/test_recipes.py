@@ -1,6 +1,7 @@
 """A recipe's folder as a pipeline: what it declares, and how two of them live in one graph."""
 
 import datetime
+import errno
 import os
 import re
 import shutil
@@ -292,6 +293,18 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
     folder.mkdir()
     (folder / "defs.yaml").write_bytes(content)
     with pytest.raises(RecipeError, match=r"wrong/defs\.yaml:.*" + told):
+        load_recipe(folder)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """Another user's, in a folder of recipes that several share. Played, since root may read it."""
+    folder = write_recipe(tmp_path / "theirs", ATTRIBUTES)
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(RecipeError, match=r"theirs/defs\.yaml: it cannot be read: Permission denied"):
         load_recipe(folder)
 
 
