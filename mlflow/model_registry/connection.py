@@ -15,12 +15,14 @@ from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 
+from model_registry.database import is_database_away, sole_maker, without_secrets
 from training.contract.durable import share_databases
 from training.contract.errors import PedigreeError, RegistryAway, RegistryError
 from training.contract.locks import locked
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
-_BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+# Postgres's drivers would wait for a machine that is off as long as the system does, two minutes; MySQL's wait ten seconds.
+_BRIEF = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "PGCONNECT_TIMEOUT": "10"}
 _LONG_SECONDS = 1.0
 DEFAULT_PAGE = "http://127.0.0.1:5000"
 # The client repeats a request whose answer was lost, which would make a run or a version twice.
@@ -28,10 +30,6 @@ _ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 # How requests' client says that it gave up, and why; of that, the words behind the name of a class and the address.
 _GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
 _WORDS = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]*\): )?(?P<words>.*)\1\)""")
-# SQLite's, Postgres's and MySQL's words, as SQLAlchemy gives them behind the name of the driver's error.
-_DATABASE_AWAY = re.compile(
-    r"OperationalError\).*(database is locked|[Cc]onnection refused|server closed the connection|Can't connect)"
-)
 # What botocore says of each way in which a store of objects gives no answer.
 _FILES_AWAY = re.compile(r"(Could not connect to the|timeout on|valid response from) endpoint URL")
 _RESTART_SECONDS = 60.0
@@ -99,9 +97,9 @@ class Connection:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client. A new SQLite file gets its tables under a lock: of two processes at once, one would fail.
+    """A client. A new database gets its tables under a lock: of two processes at once, one would fail.
 
-    Raises RegistryError where the driver of a database is not installed.
+    Raises RegistryError where the driver of a database is not installed or its address is none.
     """
     if uri.startswith(_SQLITE):
         database = Path(uri.removeprefix(_SQLITE))
@@ -110,7 +108,12 @@ def connect(uri: str) -> MlflowClient:
             if not database.exists():
                 _make_tables(database, lock)
     try:
-        return MlflowClient(uri)
+        with sole_maker(uri) if is_database(uri) else contextlib.nullcontext():
+            return MlflowClient(uri)
+    except ValueError as error:
+        raise RegistryError(
+            f"MLFLOW_TRACKING_URI is {shown(uri)!r}, which is no address of a database: {error}"
+        ) from None
     except ModuleNotFoundError as error:
         raise RegistryError(
             f"{shown(uri)} needs the package {error.name}, which is not installed here: install it, or name another database "
@@ -181,13 +184,22 @@ def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds:
 
 
 def is_away(error: Exception) -> bool:
-    """Whether the server gave no answer, or only server errors; or a database is held by others, or down; or files are away."""
-    return any(words.search(str(error)) for words in (_GAVE_UP, _DATABASE_AWAY, _FILES_AWAY))
+    """Whether the server gave no answer, or only server errors; or a database, or a store of files, gave none."""
+    return _GAVE_UP.search(str(error)) is not None or _is_storage_away(str(error))
+
+
+def _is_storage_away(words: str) -> bool:
+    return is_database_away(words) or _FILES_AWAY.search(words) is not None
 
 
 def is_server(uri: str) -> bool:
     """Whether a server, not this process, decides where artifacts lie."""
     return uri.startswith(("http://", "https://"))
+
+
+def is_database(uri: str) -> bool:
+    """Whether records are in a database that is neither a server of MLflow nor a file."""
+    return "://" in uri and not is_server(uri) and not uri.startswith(("sqlite", "file:"))
 
 
 def page(uri: str, path: str = "") -> str:
@@ -222,6 +234,8 @@ def _note_of_address(uri: str) -> Path | None:
 
 def shown(uri: str) -> str:
     """The address for messages and logs: without user name and password."""
+    if is_database(uri):
+        return without_secrets(uri)
     parts = urlsplit(uri)
     if "@" not in parts.netloc:
         return uri
@@ -233,10 +247,13 @@ def reason(error: Exception, uri: str, seconds: float) -> str:
     first, *rest = str(error).splitlines() or [""]
     account = shorten(" ".join([first, *rest]), 500) if first.endswith(":") else first or type(error).__name__
     text = account.replace(uri.rstrip("/"), shown(uri).rstrip("/"))
-    if (gave_up := _GAVE_UP.search(text)) is None:
+    if (gave_up := _GAVE_UP.search(text)) is not None:
+        found = _WORDS.fullmatch(gave_up["cause"])
+        why = found["words"] if found else gave_up["cause"]
+    elif _is_storage_away(text):
+        why = text
+    else:
         return text
-    found = _WORDS.fullmatch(gave_up["cause"])
-    why = found["words"] if found else gave_up["cause"]
     return (
         f"no good answer in {seconds:.1f} s ({why}); nothing that was computed is lost: run again once it "
         "answers, or name another server in MLFLOW_TRACKING_URI"

@@ -19,6 +19,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from sqlalchemy import create_engine
+from sqlalchemy.dialects import registry
 from sqlalchemy.exc import OperationalError
 
 from model_registry.connection import (
@@ -198,6 +199,10 @@ def test_no_password_is_in_a_message():
         shown(uri) == "postgresql://host/runs"
         and shown("sqlite:////home/a@b/mlflow.db") == "sqlite:////home/a@b/mlflow.db"
     )
+    assert shown("postgresql://me:p/w?o#rd@host/runs") == "postgresql://host/runs", "as SQLAlchemy takes it"
+    assert shown("mysql+pymysql://host/runs?user=me&password=secret&charset=x") == (
+        "mysql+pymysql://host/runs?user=me&password=...&charset=x"
+    )
     assert reason(ValueError(f"cannot open {uri}"), uri, 1.0) == "cannot open postgresql://host/runs"
 
 
@@ -251,7 +256,7 @@ def test_tables_that_a_killed_process_did_not_finish_are_made_again(tmp_path: Pa
 
 
 def test_a_database_that_others_hold_for_long_is_away(tmp_path: Path):
-    """The words are SQLite's own; those of servers that are down come from their drivers, which are not installed here."""
+    """The words are SQLite's own."""
     database = tmp_path / "busy.db"
     engine = create_engine(f"sqlite:///{database}", connect_args={"timeout": 0.01})
     with closing(sqlite3.connect(database)) as other:
@@ -259,13 +264,64 @@ def test_a_database_that_others_hold_for_long_is_away(tmp_path: Path):
         with pytest.raises(OperationalError) as found, engine.begin() as connection:
             connection.exec_driver_sql("CREATE TABLE runs (id)")
     assert is_away(MlflowException(found.value))
-    for words in (
+    assert not is_away(MlflowException("(sqlite3.OperationalError) no such table: runs"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         '(psycopg2.OperationalError) connection to server at "db" failed: Connection refused',
         "(psycopg2.OperationalError) server closed the connection unexpectedly",
+        "(psycopg2.errors.AdminShutdown) terminating connection due to administrator command",
+        "(psycopg.OperationalError) connection failed: FATAL:  the database system is starting up",
+        '(psycopg2.OperationalError) connection to server at "db" failed: FATAL:  sorry, too many clients already',
+        "(psycopg2.OperationalError) connection failed: FATAL:  remaining connection slots are reserved for superusers",
+        "(psycopg.errors.QueryCanceled) canceling statement due to statement timeout",
+        "(psycopg.errors.LockNotAvailable) canceling statement due to lock timeout",
+        "(psycopg.errors.ConnectionTimeout) connection timeout expired",
+        "(psycopg.OperationalError) failed to resolve host 'db': [Errno -2] Name or service not known",
+        "(psycopg.OperationalError) the connection is lost",
+        "TEMPORARILY_UNAVAILABLE: (psycopg2.errors.DeadlockDetected) deadlock detected",
         "(pymysql.err.OperationalError) (2003, \"Can't connect to MySQL server on 'db' (timed out)\")",
+        "(pymysql.err.OperationalError) (2013, 'Lost connection to MySQL server during query')",
+        "(pymysql.err.OperationalError) (1205, 'Lock wait timeout exceeded; try restarting transaction')",
+    ],
+)
+def test_a_database_that_is_down_or_held_is_away(words: str):
+    """In the words of Postgres, of MySQL and of their drivers, which are not installed here."""
+    assert is_away(MlflowException(words))
+    assert "nothing that was computed is lost: run again" in reason(MlflowException(words), "postgresql://db/runs", 1.0)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '(psycopg.OperationalError) connection failed: connection to server at "db" failed: FATAL:  password authentication '
+        'failed for user "me"',
+        '(psycopg2.OperationalError) connection to server at "db" failed: FATAL:  database "runs" does not exist',
+        "(psycopg.errors.InsufficientPrivilege) permission denied for table runs",
+        "(psycopg.errors.ReadOnlySqlTransaction) cannot execute UPDATE in a read-only transaction",
+    ],
+)
+def test_a_database_that_refuses_is_not_waited_for(words: str):
+    assert not is_away(MlflowException(words)) and reason(MlflowException(words), "postgresql://db/runs", 1.0) == words
+
+
+def test_a_database_that_does_not_answer_is_told_at_once(tmp_path: Path):
+    """MLflow alone would ask ten times, for 102 seconds. SQLite stands in for a driver of Postgres, which is not installed."""
+    registry.register("postgresql.standin", "sqlalchemy.dialects.sqlite.pysqlite", "dialect")
+    database = f"postgresql+standin:///{tmp_path / 'nowhere' / 'runs.db'}"
+    started = time.monotonic()
+    with pytest.raises(RegistryError, match=r"cannot look for the champion of demo: .*unable to open database file"):
+        Registry(database, tmp_path).champion("demo")
+    assert time.monotonic() - started < 10
+
+
+def test_an_address_that_is_none_is_told_in_words():
+    with pytest.raises(
+        RegistryError, match=r"'postgresql://db:port/runs', which is no address of a database: .*'port'"
     ):
-        assert is_away(MlflowException(words)), words
-    assert not is_away(MlflowException("(sqlite3.OperationalError) no such table: runs"))
+        connect("postgresql://me:secret@db:port/runs")
 
 
 def test_a_server_that_lets_nobody_connect_is_told_like_one_that_refuses(
