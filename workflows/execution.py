@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import dagster as dg
+from dagster_shared.error import SerializableErrorInfo
 
 from assets.graph import GPU_POOL, GRAPH
 from assets.kinship import with_upstream
@@ -43,9 +44,8 @@ class AssetRun:
 
 @dataclass(frozen=True)
 class RunReport:
-    """`succeeded` is about the whole run, which can fail outside its assets as well.
-
-    `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
+    """`succeeded` is about the whole run, which can fail outside its assets as well: `error` is what ended it where no asset
+    failed. `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
     """
 
     recipe: str
@@ -58,6 +58,7 @@ class RunReport:
     is_champion: bool | None
     reasons: str | None
     samples: list[dict[str, str]]
+    error: str | None = None
 
     @property
     def interrupted(self) -> bool:
@@ -90,18 +91,20 @@ def materialize(
     evaluated = done.get("evaluation", Materialization()).fingerprint
     details = services.store.open("evaluation", evaluated).details if evaluated else {}
     released = done.get("released_model", Materialization()).metadata
+    assets = list(_asset_runs(result, done, pipeline, instance))
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=run["run_id"],
         # Not `result.success`: that asks for the run, which a person may have deleted meanwhile.
         succeeded=bool(result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_SUCCESS)),
-        assets=list(_asset_runs(result, done, pipeline, instance)),
+        assets=assets,
         metrics=details.get("metrics", {}),
         mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
         model_version=released.get("model_version"),
         is_champion=released["champion"] == "yes" if released else None,
         reasons=released.get("reasons"),
         samples=details.get("samples", []),
+        error=None if any(asset.error for asset in assets) else _ended_by(result, Path(instance.root_directory)),
     )
 
 
@@ -176,7 +179,8 @@ def _asset_runs(
         key = pipeline.key(asset)
         failure = failures.get(key.to_python_identifier())
         if failure is not None:
-            error = "; ".join(_failed_checks(result, key)) or _reason(failure, Path(instance.root_directory))
+            account = failure.step_failure_data.error
+            error = "; ".join(_failed_checks(result, key)) or _reason(account, Path(instance.root_directory))
             yield AssetRun(asset, "failed", latest(instance, key).fingerprint, 0.0, error)
         elif (made := done.get(asset)) is not None:
             yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
@@ -189,14 +193,19 @@ def _failed_checks(result: dg.ExecuteInProcessResult, key: dg.AssetKey) -> Itera
             yield f"the check {check.check_name} failed: {check.description}"
 
 
-def _reason(failure: dg.DagsterEvent, records: Path) -> str:
+def _ended_by(result: dg.ExecuteInProcessResult, records: Path) -> str | None:
+    """What ended the run outside its steps, such as a database of Dagster's that went away."""
+    failures = result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_FAILURE)
+    return next((_reason(failure.job_failure_data.error, records) for failure in failures), None)
+
+
+def _reason(error: SerializableErrorInfo | None, records: Path) -> str:
     """The message of an error that a person can act on; else the root cause with the name of its class.
 
     Dagster's own database, in the folder `records`, names no place where its disk is full.
     """
-    error = failure.step_failure_data.error
     if error is None:
-        return "the step failed without an error"
+        return "it failed without an error"
     while not error.message.startswith(_OURS) and error.cause is not None:
         error = error.cause
     if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:

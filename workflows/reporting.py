@@ -87,6 +87,11 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
         except REFUSALS as error:
             message = explained(error)
             code = error.exit_code if isinstance(error, PedigreeError) else PedigreeError.exit_code
+        except Exception as error:
+            if not isinstance(error.__cause__, DatabaseError):
+                raise
+            # Dagster's storage in Postgres tries again for a while, and then has an error of its own.
+            message, code = explained(error.__cause__), PedigreeError.exit_code
         if kwargs.get("as_json"):
             print_json({"error": message})
         print_error(message)
@@ -105,7 +110,7 @@ def explained(error: BaseException) -> str:
         case OSError():
             return _refused(str(error))
         case DatabaseError():
-            account = f"a database refuses: {error.orig}"
+            account = f"a database refuses: {' '.join(str(error.orig).split())}"
             if (foreign := _foreign_database()) is not None:
                 return f"{account}: this user may not write {foreign}; {HOW_TO_SHARE}"
             return _refused(account)

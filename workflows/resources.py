@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
+from sqlalchemy.exc import DatabaseError
 from yaml import YAMLError
 
 from assets.pipeline import Listener, Services, ignore
@@ -67,7 +68,7 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
     """Dagster's instance for a while, in a home that is made if it is not there; its files are the group's as others are.
 
     One process at a time: two that make the tables of a new home together leave a database that nobody can open again.
-    Raises StoreError where nothing can be written, or the home's dagster.yaml is none.
+    Raises StoreError where nothing can be written, the home's dagster.yaml is none, or the storage it names is not there.
     """
     prepare_home(pedigree_home())
     home = Path(os.environ["DAGSTER_HOME"])
@@ -80,12 +81,25 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
                 f"{home / 'dagster.yaml'} is no configuration of Dagster: {_mistakes(error)}; correct it, or remove it: "
                 "the next command writes another"
             ) from error
+        except (DatabaseError, OSError):  # which file, and how much room there is, is told where commands end
+            raise
+        except Exception as error:  # each storage that a dagster.yaml may name has errors of its own
+            raise StoreError(
+                f"Dagster's records cannot be opened as {home / 'dagster.yaml'} says: {_root_of(error)}"
+            ) from error
         share_databases(home.rglob("*.db*"), lock)
     with opened as instance:
         try:
             yield instance
         finally:
             share_databases(home.rglob("*.db*"), lock)
+
+
+def _root_of(error: BaseException) -> str:
+    """The first line of what is behind it: Dagster's storage in Postgres says only that it tried too often."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def _mistakes(error: dg.DagsterInvalidConfigError | YAMLError) -> str:

@@ -10,7 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from model_registry.connection import is_server, note_address, page
@@ -81,15 +81,18 @@ def web_servers(
     home: Path, tracking_uri: str, port: int, mlflow_port: int, tell: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
     """Run the servers over `home`, Dagster's alone where runs are tracked on a server; gives the addresses of their pages."""
-    dagster = _dagster_server(home, _usable(port, tell))
-    servers = [dagster]
+    servers = [_dagster_server(home, _usable(port, tell))]
+    pages = tracking_uri
     if not is_server(tracking_uri):
         servers.append(_mlflow_server(home, tracking_uri, _usable(mlflow_port, tell)))
+        # Only beside a file can it be noted where its pages are: the runs that Dagster starts are told.
+        pages = os.environ.get("PEDIGREE_MLFLOW_UI") or servers[1].address
+        servers[0] = replace(servers[0], environment={"PEDIGREE_MLFLOW_UI": pages})
     tell("Starting the web servers; this takes about half a minute.")
     with _serving(servers):
         if len(servers) > 1:
             note_address(tracking_uri, servers[1].address)
-        yield dagster.address, page(tracking_uri, "experiments")
+        yield servers[0].address, page(pages, "experiments")
 
 
 def _usable(port: int, tell: Callable[[str], None]) -> int:

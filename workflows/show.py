@@ -46,6 +46,8 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
     for error in dict.fromkeys(asset.error for asset in failed):  # one cause may fail several, as a lost model does
         names = ", ".join(asset.asset for asset in failed if asset.error == error)
         console.print(f"[red]{names} failed:[/] {escape(error or '')}", soft_wrap=True)
+    if report.error is not None:
+        console.print(f"[red]the run failed:[/] {escape(report.error)}", soft_wrap=True)
 
 
 def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:

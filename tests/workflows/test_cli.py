@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, write_recipe
-from workflows.reporting import explained
+from workflows.reporting import explained, reporting
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,12 @@ def test_with_json_a_slip_is_json_as_well(home, words, named):
 
 
 @pytest.mark.parametrize(
-    ("text", "mistake"), [("concurency: {}", "concurency"), ("telemetry: {enabled: false", "line 1")]
+    ("text", "mistake"),
+    [
+        ("concurency: {}", "concurency"),
+        ("telemetry: {enabled: false", "line 1"),
+        ("run_storage: {module: nowhere_postgres, class: Storage}", "nowhere_postgres"),
+    ],
 )
 def test_a_mistake_in_dagster_s_configuration_is_told_with_its_file(tmp_path, text, mistake):
     """Of a sweep, each recipe has it: one that cannot begin does not take along what the others have to report."""
@@ -71,6 +76,23 @@ def test_a_mistake_in_dagster_s_configuration_is_told_with_its_file(tmp_path, te
         runs = told.get("runs", [told])
         assert done.exit_code == 1 and all(str(settings) in run["error"] and mistake in run["error"] for run in runs)
     assert [(run["recipe"], run["succeeded"]) for run in runs] == [("sweep", False), ("sweep-seed", False)]
+
+
+def test_an_error_of_a_storage_is_told_in_the_words_of_its_database(tmp_path, monkeypatch, capsys):
+    """As of Dagster's storage in Postgres, which tries again for a while; any other error is a mistake of ours."""
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
+    cause: Exception = OperationalError("SELECT 1", {}, Exception("connection refused\n\tIs the server running?"))
+
+    @reporting
+    def command() -> None:
+        raise RuntimeError("too many retries") from cause
+
+    with pytest.raises(SystemExit, match="1"):
+        command()
+    assert "error: a database refuses: connection refused Is the server running?; " in capsys.readouterr().err
+    cause = ValueError("ours")
+    with pytest.raises(RuntimeError):
+        command()
 
 
 def test_ctrl_c_ends_the_imports_without_a_word():

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 import dagster as dg
 import huggingface_hub.constants
 import pytest
+from dagster._core.storage.event_log import InMemoryEventLogStorage
+from sqlalchemy.exc import OperationalError
 
 from assets.held_out import rows_by_pair
 from assets.pipeline import Services
@@ -102,6 +104,21 @@ def test_where_the_record_of_runs_has_no_room_the_place_is_told(folder, services
     monkeypatch.setattr("assets.declare.claim_name", full)
     [told] = failures_of(run(folder, services, "preference_source")).values()
     assert re.search(r"^cannot record the run in /\S+ \([\d,]+ bytes free\): .*; make room and run again", told)
+
+
+def test_what_ends_a_run_outside_its_assets_is_told(folder, services, monkeypatch):
+    """Dagster's database is away while an asset begins, and to note that this failed: no asset is said to have failed."""
+    store, told = InMemoryEventLogStorage.store_event, "server closed the connection unexpectedly"
+    lost = {dg.DagsterEventType.STEP_START, dg.DagsterEventType.STEP_FAILURE}
+
+    def away(self: InMemoryEventLogStorage, event: dg.EventLogEntry) -> None:
+        if event.dagster_event is not None and event.dagster_event.event_type in lost:
+            raise OperationalError("INSERT INTO event_logs", {}, Exception(told))
+        store(self, event)
+
+    monkeypatch.setattr(InMemoryEventLogStorage, "store_event", away)
+    report = run(folder, services, "preference_source")
+    assert not report.succeeded and failures_of(report) == {} and told in str(report.error)
 
 
 BROKEN = "{% for m in messages %}\n{{ m.no.no }}{% endfor %}"

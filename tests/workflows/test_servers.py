@@ -14,6 +14,7 @@ import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, write_recipe
 from tests.workflows.test_recipes import EXPECTED
+from workflows import servers as web
 from workflows.servers import free_port
 
 pytestmark = pytest.mark.slow
@@ -205,3 +206,21 @@ def test_the_pages_in_a_browser(servers, tmp_path, server, page, words):
     )
     text = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
     assert all(word in text for word in words), text[-2000:]
+
+
+def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monkeypatch):
+    """Nothing can be noted beside it; Dagster and its runs are told, and no command has the password."""
+    monkeypatch.delenv("PEDIGREE_MLFLOW_UI", raising=False)
+    started = []
+
+    @contextlib.contextmanager
+    def serving(wanted):
+        started.extend(wanted)
+        yield
+
+    monkeypatch.setattr(web, "_serving", serving)
+    port = free_port(0)
+    with web.web_servers(tmp_path, "postgresql://me:secret@db/runs", free_port(0), port, print) as (_, mlflow):
+        assert mlflow.startswith(f"http://127.0.0.1:{port}/#/experiments?")
+    assert started[0].environment == {"PEDIGREE_MLFLOW_UI": f"http://127.0.0.1:{port}"}
+    assert "secret" not in " ".join(word for server in started for word in server.command)
