@@ -272,6 +272,9 @@ def test_a_database_that_others_hold_for_long_is_away(tmp_path: Path):
     [
         '(psycopg2.OperationalError) connection to server at "db" failed: Connection refused',
         "(psycopg2.OperationalError) server closed the connection unexpectedly",
+        '(psycopg2.OperationalError) connection to server at "db" failed: Connection refused',
+        "(psycopg2.OperationalError) server closed the connection unexpectedly",
+        "(pymysql.err.OperationalError) (2003, \"Can't connect to MySQL server on 'db' (timed out)\")",
         "(psycopg2.errors.AdminShutdown) terminating connection due to administrator command",
         "(psycopg.OperationalError) connection failed: FATAL:  the database system is starting up",
         '(psycopg2.OperationalError) connection to server at "db" failed: FATAL:  sorry, too many clients already',
@@ -307,14 +310,14 @@ def test_a_database_that_refuses_is_not_waited_for(words: str):
     assert not is_away(MlflowException(words)) and reason(MlflowException(words), "postgresql://db/runs", 1.0) == words
 
 
-def test_a_database_that_does_not_answer_is_told_at_once(tmp_path: Path):
-    """MLflow alone would ask ten times, for 102 seconds. SQLite stands in for a driver of Postgres, which is not installed."""
+def test_a_database_that_does_not_answer_is_asked_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """MLflow alone would ask ten times, for 102 seconds, and log each. SQLite stands in for a driver of Postgres, which is not
+    installed."""
     registry.register("postgresql.standin", "sqlalchemy.dialects.sqlite.pysqlite", "dialect")
     database = f"postgresql+standin:///{tmp_path / 'nowhere' / 'runs.db'}"
-    started = time.monotonic()
     with pytest.raises(RegistryError, match=r"cannot look for the champion of demo: .*unable to open database file"):
         Registry(database, tmp_path).champion("demo")
-    assert time.monotonic() - started < 10
+    assert not [record for record in caplog.records if record.name == "mlflow.store.db.utils"]
 
 
 def test_an_address_that_is_none_is_told_in_words():
