@@ -36,7 +36,7 @@ def sign(context: dg.AssetExecutionContext, home: Path) -> None:
     for a slot of theirs in a pool.
     """
     keep_interrupts()
-    share_records(context.instance, home)
+    share_records(Path(context.instance.root_directory), context.run.run_id, home)
     if process_of(context.run) is None:
         close_dead_runs(context.instance, home)
         context.instance.add_run_tags(context.run.run_id, signature(context.run.run_id, home))
@@ -77,12 +77,13 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
             instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 
 
-def share_records(instance: dg.DagsterInstance, home: Path) -> None:
-    """Make Dagster's databases the group's, as the lock of this process is, also the one that Dagster has made for a run.
+@functools.cache
+def share_records(records: Path, run_id: str, home: Path) -> None:
+    """Make the databases in `records`, Dagster's, the group's, as the lock of this process is: that of the run is among them.
 
-    At the beginning of the work: a process that is killed does it at no end, and then the run is closed by whoever comes next.
+    At the beginning of the run, once: a process that is killed does it at no end, and whoever comes next closes the run.
     """
-    share_databases(Path(instance.root_directory).rglob("*.db*"), like=Path(_claim(home / "processes").lock.name))
+    share_databases(records.rglob("*.db*"), like=Path(_claim(home / "processes").lock.name))
 
 
 def signature(run_id: str, home: Path) -> dict[str, str]:

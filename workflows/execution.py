@@ -116,8 +116,8 @@ def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, wor
     given: list[T] = []
 
     @dg.op(name=name, pool=GPU_POOL)
-    def step() -> None:
-        share_records(instance, services.home)
+    def step(context: dg.OpExecutionContext) -> None:
+        share_records(Path(instance.root_directory), context.run_id, services.home)
         given.append(work())
 
     job = dg.GraphDefinition(f"{name}_job", node_defs=[step]).to_job(executor_def=dg.in_process_executor)
