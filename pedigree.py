@@ -4,15 +4,16 @@ Ctrl-C within them ends it without a word, since nothing has happened yet. Pytho
 library that is being imported.
 """
 
-import importlib
 import signal
+
+from training.contract.imports import import_uncollected
 
 
 def main() -> None:
     is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
     if is_pythons:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    cli = importlib.import_module("workflows.cli")
+    cli = import_uncollected("workflows.cli")
     if is_pythons:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()

@@ -6,7 +6,6 @@ has the errors of all.
 """
 
 import contextlib
-import importlib
 import os
 import re
 import shutil
@@ -16,19 +15,21 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from training.contract.durable import free_bytes, lacks_room, write_error
 from training.contract.errors import PedigreeError, TrainingError
 from training.contract.events import EventWriter
+from training.contract.imports import import_uncollected
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store import Made, Store
-from training.distributed import Group, group
 from training.launch.processes import ancestors, die_with_parent
-from training.provenance import provenance
 
-# The module whose `run` does the work of a kind. Imported by name, so that a rank that trains does not load the libraries
-# that read data (60 MB, half a second).
+if TYPE_CHECKING:
+    from training.distributed import Group
+
+# The module whose `run` does the work of a kind. Imported once the kind is known, so that a rank that trains does not load the
+# libraries that read data (60 MB, half a second).
 WORK: dict[JobKind, str] = {
     "preferences": "training.data.preferences",
     "tokenizer": "training.data.template",
@@ -51,7 +52,8 @@ def main(path: Path) -> int:
     _bind_to_launcher()
     job = Job.read(path)
     try:
-        with group(job.compute.device if job.distributed else "cpu") as members:
+        distributed = import_uncollected("training.distributed")
+        with distributed.group(job.compute.device if job.distributed else "cpu") as members:
             make(job, members)
     except Exception as error:
         _report(job, _explained(job, error))
@@ -59,15 +61,15 @@ def main(path: Path) -> int:
     return 0
 
 
-def make(job: Job, members: Group) -> None:
+def make(job: Job, members: "Group") -> None:
     """Do the work, from an empty staging folder to the published artifact."""
     events = EventWriter(job.events if members.is_main else None, keep=job.checkpoints.exists())
     if members.is_main:
         shutil.rmtree(job.staging, ignore_errors=True)
         job.staging.mkdir(parents=True)
-    about = provenance(members)
+    about = import_uncollected("training.provenance").provenance(members)
     members.barrier()
-    made: Made = importlib.import_module(WORK[job.kind]).run(job, members, events)
+    made: Made = import_uncollected(WORK[job.kind]).run(job, members, events)
     members.barrier()
     if members.is_main:
         made = replace(made, details=made.details | {"provenance": about})

@@ -9,10 +9,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-import mlflow.transformers
-import transformers
-from transformers import AutoConfig, AutoTokenizer
-
+from training.contract.imports import import_uncollected
 from training.launch.processes import die_with_parent
 
 # Named here, since MLflow's own guess loads the model again and asks for packages that text generation does not use.
@@ -21,13 +18,15 @@ _REQUIRED = ("mlflow", "torch", "transformers")
 
 def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
     """Write the model in `policy` to the new folder `out`, in its own dtype; its chat answers call it `name`."""
-    [architecture] = AutoConfig.from_pretrained(policy, trust_remote_code=False).architectures
+    import_uncollected("transformers.modeling_utils")  # which every model's code imports, and most of the time goes to
+    transformers, flavor = import_uncollected("transformers"), import_uncollected("mlflow.transformers")
+    [architecture] = transformers.AutoConfig.from_pretrained(policy, trust_remote_code=False).architectures
     kind = getattr(transformers, architecture)
     model = kind.from_pretrained(policy, dtype="auto", use_safetensors=True, trust_remote_code=False)
     model.config._name_or_path = model.name_or_path = name
-    words = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    words = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     words.name_or_path = name
-    mlflow.transformers.save_model(
+    flavor.save_model(
         {"model": model, "tokenizer": words},
         str(out),
         task="llm/v1/chat",

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,19 @@ def test_two_ranks(exchange: Callable[..., Any]) -> None:
         "sum": [3.0, 30.0],
         "broadcast": [7, 8],
     }
+
+
+def test_it_computes_deterministically_without_importing_the_compiler() -> None:
+    code = """
+import sys, torch
+from training.distributed import group
+with group("cpu"):
+    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert "torch._dynamo" not in sys.modules
+    import torch._inductor.config
+    assert torch._inductor.config.deterministic
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_one_process_has_the_same_calls() -> None:

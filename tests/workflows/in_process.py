@@ -1,6 +1,6 @@
 """A home in which everything happens in this process: our own code behind our own seams, but for the start of processes.
 
-A job takes six seconds when it starts its processes, nearly all of them imports. A table of eighty edits has a thousand
+A job takes seconds when it starts its processes, nearly all of them imports. A table of eighty edits has a thousand
 jobs. So the launcher here calls what a job's process calls, in a world of one, and a model version is packaged by a call of
 what its process calls. Dagster's records are in memory, MLflow's in a SQLite file.
 """
