@@ -95,6 +95,9 @@ class Group:
         return parts
 
 
+ALONE = Group(0, 1, torch.device("cpu"))  # one process that reads data, for which torch needs no preparation
+
+
 @contextlib.contextmanager
 def group(device: DeviceName) -> Iterator[Group]:
     """Join the processes that torchrun started, or be the only one; `auto` takes a GPU if there is one.
@@ -149,9 +152,7 @@ def _compute_deterministically() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Sums that NVSwitch makes, in an order of its own. By itself torch leaves out NVLS alone, not what goes on between nodes.
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
-    # What `torch.use_deterministic_algorithms` does. It would import the compiler at once, which takes a second.
-    torch.set_deterministic_debug_mode("error")
-    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True)  # which imports torch's compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs 4% of a step
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))

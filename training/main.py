@@ -53,7 +53,8 @@ def main(path: Path) -> int:
     job = Job.read(path)
     try:
         distributed = import_uncollected("training.distributed")
-        with distributed.group(job.compute.device if job.distributed else "cpu") as members:
+        alone = contextlib.nullcontext(distributed.ALONE)
+        with distributed.group(job.compute.device) if job.distributed else alone as members:
             make(job, members)
     except Exception as error:
         _report(job, _explained(job, error))

@@ -1,10 +1,10 @@
 """Do one job in this process, and say what it cost: `python -m tests.benchmarks.measured JOB.json`.
 
 One JSON object on the last line: CPU-seconds of the job, those of starting and importing before it, and peaks of memory
-in MB. A fresh process each, since the peak of a process never falls. What a job's kind imports is imported before.
+in MB. A fresh process each, since the peak of a process never falls. What a job's kind imports is imported before, in the
+job's own way.
 """
 
-import importlib
 import json
 import sys
 import time
@@ -12,13 +12,14 @@ from pathlib import Path
 
 from tests.benchmarks.setting import cpu_seconds, peak_mb
 from training import main
+from training.contract.imports import import_uncollected
 from training.contract.job import Job
 from training.distributed import group
 
 
 def measure(path: Path) -> dict[str, float]:
     job = Job.read(path)
-    importlib.import_module(main.WORK[job.kind])
+    import_uncollected(main.WORK[job.kind])
     imports, imports_peak, started = cpu_seconds(), peak_mb(), time.perf_counter()
     with group(job.compute.device) as alone:
         main.make(job, alone)

@@ -21,11 +21,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests.training.runs import ALONE
 from tests.training.worlds import build_world
 from training.contract.events import EventWriter, read_events
 from training.contract.job import Job
 from training.contract.recipe import Training
+from training.distributed import ALONE
 from training.loop import run
 
 FILE = Path(__file__).parent / "golden" / "trajectory.json"

@@ -19,10 +19,9 @@ from training.contract.logprob_table import LogProbTable
 from training.contract.recipe import Training
 from training.contract.store import Artifact, Made, Store
 from training.data.packing import epoch_order
-from training.distributed import Group
+from training.distributed import ALONE, Group
 from training.loop import run
 
-ALONE = Group(0, 1, torch.device("cpu"))
 SIDES = ("chosen", "rejected")
 BETA, RATE, CLIP = 0.5, 3e-3, 1.0
 TIMED = {"time", "tokens_per_second", "peak_memory_mb"}

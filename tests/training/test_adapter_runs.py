@@ -10,13 +10,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.training.runs import ALONE, SIDES, losses, naive_losses, published, settings, timeless, told, tune
+from tests.training.runs import SIDES, losses, naive_losses, published, settings, timeless, told, tune
 from training import merge
 from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import Adapter
 from training.contract.store import Made
 from training.contract.weights import adapter_fingerprint
+from training.distributed import ALONE
 from training.model.adapter import add_adapter
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel

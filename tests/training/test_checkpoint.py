@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import Parameter
 
-from tests.training.runs import ALONE, on_two_ranks
+from tests.training.runs import on_two_ranks
 from training.checkpoint import Checkpoint, Checkpoints, State
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.manifest import Derivation
 from training.contract.optimizer import AdamW
-from training.distributed import Group
+from training.distributed import ALONE, Group
 from training.optim import Optimizers, build_optimizer
 from training.pieces import LocalRows, PieceReader, piece_of, write_pieces
 from training.saver import Saver

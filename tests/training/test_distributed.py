@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +10,11 @@ import pytest
 import torch
 
 import training
-from tests.training.runs import ALONE
 from tests.training.workshop import Workshop
 from training.contract.errors import TrainingError
 from training.contract.job import Job
 from training.contract.recipe import Compute
-from training.distributed import group
+from training.distributed import ALONE, group
 from training.launch.launcher import run_job
 from training.launch.local import LocalLauncher
 
@@ -53,19 +50,6 @@ def test_two_ranks(exchange: Callable[..., Any]) -> None:
         "sum": [3.0, 30.0],
         "broadcast": [7, 8],
     }
-
-
-def test_it_computes_deterministically_without_importing_the_compiler() -> None:
-    code = """
-import sys, torch
-from training.distributed import group
-with group("cpu"):
-    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    assert "torch._dynamo" not in sys.modules
-    import torch._inductor.config
-    assert torch._inductor.config.deterministic
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_one_process_has_the_same_calls() -> None:

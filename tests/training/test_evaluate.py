@@ -35,14 +35,13 @@ from training.contract.recipe import Compute
 from training.contract.store import Artifact
 from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
-from training.distributed import Group
+from training.distributed import ALONE
 from training.generate import answers, greedy, spread_prompts, stop_tokens
 from training.main import main
 from training.model.load import load_model
 from training.report import Report, Sample, WorstPair, render
 from training.scored_pairs import Accuracy, score_pairs, wilson_interval
 
-ALONE = Group(0, 1, torch.device("cpu"))
 BETA = 0.2
 SETTINGS = {"samples": 3, "max_new_tokens": 12, "loss": {"type": "sigmoid", "beta": BETA, "label_smoothing": 0.0}}
 HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & \"quoted\" 'too'"

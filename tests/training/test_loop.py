@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.training.runs import (
-    ALONE,
     BETA,
     RATE,
     SIDES,
@@ -33,6 +32,7 @@ from training.contract.job import Failure
 from training.contract.logprob_table import LogProbTable
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import Positions, epoch_order
+from training.distributed import ALONE
 from training.loop import _Tuning
 from training.model.load import load_model
 from training.objective import CollatedPairs, PreferenceObjective

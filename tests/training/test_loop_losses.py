@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
 from tests.training import runs
-from tests.training.runs import ALONE, BETA, RATE, SIDES, TIMED, losses, published, told, tune
+from tests.training.runs import BETA, RATE, SIDES, TIMED, losses, published, told, tune
 from tests.training.worlds import build_world
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
@@ -22,6 +22,7 @@ from training.contract.logprob_table import LogProbTable
 from training.contract.loss import Loss, LossType
 from training.data.packing import epoch_order
 from training.data.tokenized import Pairs
+from training.distributed import ALONE
 from training.tails import read_table
 
 EPS = 1e-5  # with the usual 1e-8 the first steps of Adam turn rounding errors of gradients near zero into whole steps

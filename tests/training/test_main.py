@@ -57,6 +57,13 @@ def test_training_does_not_import_what_reads_data() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_reading_data_does_not_import_the_compiler(make_job: MakeJob) -> None:
+    """torch's is more than a thousand modules, with sympy. Making algorithms deterministic imports it."""
+    code = f"import sys; from pathlib import Path; from training.main import main; main(Path({str(make_job().path)!r}))"
+    code += "; print([m for m in ('torch._dynamo', 'sympy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
 def test_what_the_work_made_is_published(make_job: MakeJob) -> None:
     """Nothing that an earlier attempt left in the staging folder gets into the artifact, and nothing stays behind."""
     job = make_job()

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.training.model.architectures import LINEAR, build_multimodal, groups
-from tests.training.runs import ALONE, losses, published, settings, told, tune
+from tests.training.runs import losses, published, settings, told, tune
 from tests.training.worlds import TinyWorld, build_world
 from training.contract.events import EventWriter, read_events
 from training.contract.recipe import Adapter, Compute, SupervisedTuning
+from training.distributed import ALONE
 from training.generate import greedy
 from training.model.adapter import add_adapter
 from training.model.body import body_of, text_modules

@@ -5,11 +5,11 @@ import platform
 
 import torch
 
-from tests.training.runs import ALONE
 from training import loop, main
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.store import Store
+from training.distributed import ALONE
 from training.provenance import device_name, provenance
 
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.training.runs import ALONE, SIDES
+from tests.training.runs import SIDES
 from training import rescore
 from training.contract.errors import UsageError
 from training.contract.events import EventWriter
 from training.contract.logprob_table import LogProbTable
+from training.distributed import ALONE
 from training.proof import evenly_spaced
 
 

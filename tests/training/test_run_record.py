@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.training.runs import ALONE, settings, tune
+from tests.training.runs import settings, tune
 from training.contract.events import EventWriter
 from training.contract.job import Job
+from training.distributed import ALONE
 from training.run_record import RunRecord
 
 

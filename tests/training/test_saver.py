@@ -8,10 +8,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.training.runs import ALONE
 from tests.training.test_checkpoint import JOB, Toy
 from training.checkpoint import Checkpoints
 from training.contract.fingerprint import hash_files
+from training.distributed import ALONE
 from training.saver import Saver, _seal
 
 TOUCHED: list[tuple[str, str]] = []

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.training.runs import ALONE, losses, published, told
+from tests.training.runs import losses, published, told
 from tests.training.worlds import build_world
 from training import run_record
 from training.contract.errors import DataError, ModelError, TemplateError
@@ -20,6 +20,7 @@ from training.contract.store import Made
 from training.contract.weights import weights_fingerprint, weights_identity
 from training.data.packing import epoch_order
 from training.data.tokenized import PAIRS_SCHEMA
+from training.distributed import ALONE
 from training.sft import run
 
 RATE = 3e-3

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.training.runs import ALONE
 from training import main
 from training.contract.fingerprint import hash_file
 from training.contract.job import Input, Job, JobKind
 from training.contract.recipe import Compute
 from training.contract.recipe_files import DataFile, data_files, tokenizer_files
 from training.contract.store import Artifact, Store
+from training.distributed import ALONE
 
 ON_CPU = Compute(device="cpu")
 # Where a recipe would name them.

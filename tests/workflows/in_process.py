@@ -9,7 +9,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, BinaryIO
 
@@ -21,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import model_registry.files
 from assets.graph import GRAPH
 from assets.pipeline import Services
+from model_registry.connection import connect
 from model_registry.package import package
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
@@ -57,7 +60,10 @@ class InProcess:
 
 
 def services_in(home: Path) -> Services:
-    address = f"sqlite:///{home / 'mlflow.db'}"
+    home.mkdir(parents=True, exist_ok=True)
+    if not (database := home / "mlflow.db").exists():
+        database.write_bytes(_empty_database())
+    address = f"sqlite:///{database}"
     return Services(
         home=home,
         store=Store(home / "store"),
@@ -65,6 +71,14 @@ def services_in(home: Path) -> Services:
         tracker=Tracker(address, home / "artifacts"),
         registry=Registry(address, home / "downloads"),
     )
+
+
+@cache
+def _empty_database() -> bytes:
+    """One of MLflow, with all its tables: making them takes seconds."""
+    with TemporaryDirectory() as folder:
+        connect(f"sqlite:///{folder}/mlflow.db")
+        return (Path(folder) / "mlflow.db").read_bytes()
 
 
 @dataclass
@@ -105,7 +119,7 @@ def run_in(
 
     `write` writes what a recipe reads, by default `write_inputs`.
     """
-    (home := place / "home").mkdir()
+    home = place / "home"
     folders = {name: write_recipe(place / "recipes" / name, recipe) for name, recipe in recipes.items()}
     with pytest.MonkeyPatch.context() as patch, dg.DagsterInstance.ephemeral() as instance:
         patch.setattr(model_registry.files, "_package", package)

@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
         return list(pool.map(hash_file, paths))
 
 
+@cache
 def hashers() -> int:
     """How many threads hash at once: one a core, up to 16, beyond which a disk is the bottleneck."""
     return min(_MOST_HASHERS, cores())

@@ -9,8 +9,8 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.training.model.architectures import LOCAL, MULTIMODAL, VARIANTS, build, build_multimodal, groups
-from tests.training.runs import ALONE
 from training.contract.errors import ModelError
+from training.distributed import ALONE
 from training.model.body import text_config
 from training.model.logprobs import collate, logprobs_of
 from training.model.prefix import TokenSequence

@@ -9,11 +9,12 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.training.model.architectures import build
-from tests.training.runs import ALONE, settings
+from tests.training.runs import settings
 from tests.training.worlds import VOCABULARY, TinyWorld
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter, read_events
 from training.contract.job import JobKind
+from training.distributed import ALONE
 from training.main import WORK
 from training.model.selfcheck import demand_exact, tiny_groups
 

@@ -11,12 +11,10 @@ from training.contract.errors import ModelError
 from training.contract.events import EventWriter
 from training.contract.job import Input
 from training.contract.recipe import Adapter, Parallel
-from training.distributed import Group
+from training.distributed import ALONE, Group
 from training.parallel.choice import choose, choose_layout, device_bytes
 from training.parallel.layout import Layout
 from training.parallel.models import FrozenModel, ModelSource, TrainableModel
-
-ALONE = Group(0, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")

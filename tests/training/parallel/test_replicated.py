@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.training.runs import ALONE
 from training.contract.recipe import Adapter, Dtype
+from training.distributed import ALONE
 from training.parallel.layout import Layout
 from training.parallel.models import TrainableModel
 from training.parallel.replicated import Replicated
