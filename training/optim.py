@@ -68,17 +68,22 @@ class Optimizers:
 
 
 def build_optimizer(
-    settings: Optimizer, parameters: Mapping[str, Parameter], matrices: Container[str], turns: Turns | None = None
+    settings: Optimizer,
+    parameters: Mapping[str, Parameter],
+    matrices: Container[str],
+    norms: Container[str] = (),
+    turns: Turns | None = None,
 ) -> Optimizers:
     """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others.
 
-    With `turns` a parameter is the rows of a tensor that this process holds, and several share Muon's work.
+    Those of `norms` are not decayed, whatever their shape. With `turns` a parameter is the rows of a tensor that this process
+    holds, and several share Muon's work.
     """
     if isinstance(settings, AdamW):
-        return Optimizers(_adamw(settings, parameters))
+        return Optimizers(_adamw(settings, parameters, norms))
     hidden = {name: parameter for name, parameter in parameters.items() if name in matrices}
     others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
-    return Optimizers(_muon(settings, hidden, turns) + _adamw(settings.adamw, others))
+    return Optimizers(_muon(settings, hidden, turns) + _adamw(settings.adamw, others, norms))
 
 
 def hidden_matrices(model: PreTrainedModel) -> set[str]:
@@ -91,8 +96,15 @@ def hidden_matrices(model: PreTrainedModel) -> set[str]:
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
     ends += [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
     spared = {id(parameter) for module in ends if module is not None for parameter in module.parameters()}
+    others = norm_weights(model)
     named = model.named_parameters()
-    return {n for n, p in named if p.ndim == 2 and id(p) not in spared and not _is_bias(n)}
+    return {n for n, p in named if p.ndim == 2 and id(p) not in spared and n not in others and not _is_bias(n)}
+
+
+def norm_weights(model: PreTrainedModel) -> set[str]:
+    """The names of the parameters of norms, by module: Cohere's norms of queries and keys have a row for each head."""
+    norms = [(name, module) for name, module in model.named_modules() if "Norm" in type(module).__name__]
+    return {name for prefix, module in norms for name, _ in module.named_parameters(prefix, recurse=False)}
 
 
 def set_learning_rate(optimizer: Optimizers, factor: float) -> None:
@@ -121,9 +133,9 @@ def warmup_steps(schedule: Schedule, steps: int) -> int:
     return math.ceil(schedule.warmup_ratio * steps - _ROUNDING)
 
 
-def _adamw(settings: AdamW, parameters: Mapping[str, Parameter]) -> list[torch.optim.Optimizer]:
+def _adamw(settings: AdamW, parameters: Mapping[str, Parameter], norms: Container[str]) -> list[torch.optim.Optimizer]:
     """AdamW in two groups, with weight decay and without; no optimizer where there are no parameters."""
-    decayed = {name: p for name, p in parameters.items() if p.ndim >= 2 and not _is_bias(name)}
+    decayed = {n: p for n, p in parameters.items() if p.ndim >= 2 and n not in norms and not _is_bias(n)}
     others = {name: p for name, p in parameters.items() if name not in decayed}
     groups = [_group(settings, decayed, settings.weight_decay), _group(settings, others, 0.0)]
     filled = [group for group in groups if group["params"]]

@@ -35,7 +35,7 @@ from training.model.logprobs import runs_in_lockstep
 from training.model.sharing import why_not_shared
 from training.model.transfer import prefetch
 from training.objective import Objective
-from training.optim import build_optimizer, hidden_matrices, schedule_factor, set_learning_rate
+from training.optim import build_optimizer, hidden_matrices, norm_weights, schedule_factor, set_learning_rate
 from training.parallel.masters import Masters
 
 _SHOWN = 8
@@ -61,8 +61,8 @@ class Stepper:
         steps: int,
     ) -> None:
         self.masters, self.objective, self.batches, self.steps = masters, objective, batches, steps
-        matrices = hidden_matrices(masters.model)
-        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, matrices, masters.turns)
+        matrices, norms = hidden_matrices(masters.model), norm_weights(masters.model)
+        self.optimizer = build_optimizer(settings.optimizer, masters.parameters, matrices, norms, masters.turns)
         self.group, self._settings = masters.group, settings
         self._sharing = why_not_shared(masters.model, masters.own_dropout) is None
 

@@ -6,8 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
+from training.contract.errors import ModelError
 from training.model import scoring
 from training.model.load import load_model
 from training.model.logprobs import LogProbs, collate, response_logprobs
@@ -43,6 +51,38 @@ def plain(model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
 
 def per_sequence(logprobs: LogProbs) -> list[np.ndarray]:
     return np.split(np.asarray(logprobs.tokens_N), np.cumsum(np.asarray(logprobs.counts_S))[:-1])
+
+
+def rotating(kind: str, **more: object) -> PreTrainedModel:
+    """Made for 16 positions, in float64; its head of size 8 has four frequencies."""
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, **more}
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 16}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, rope_parameters=rope)).double().eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return model
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 18, 40])
+def test_a_row_is_as_long_as_its_sequence_where_that_decides_its_positions(length: int):
+    """Of 17 tokens 16 predict something; plain transformers runs all of them, and turns to the long factors."""
+    model = rotating("longrope", short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    ids = torch.randint(64, (length,), generator=torch.Generator().manual_seed(length))
+    sequence = TokenSequence(ids, torch.arange(length) >= 6)
+    torch.testing.assert_close(score(model, [sequence]).tokens_N.double(), plain(model, sequence), atol=1e-5, rtol=0)
+
+
+def test_a_sequence_beyond_dynamic_positions_is_refused():
+    """transformers widens them for a long one, and goes on so: a short one that comes later has other log-probs."""
+    model = rotating("dynamic")
+    ids = torch.randint(64, (17,), generator=torch.Generator().manual_seed(1))
+    fits, too_long = (TokenSequence(ids[:n], torch.arange(n) >= 6) for n in (16, 17))
+    torch.testing.assert_close(score(model, [fits]).tokens_N.double(), plain(model, fits), atol=1e-5, rtol=0)
+    with pytest.raises(ModelError, match=r"has 17 tokens, .* trained for 16: .* set `tokenization.max_length: 16`"):
+        collate(model, [fits, too_long])
 
 
 @pytest.fixture(params=["stories260K", "tiny-chat"])

@@ -11,13 +11,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, PreTrainedModel
 
 from tests.training.runs import on_two_ranks
 from training.contract.optimizer import AdamW, Muon
 from training.distributed import Group
 from training.distributed_muon import Turns
-from training.optim import Optimizers, build_optimizer, hidden_matrices, set_learning_rate
+from training.optim import Optimizers, build_optimizer, hidden_matrices, norm_weights, set_learning_rate
 from training.parallel.turns import TurnsOfCopies, TurnsOfShards
 
 
@@ -35,6 +35,18 @@ LLAMA_MATRICES = {
     f"model.layers.0.{part}.weight"
     for part in [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
 }
+
+
+def test_norms_with_a_row_for_each_head_are_no_matrices():
+    shape = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = CohereConfig(vocab_size=16, intermediate_size=8, use_qk_norm=True, pad_token_id=0, **shape)
+    model = AutoModelForCausalLM.from_config(config)
+    norms = {f"model.layers.0.self_attn.{part}_norm.weight" for part in "qk"}
+    parameters = dict(model.named_parameters())
+    assert all(parameters[name].ndim == 2 for name in norms)
+    assert_split(model, LLAMA_MATRICES)
+    groups = build_optimizer(AdamW(), parameters, {}, norm_weights(model)).param_groups
+    assert norms <= {name for group in groups if not group["weight_decay"] for name in group["param_names"]}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -205,7 +217,7 @@ def seeded(step: int) -> dict[str, Tensor]:
 def stepped(cut: Any, turns: Turns | None) -> tuple[dict[str, Any], int]:
     """What three steps make of the rows that `cut` gives of each matrix, and the operations of matrix products for it."""
     parameters = {name: Parameter(cut(name, tensor)) for name, tensor in seeded(9).items()}
-    optimizer = build_optimizer(MUON, parameters, ODD, turns)
+    optimizer = build_optimizer(MUON, parameters, ODD, turns=turns)
     with FlopCounterMode(display=False) as operations:
         for step in range(3):
             for name, gradient in seeded(step).items():

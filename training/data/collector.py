@@ -150,7 +150,9 @@ class Collector:
             return
         counted = [*self.reasons.most_common(), *([("left out by `fraction`", self.left_out)] if self.left_out else [])]
         found = ", ".join(f"{count} x {reason}" for reason, count in counted) or "no row at all"
-        first = f"; the first: {self.quarantine_examples[0]['detail']}" if self.quarantine_examples else ""
+        first = ""
+        for row in self.quarantine_examples[:1]:
+            first = f"; the first: {row['source']}, line {row['line']}: {row['detail']}"
         raise DataError(f"there is no usable preference pair in {', '.join(self.formats)} ({found}){first}")
 
     def refuse_empty_held_out(self, inputs: Sequence[SourceFile]) -> None:

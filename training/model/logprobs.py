@@ -25,13 +25,14 @@ from torch import Tensor
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
+from training.contract.errors import ModelError
 from training.distributed import Group
 from training.model.attention import SHARED_PREFIX, use_attention
 from training.model.body import body_of
 from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, build_row
 from training.model.routing import Routing, routing_of, total
-from training.model.sharing import why_not_shared
+from training.model.sharing import rope_by_length, why_not_shared
 from training.model.tiles import token_logprobs, token_logprobs_and_collisions
 
 _HOOKED = "_pedigree_tokens"
@@ -103,13 +104,27 @@ def collate(
 
     `sizes` are those of the groups of consecutive sequences that share a prompt; by default each is alone. What a group really
     has in common is found by comparing tokens, so a wrong group costs time and is not an error.
+
+    Raises ModelError for a sequence that is too long for `dynamic` rotary positions: beyond those of training, transformers
+    lets them depend on the rows that were run before.
     """
     device = next(model.parameters()).device
     sharing = why_not_shared(model, model.training) is None
     remaining = iter(sequences)
     groups = [list(islice(remaining, size)) for size in (sizes or [1] * len(sequences))]
     rows = [groups] if sharing else [[[sequence]] for sequence in sequences]
-    return CollatedRows([build_row(row, device) for row in rows], sharing)
+    by_length = rope_by_length(model)
+    if "dynamic" in by_length:
+        _demand_within(body_of(model).config.max_position_embeddings, sequences)
+    return CollatedRows([build_row(row, device, whole=bool(by_length)) for row in rows], sharing)
+
+
+def _demand_within(limit: int, sequences: Sequence[TokenSequence]) -> None:
+    if (longest := max((len(sequence.ids_T) for sequence in sequences), default=0)) > limit:
+        raise ModelError(
+            f"a sequence has {longest:,} tokens, and the model's dynamic rotary positions were trained for {limit:,}: "
+            f"what transformers computes of longer ones depends on those before; set `tokenization.max_length: {limit}`"
+        )
 
 
 def logprobs_of(

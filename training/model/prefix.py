@@ -134,14 +134,17 @@ class Row:
     counts_S: Tensor
 
 
-def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device) -> Row:
-    """One row of all groups, on `device`: for each group its prefix, then what each of its sequences adds to it."""
+def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device, whole: bool = False) -> Row:
+    """One row of all groups, on `device`: for each group its prefix, then what each of its sequences adds to it.
+
+    With `whole` the tokens stay that nothing attends to: the length of a sequence may matter where they do not.
+    """
     segments: list[Segment] = []
     ids, positions, sequences, predictors, targets, counts = [], [], [], [], [], []
     end = 0  # of the row so far
     for group in groups:
         predicted = [_predicted(sequence) for sequence in group]
-        runs = [sequence.ids_T[: _needed(places)] for sequence, places in zip(group, predicted, strict=True)]
+        runs = [sequence.ids_T[: None if whole else _needed(p)] for sequence, p in zip(group, predicted, strict=True)]
         shared = common_prefix(runs)
         prefix, prefix_start = (len(segments) if shared else None), end
         if shared:

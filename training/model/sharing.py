@@ -85,6 +85,7 @@ VERIFIED = frozenset(
 )
 _SILENT = {"phimoe", "qwen2_moe"}  # their layers have windows that only transformers' own masks know of
 _LAYERS = {"full_attention", "sliding_attention"}
+_ROPE_BY_LENGTH = {"dynamic", "longrope"}
 
 
 def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
@@ -103,9 +104,14 @@ def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
         return "attention is not told of the sliding window that its layers have"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "attention scores are capped (attn_logit_softcapping)"
-    if found := _rope_types(config) & {"dynamic", "longrope"}:
+    if found := rope_by_length(model):
         return f"rotary positions of type {found.pop()} depend on the longest sequence of a row"
     return None
+
+
+def rope_by_length(model: PreTrainedModel) -> set[str]:
+    """The types of the model's rotary positions that depend on how long a row is."""
+    return _rope_types(body_of(model).config) & _ROPE_BY_LENGTH
 
 
 def _attention_dropout(config: Any) -> float:

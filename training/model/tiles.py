@@ -95,7 +95,10 @@ def _walk(
 
 
 class _TokenLogProbs(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """`ctx.tiles`: bounds of all tiles; `ctx.kept`: of the first ones, by number, `exp(logit - peak)` and each row's peak."""
+    """`ctx.tiles`: bounds of all tiles; `ctx.kept`: of the first ones, by number, `exp(logit - peak)` and each row's peak.
+
+    A backward pass uses the former up, and leaves None.
+    """
 
     @staticmethod
     def forward(
@@ -178,7 +181,10 @@ def _logit_gradient(ctx: Any, number: int, upstream_N: Tensor) -> Tensor:
     (start, end), head = ctx.tiles[number], ctx.head
     slope_NW = None
     if number in ctx.kept:
-        exps_NW, peak_N = ctx.kept.pop(number)  # to become the gradient; a second backward pass computes it again
+        exps_NW, peak_N = ctx.kept[number]
+        if exps_NW is None:  # an earlier backward pass has made it the gradient: the same bits once more
+            exps_NW = _run(_exponentials, head)(_logits(operands, start, end, head))[0]
+        ctx.kept[number] = None, peak_N
         grad_NW = exps_NW.mul_((-upstream_N * (peak_N - lse_N).exp())[:, None])
     else:
         grad_NW = _logits(operands, start, end, head)
@@ -210,9 +216,10 @@ def _logits(operands: Sequence[Tensor], start: int, end: int, head: Head) -> Ten
 def _exponentials(tile_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`exp(logit - peak)` with the peak and the sum of each row; in place of the logits, unless it is compiled.
 
-    Compiled, an operation in place would write to another tensor and copy it back, in a pass of its own.
+    Compiled, an operation in place would write to another tensor and copy it back, in a pass of its own. The peak is
+    finite even where all logits of the tile are -inf, as a bias may make those of padded entries.
     """
-    peak_N = tile_NW.amax(dim=1)
+    peak_N = tile_NW.amax(dim=1).clamp(min=torch.finfo(tile_NW.dtype).min)
     exps_NW = tile_NW - peak_N[:, None] if torch.compiler.is_compiling() else tile_NW.sub_(peak_N[:, None])
     exps_NW.exp_()
     return exps_NW, peak_N, exps_NW.sum(dim=1)
