@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from assets.event_log import tell
 from assets.held_out import common_measure, measured, prompts, rows_by_messages, rows_by_pair
 from assets.step import Step
 from model_registry.gate import MIN_PROMPTS, Measure, Prompts, Values
@@ -54,7 +55,8 @@ def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:
             return store.open(kind, found)
         except CorruptArtifact as error:
             place = store.set_aside(kind, found)
-            step.context.log.warning(f"{error}. Set aside in {place}; that among the version's files is taken.")
+            text = f"{error}. Set aside in {place}; that among the version's files is taken."
+            tell(step.services, step.context.log, "released_model", text)
     try:
         with store.staging() as staging:
             return store.adopt(step.services.registry.fetch(champion, kind, staging), kind, found)

@@ -51,8 +51,11 @@ def quarantine(artifact: Artifact, limit: float) -> dg.AssetCheckResult:
     share = bad / read if read else 1.0
     description = (
         f"{bad:,} of {read:,} rows ({share:.1%}) are in quarantine, at most {limit:.1%} are allowed by "
-        "data.max_quarantined; the reasons are in the metadata"
+        "data.max_quarantined"
     )
+    for first in artifact.details["quarantine_examples"][:1]:
+        place = f"{first['source']}, line {first['line']}: {first['reason']}, {first['detail']}"
+        description += f"; they are in {artifact.folder / 'quarantine.parquet'} with the reasons, the first is {place}"
     return _result(QUARANTINE, share <= limit, description, share=share, limit=limit)
 
 

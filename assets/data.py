@@ -1,6 +1,6 @@
 """From preference files to pairs in one schema, and from there to token ids."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 import dagster as dg
 
@@ -14,6 +14,7 @@ from assets.world import FoundData, find_data
 from assets.written import tokenizer_places
 from training.contract.errors import DataError
 from training.contract.fingerprint import short
+from training.contract.store import Artifact
 
 
 def preferences_work(pipeline: Pipeline, found: FoundData) -> Work:
@@ -50,13 +51,18 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
         "quarantine_examples": table(details["quarantine_examples"], ("source", "line", "reason", "text")),
         "examples": dg.MetadataValue.json(details["examples"]),
     }
-    return made.result(metadata, [checks.quarantine(made.artifact, step.pipeline.recipe.data.max_quarantined)])
+    return made.result(metadata, rows_checks(step.pipeline, made.artifact))
+
+
+def rows_checks(pipeline: Pipeline, rows: Artifact) -> list[dg.AssetCheckResult]:
+    return [checks.quarantine(rows, pipeline.recipe.data.max_quarantined)]
 
 
 def tokenized_pairs(step: Step) -> dg.MaterializeResult:
     made = realize(step, pairs_work(step.pipeline))
     details = made.artifact.details
-    _demand_splits(step, details["counts"])
+    planned = step.context.job_def.asset_layer.executable_asset_keys
+    demand_splits(step.pipeline, made.artifact, [asset for asset in GRAPH if step.pipeline.key(asset) in planned])
     dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
     metadata = {
         "dagster/row_count": details["counts"]["pairs"],
@@ -65,26 +71,25 @@ def tokenized_pairs(step: Step) -> dg.MaterializeResult:
         "lengths": length_histogram(details["histogram"]),
         "examples": rendered_pairs(details["examples"]),
     }
-    results = [
-        checks.responses(made.artifact),
-        checks.prefix(made.artifact, step.pipeline.recipe.data.max_quarantined),
-        checks.complete(made.artifact, step.pipeline.recipe.data.max_quarantined),
-        checks.splits(made.artifact),
-    ]
-    return made.result(metadata, results)
+    return made.result(metadata, pairs_checks(step.pipeline, made.artifact))
 
 
-def _demand_splits(step: Step, counts: Mapping[str, int]) -> None:
-    """Raises DataError if an asset of this run would have no pairs to work with: now, not after the training."""
-    planned = step.context.job_def.asset_layer.executable_asset_keys
+def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResult]:
+    limit = pipeline.recipe.data.max_quarantined
+    return [checks.responses(pairs), checks.prefix(pairs, limit), checks.complete(pairs, limit), checks.splits(pairs)]
+
+
+def demand_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -> None:
+    """Raises DataError if one of `assets`, those of a run, would have no pairs to work with: now, not after the training."""
+    counts = pairs.details["counts"]
     remedies = {
         "train": "or add data whose prompts no `held_out` source has",
         "validation": "or add a source that is `held_out`",
     }
     for split, asset in (("train", "policy"), ("validation", "evaluation")):
-        if not counts[split] and step.pipeline.key(asset) in planned:
+        if not counts[split] and asset in assets:
             raise DataError(
                 f"none of the {counts['pairs']:,} tokenized pairs is in the {split} split, and {asset} is part of this run; "
-                f"`data.validation_fraction` is {step.pipeline.recipe.data.validation_fraction}, the share of prompts that "
+                f"`data.validation_fraction` is {pipeline.recipe.data.validation_fraction}, the share of prompts that "
                 f"is held out: set another (0.1 is usual), {remedies[split]}"
             )

@@ -47,3 +47,8 @@ def with_log(services: Services, log: Logger, asset: str) -> Services:
         services.listener({**event, "asset": asset})
 
     return replace(services, listener=hear)
+
+
+def tell(services: Services, log: Logger, asset: str, text: str) -> None:
+    """Tell a person of something beside the events of a job, in the same places."""
+    with_log(services, log, asset).listener({"event": "note", "text": text})

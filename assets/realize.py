@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import dagster as dg
 
 from assets.changes import found_changes, input_changes
-from assets.event_log import with_log
+from assets.event_log import tell, with_log
 from assets.graph import derive
 from assets.locate import locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
@@ -112,7 +112,7 @@ def publish_found(services: Services, found: Found) -> Realized:
 
 
 def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:
-    """What the store has for `derivation`. A corrupt artifact that can be made again is set aside, with a warning.
+    """What the store has for `derivation`. A corrupt artifact that can be made again is set aside, and people are told.
 
     A corrupt record is no reason to train again for hours: the manifest says the same.
     """
@@ -120,7 +120,8 @@ def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artif
     try:
         return store.reuse(kind, key)
     except CorruptRecord as error:
-        log.warning(f"{error}. Set aside in {store.mend_record(kind, key)}; the manifest of its artifact is used.")
+        place = store.mend_record(kind, key)
+        tell(services, log, kind, f"{error}. Set aside in {place}; the manifest of its artifact is used.")
         return find_sound(services, derivation, log)
     except CorruptArtifact as error:
         made = store.record(kind, key)
@@ -130,7 +131,8 @@ def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artif
                 f"{error}. What was trained is not made again unasked: restore {store.folder(kind, made.fingerprint)} from a "
                 "backup, or move it away, and the next run trains it again"
             ) from error
-        log.warning(f"{error}. Set aside in {store.set_aside(kind, made.fingerprint)}; it is made again.")
+        place = store.set_aside(kind, made.fingerprint)
+        tell(services, log, kind, f"{error}. Set aside in {place}; it is made again.")
         return None
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, BinaryIO
 
 import dagster as dg
@@ -18,6 +18,7 @@ from assets.adapters import plain_model
 from assets.champion import compared
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
+from assets.event_log import tell
 from assets.graph import GRAPH, derive
 from assets.held_out import measured, rows_by_pair
 from assets.materialized import Materialization
@@ -45,14 +46,10 @@ def released_model(step: Step) -> dg.MaterializeResult:
     candidate = _Candidate(step, step.inputs())
     changes = input_changes(step)
 
-    def tell(text: str) -> None:
-        step.context.log.warning(text)
-        step.services.listener({"event": "note", "asset": "released_model", "text": text})
-
     def release() -> dg.MaterializeResult:
         return _result(candidate, _release(candidate), changes, started)
 
-    return through_restart(release, tell)
+    return through_restart(release, partial(tell, step.services, step.context.log, "released_model"))
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def rollback(name: str, as_json: bool) -> None:
     if as_json:
         print_json({"model": name, "champion": restored.number, "rolled_back": left.number})
     else:
-        people.print(
+        results.print(
             f"Version {restored.number} of {name} is champion again; version {left.number} is marked as rolled back and is not "
             "promoted again.",
             markup=False,
@@ -286,7 +286,7 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         close_dead_runs(instance, home)
         warn_of_unlimited_gpu(instance)
     with web_servers(home, tracking, port, mlflow_port, people.print) as (dagster, mlflow):
-        people.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
+        results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
 

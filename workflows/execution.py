@@ -14,7 +14,7 @@ from dagster_shared.error import SerializableErrorInfo
 
 from assets.graph import GPU_POOL, GRAPH
 from assets.kinship import with_upstream
-from assets.materialized import Materialization, latest
+from assets.materialized import Materialization
 from assets.names import claim_name
 from assets.pipeline import Pipeline, Services
 from assets.process import close_dead_runs, share_records, signature
@@ -181,7 +181,7 @@ def _asset_runs(
         if failure is not None:
             account = failure.step_failure_data.error
             error = "; ".join(_failed_checks(result, key)) or _reason(account, Path(instance.root_directory))
-            yield AssetRun(asset, "failed", latest(instance, key).fingerprint, 0.0, error)
+            yield AssetRun(asset, "failed", None, 0.0, error)
         elif (made := done.get(asset)) is not None:
             yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
 

@@ -16,7 +16,8 @@ import dagster as dg
 import numpy as np
 
 from assets.changes import CORRUPT_RECORD
-from assets.data import pairs_work, preferences_work
+from assets.data import demand_splits, pairs_checks, pairs_work, preferences_work, rows_checks
+from assets.graph import GRAPH
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, find_sound, make, publish_found
 from assets.reference import point_to_base_model
@@ -24,7 +25,7 @@ from assets.release import release_fault
 from assets.rows import SIDES, read_pairs
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, find_data, find_model, find_root, find_tokenizer
-from training.contract.errors import RegistryError
+from training.contract.errors import DataError, RegistryError
 from training.contract.fingerprint import KEY_BYTES
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Artifact
@@ -94,11 +95,21 @@ class _Cheap:
         rows = make(
             pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact.fingerprint}, _LOG
         )
+        _demand_passed(rows_checks(pipeline, rows.artifact))
         above = {"raw_preferences": rows.artifact.fingerprint, "tokenization_spec": spec.artifact.fingerprint}
         pairs = make(pipeline, services, "tokenized_pairs", pairs_work(pipeline), above, _LOG)
+        demand_splits(pipeline, pairs.artifact, GRAPH)
+        _demand_passed(pairs_checks(pipeline, pairs.artifact))
         if pipeline.recipe.reference.sft is None:
             point_to_base_model(services, base_model.artifact.fingerprint)
         return cls(source, rows, pairs)
+
+
+def _demand_passed(results: Sequence[dg.AssetCheckResult]) -> None:
+    """Raises DataError with the words of the run that would end here."""
+    for check in results:
+        if not check.passed:
+            raise DataError(f"a run would end here: the check {check.check_name} failed: {check.description}")
 
 
 @dataclass(frozen=True)

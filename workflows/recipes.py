@@ -109,6 +109,11 @@ def extra_recipes() -> list[Path]:
 
 
 def _folder(text: str) -> Path | None:
-    """What begins with a dot is a path, so that `./demo` is the folder here whatever the project has."""
+    """What begins with a dot is a path, so that `./demo` is the folder here whatever the project has.
+
+    The recipe's file stands for its folder.
+    """
+    if Path(text).name == RECIPE_FILE:
+        text = str(Path.cwd() / Path(text).parent)
     folders = (*([] if text.startswith(".") else [DEFS / text]), Path(text)) if text else ()
     return next((folder.resolve() for folder in folders if (folder / RECIPE_FILE).is_file()), None)

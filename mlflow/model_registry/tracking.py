@@ -109,6 +109,13 @@ class Tracker:
         self._connection.attempt("look for a run", work)
         return found[0] if found else None
 
+    def tag(self, run_id: str, tags: Mapping[str, Any]) -> None:
+        def work(client: MlflowClient) -> None:
+            for name, value in tags_of(tags).items():
+                client.set_tag(run_id, name, value)
+
+        self._connection.attempt("tag a run", work)
+
     def run_link(self, run_id: str, part: str = "") -> str:
         """The page of the run, or of a `part` of it such as `artifacts`; the server's first page if it does not answer."""
         found = [page(self.tracking_uri)]

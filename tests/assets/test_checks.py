@@ -14,6 +14,7 @@ from training.contract.store import Artifact
 
 WON = {"eval/rewards/accuracies": 0.6}
 FIRST = {"first_prefix_violation": "", "first_left_out": ""}
+NONE_SHOWN: dict[str, Any] = {"quarantine_examples": []}
 
 
 def artifact(**details: Any) -> Artifact:
@@ -27,9 +28,9 @@ def artifact(**details: Any) -> Artifact:
 @pytest.mark.parametrize(
     ("check", "details", "more", "passes"),
     [
-        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 4}}, [0.25], True),
-        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 5}}, [0.25], False),
-        (checks.quarantine, {"counts": {"rows_read": 0, "quarantined": 0}}, [0.25], False),
+        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 4}} | NONE_SHOWN, [0.25], True),
+        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 5}} | NONE_SHOWN, [0.25], False),
+        (checks.quarantine, {"counts": {"rows_read": 0, "quarantined": 0}} | NONE_SHOWN, [0.25], False),
         (checks.responses, {"empty_masks": 0}, [], True),
         (checks.responses, {"empty_masks": 1}, [], False),
         (checks.prefix, {"prefix_violations": 4, "counts": {"pairs": 12}} | FIRST, [0.25], True),
@@ -58,6 +59,15 @@ def test_a_check_passes_up_to_its_limit(check, details, more, passes):
     assert found.passed is passes
     warns = found.check_name == checks.ACCURACY
     assert found.severity == (dg.AssetCheckSeverity.WARN if warns else dg.AssetCheckSeverity.ERROR)
+
+
+def test_the_first_row_in_quarantine_is_told_with_its_place_and_where_the_others_are():
+    row = {"source": "rows.jsonl", "line": 21, "reason": "wrong type", "detail": "`chosen` is int, expected text"}
+    found = checks.quarantine(artifact(counts={"rows_read": 16, "quarantined": 5}, quarantine_examples=[row]), 0.25)
+    assert found.description == (
+        "5 of 16 rows (31.2%) are in quarantine, at most 25.0% are allowed by data.max_quarantined; they are in "
+        "quarantine.parquet with the reasons, the first is rows.jsonl, line 21: wrong type, `chosen` is int, expected text"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from model_registry.versions import MERGED
 from tests.workflows.homes import ATTRIBUTES, flip, write_recipe
 from tests.workflows.in_process import Ended, services_in
 from training.contract.errors import CorruptArtifact, StoreError
+from training.contract.events import Event
 from training.contract.job import Job
 from training.contract.locks import is_held
 from training.contract.manifest import Derivation
@@ -102,11 +103,16 @@ def test_only_what_was_trained_is_refused_when_it_is_corrupt(services, kind, set
     with store.staging() as staging:
         (staging / "content").write_bytes(b"what was made")
         made = store.publish(staging, how, Made("f" * 64))
-    assert find_sound(services, how, LOG) == made
+    told: list[Event] = []
+    services = replace(services, listener=told.append)
+    assert find_sound(services, how, LOG) == made and told == []
     flip(made.file("content"))
     if refused:
         with pytest.raises(CorruptArtifact, match="What was trained is not made again unasked"):
             find_sound(services, how, LOG)
     else:
         assert find_sound(services, how, LOG) is None
+        [note] = told
+        assert (note["event"], note["asset"]) == ("note", kind)
+        assert "content" in note["text"] and note["text"].endswith("; it is made again.")
     assert made.folder.exists() is refused

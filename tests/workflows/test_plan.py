@@ -1,11 +1,13 @@
 """What `pedigree plan` promises, with counts, and that it runs no model and tells Dagster of nothing."""
 
 import json
+import re
 import shutil
 
 import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PAIRS, edit, flip
+from training.contract.errors import DataError
 from training.contract.job import Job
 from workflows.outlook import outlook
 from workflows.plan import plan, sentence
@@ -37,6 +39,24 @@ def test_corrupt_records_are_mended_as_a_run_would_mend_them(looking):
         flip(record)
     assets, _ = planned(looking)
     assert {asset.action for asset in assets.values()} == {"reuse"}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"max_quarantined": 0.0}, "a run would end here: the check quarantine_within_limit failed: 1 of 161 rows"),
+        (
+            {"max_quarantined": 0.5, "validation_fraction": 0.0},
+            "none of the 160 tokenized pairs is in the validation split",
+        ),
+    ],
+)
+def test_what_ends_a_run_before_any_model_ends_the_plan(looking, data, words):
+    with open(looking.folder / "preferences.jsonl", "a") as file:
+        file.write("{}\n")
+    edit(looking, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], **data}})
+    with pytest.raises(DataError, match=re.escape(words)):
+        plan(looking.pipeline, looking.services, looking.instance)
 
 
 def test_another_beta_trains_and_scores_nothing(looking):

@@ -54,16 +54,16 @@ def servers(materialized, small_recipe, elsewhere, tmp_path_factory):
         [PEDIGREE, "ui", str(small_recipe), str(others), *ports],
         cwd=elsewhere,
         env={**home.environment, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""},  # nothing listens at port 9
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        assert process.stderr is not None
+        assert process.stdout is not None and process.stderr is not None
         told = [process.stderr.readline() for _ in range(2)]
         assert "wrong/defs.yaml:12: training.epoch:" in told[0] and told[1].startswith("The runs of wrong fail"), told
-        printed = [process.stderr.readline() for _ in range(3)]
+        printed = [process.stdout.readline() for _ in range(2)]
         addresses = re.findall(r"http://127\.0\.0\.1:\d+", "".join(printed))
         assert len(addresses) == 2, printed
         yield addresses

@@ -112,7 +112,8 @@ def test_a_variant_is_found_behind_its_recipe(folder, monkeypatch):
     for text in (f"{folder}/hinge", "sweep/hinge", "./sweep/hinge/"):
         assert [loaded.pipeline.name for loaded in find_recipes(text)] == ["sweep-hinge"]
     assert [loaded.pipeline.variant for loaded in find_recipes("sweep")] == [None, "hinge", "beta-0p5"]
-    assert find_recipes("sweep")[0].pipeline.name == "sweep"
+    for text in ("sweep", f"{folder}/defs.yaml", "sweep/defs.yaml"):
+        assert find_recipes(text)[0].pipeline.name == "sweep"
     assert find_recipes("demo")[0].pipeline.name == "demo" and recipe_folder("demo") == DEFS / "demo"
     with pytest.raises(UsageError, match="recipe sweep has no variant 'hing'; there is hinge, beta-0p5"):
         find_recipes("sweep/hing")[0]
