@@ -95,7 +95,7 @@ class Group:
         return parts
 
 
-ALONE = Group(0, 1, torch.device("cpu"))  # one process that reads data, for which torch needs no preparation
+ALONE = Group(0, 1, torch.device("cpu"))  # one process, for work on data: torch is not prepared for any other
 
 
 @contextlib.contextmanager

@@ -33,7 +33,10 @@ _OURS = f"{PedigreeError.__module__}."
 
 @dataclass(frozen=True)
 class AssetRun:
-    """What became of one asset; `error` is what a person should read first where it failed."""
+    """What became of one asset; `error` is what a person should read first where it failed.
+
+    One that failed has a fingerprint where it was made and a check of it failed.
+    """
 
     asset: str
     outcome: Literal["computed", "reused", "failed"]
@@ -177,12 +180,13 @@ def _asset_runs(
     failures = {step: event for event in result.filter_events(lambda e: e.is_step_failure) if (step := event.step_key)}
     for asset in GRAPH:
         key = pipeline.key(asset)
-        failure = failures.get(key.to_python_identifier())
+        failure, made = failures.get(key.to_python_identifier()), done.get(asset)
         if failure is not None:
             account = failure.step_failure_data.error
             error = "; ".join(_failed_checks(result, key)) or _reason(account, Path(instance.root_directory))
-            yield AssetRun(asset, "failed", None, 0.0, error)
-        elif (made := done.get(asset)) is not None:
+            fingerprint, seconds = (made.fingerprint, made.metadata["seconds"]) if made else (None, 0.0)
+            yield AssetRun(asset, "failed", fingerprint, seconds, error)
+        elif made is not None:
             yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
 
 

@@ -110,6 +110,8 @@ class Tracker:
         return found[0] if found else None
 
     def tag(self, run_id: str, tags: Mapping[str, Any]) -> None:
+        """Add tags to a run, finished or not; what an outage keeps away the next call brings."""
+
         def work(client: MlflowClient) -> None:
             for name, value in tags_of(tags).items():
                 client.set_tag(run_id, name, value)

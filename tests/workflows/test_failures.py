@@ -158,7 +158,9 @@ def test_the_recipe_limits_what_may_be_left_out(folder, services):
         file.write("{}\n")
     assert failures_of(run(folder, services, "tokenized_pairs", limit=0.5)) == {}
     for limit, failed, told in ((0.05, "tokenized_pairs", "for 12 pairs"), (0.03, "raw_preferences", "1 of 25 rows")):
-        [(asset, error)] = failures_of(run(folder, services, "tokenized_pairs", limit=limit)).items()
+        report = run(folder, services, "tokenized_pairs", limit=limit)
+        [(asset, error)] = failures_of(report).items()
+        assert services.store.folder(asset, report.assets[-1].fingerprint).is_dir(), "it was made, and then checked"
         assert asset == failed and re.match(rf"the check \w+ failed: {told} .* by data\.max_quarantined", error)
 
 

@@ -91,6 +91,7 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
     if number == signal.SIGINT:
         last = json.loads(told.read_text())["assets"][-1]
         assert (last["asset"], last["outcome"], last["error"][:12]) == ("policy", "failed", "interrupted;")
+        assert last["fingerprint"] is None
         assert process.returncode == 1 and "Traceback" not in said.read_text()
 
 
