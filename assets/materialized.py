@@ -150,3 +150,7 @@ class History:
                 found[kind] = Ancestor(fingerprint, derivation)
                 waiting += [(source.kind, source.fingerprint) for source in derivation.inputs.values()]
         return found
+
+    def lineage(self, heads: Mapping[str, str]) -> dict[str, str]:
+        """The fingerprints of `ancestry`, by kind. Raises StoreError if one is gone."""
+        return {kind: ancestor.fingerprint for kind, ancestor in self.ancestry(heads).items()}

@@ -101,28 +101,16 @@ class _Tracking:
         self._tracker.tag(run_id, {"policy": policy.fingerprint})
         return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._tracker.run_link(run_id))}
 
-    def _lineage(self, derivation: Derivation) -> dict[str, str]:
-        """The fingerprints, by kind, of all that the policy was made from; its inputs alone where one behind them is gone."""
-        inputs = {name: source.fingerprint for name, source in derivation.inputs.items()}
-        try:
-            ancestry = self._step.history.ancestry(inputs)
-        except StoreError:
-            return inputs
-        return {kind: ancestor.fingerprint for kind, ancestor in ancestry.items()}
-
     def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
         pipeline, trained_on = self._step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
         pairs = self._step.services.store.open("tokenized_pairs", trained_on, hashes=False)  # not always the latest
+        lineage = self._step.history.lineage({name: source.fingerprint for name, source in derivation.inputs.items()})
         return self._tracker.run(
             experiment=pipeline.family,  # the runs of a recipe and of its variants stand beside each other
             key=derivation.key,
             name=f"{pipeline.name}-{short(derivation.key)}",
             params=recipe,
-            tags={
-                **self._lineage(derivation),
-                "recipe": pipeline.name,
-                "dagster_run_id": self._step.context.run.run_id,
-            },
+            tags={**lineage, "recipe": pipeline.name, "dagster_run_id": self._step.context.run.run_id},
             dataset=DatasetUsed(
                 name="tokenized_pairs",
                 fingerprint=pairs.fingerprint,

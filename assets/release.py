@@ -92,8 +92,7 @@ class _Candidate:
     @cached_property
     def lineage(self) -> dict[str, str]:
         """The fingerprints, by kind, of all artifacts that it was made from, directly or not."""
-        found = self.step.history.ancestry(self.inputs)
-        return {kind: ancestor.fingerprint for kind, ancestor in found.items()}
+        return self.step.history.lineage(self.inputs)
 
 
 def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
