@@ -4,8 +4,9 @@ The order within a step is: step event, checkpoint, observation (which may add e
 and may take longer than a run that is asked to stop is given, so nothing that is due to be saved waits for it. Resuming drops
 the events that came after the checkpoint, and they are written again, first those of the observation of its step.
 
-A checkpoint that is due while the one before is still being saved waits for the next step. Asked to stop (SIGTERM), a run
-finishes the step, saves, and ends with an error that says so; an observation that was due is made after resuming.
+A checkpoint that is due while the one before is still being saved waits for the next step; after the last step the run waits
+for that save, since what follows, such as writing the policy, may fail. Asked to stop (SIGTERM), a run finishes the step,
+saves, and ends with an error that says so; an observation that was due is made after resuming.
 """
 
 import contextlib
@@ -92,11 +93,14 @@ class Trainer:
         return step
 
     def _save_if_due(self, step: int, flags: Flags) -> None:
-        """Save when it is time, unless a rank is still saving; all ranks decide alike. Raises StoreError."""
+        """Save when it is time, in a later step if a rank is still saving; all ranks decide alike. Raises StoreError."""
         if flags.failed:
             self._saver.demand_saved()
         self._checkpoint_is_due |= step % self._every == 0
-        if self._checkpoint_is_due and not flags.saving:
+        if self._checkpoint_is_due and (not flags.saving or step == self._stepper.steps):
+            if flags.saving:
+                with self._record.timed("checkpoints"):
+                    self._saver.finish()
             self._save(step)
             self._checkpoint_is_due = False
 

@@ -157,10 +157,9 @@ def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tiny_world, fo
     recipe = with_adapter(max_steps=12, adapter={"dropout": 0.2, "export": "adapter"})
     compute = {"checkpoint_every": 3, "evaluate_every": 5}
     calm, killed = (tiny_world.job("policy", recipe, name, **compute) for name in ("calm", "killed"))
-    assert forker.run(killed, step=8) == [-9] and len(losses(killed)) == 8
+    assert forker.run(killed, saved=8) == [-9] and len(losses(killed)) == 8
     made = [published(job, forker.run(job)) for job in (calm, killed)]
-    resumed = {f"resumed from the checkpoint of step {step}" for step in (3, 6)}  # the second may still have been saved
-    assert resumed & {e["text"] for e in told(killed, "note")}
+    assert any(e["text"].startswith("resumed from the checkpoint of step ") for e in told(killed, "note"))
     assert timeless(told(killed, "step", "eval")) == timeless(told(calm, "step", "eval"))
     files = [(policy.folder / "adapter_model.safetensors").read_bytes() for policy in made]
     assert files[0] == files[1]

@@ -4,10 +4,14 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
+
+from tests.training.runs import losses, settings, told, tune
 from tests.training.test_checkpoint import JOB, Toy
 from training.checkpoint import Checkpoints
 from training.contract.fingerprint import hash_files
@@ -60,3 +64,21 @@ def test_whatever_a_save_renames_is_on_the_disk_before_and_its_name_after(tmp_pa
     pieces_and_folder_then_seal = ["fsync", "fsync", "replace"]
     manifest_then_its_name = ["fsync", "replace", "fsync"]
     assert called == pieces_and_folder_then_seal + manifest_then_its_name + ["rename", "fsync"]
+
+
+def test_what_is_due_with_the_last_step_is_saved_however_long_the_save_before_takes(
+    tiny_world: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """That of step 2 is not done before step 6, the last one, is told; that of step 4 is put off."""
+    job = tiny_world.job("policy", settings(max_steps=6), checkpoint_every=2, keep_checkpoints=9)
+
+    def slow(file: Path) -> None:
+        while len(losses(job)) < 6:
+            time.sleep(0.01)
+        _seal(file)
+
+    monkeypatch.setattr("training.saver._seal", slow)
+    tune(job)
+    assert {place.name for place in job.checkpoints.glob("*/*")} == {"step-00000002", "step-00000006"}
+    tune(job)
+    assert "resumed from the checkpoint of step 6" in [e["text"] for e in told(job, "note")]

@@ -110,7 +110,7 @@ def test_step_events_have_rate_and_norm_and_the_curve_begins_and_ends_with_the_r
 
 def test_from_its_checkpoint_it_ends_with_the_same_bits(tiny_world):
     """A second run over the checkpoints of a first one takes the steps after the last checkpoint again, and only those."""
-    job = tiny_world.job("sft", settings(), checkpoint_every=4)
+    job = tiny_world.job("sft", settings(), checkpoint_every=8)
     first = tune(job)
     before, weights = losses(job), load_file(job.staging / "model.safetensors")
     again = tune(job)

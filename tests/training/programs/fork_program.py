@@ -5,6 +5,7 @@ the rank number `rank`, by default 0, ends before its time. Each is answered by 
 (negative: a signal).
 
     {"step": n}         SIGKILL as soon as step n is told
+    {"saved": n}        SIGKILL as soon as step n is told and there is a checkpoint, which is waited for
     {"touch": n}        SIGKILL before the n-th time that something in the folder of checkpoints is opened, moved or removed
     {"size": n}         the kernel kills it when a file is to grow beyond n bytes
     {"seconds": s}      the kernel kills it after so long
@@ -57,6 +58,15 @@ def sending(number: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
+def killing_once_saved(job: Job) -> Callable[[], None]:
+    def end() -> None:
+        while not list(job.checkpoints.glob("*/step-????????")):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return end
+
+
 def ended_early(end: dict[str, Any]) -> Any:
     """The work of a rank that shall end before its time."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -74,6 +84,7 @@ def ended_early(end: dict[str, Any]) -> Any:
     def run(job: Job, group: Group, events: EventWriter) -> Made:
         ends = {
             "step": sending(signal.SIGKILL),
+            "saved": killing_once_saved(job),
             "stop": sending(signal.SIGTERM),
             "full": fill_the_disk,
             "memory": ask_for_memory,
