@@ -19,7 +19,7 @@ from assets.page import write_page
 from assets.process import close_dead_runs
 from assets.release import sole_decision
 from model_registry.connection import connect
-from training.contract.errors import RecipeError, UsageError
+from training.contract.errors import UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
@@ -29,7 +29,7 @@ from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as find_status
 from workflows.plan import plan as make_plan
 from workflows.progress import ProgressBars
-from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, load_recipes, recipe_place
+from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, recipe_fault, recipe_place
 from workflows.reporting import (
     REFUSALS,
     JsonGroup,
@@ -272,13 +272,12 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     places = [recipe_place(text) for text in recipes]
     if places:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(map(str, places))
-    for folder in extra_recipes():
-        try:
-            load_recipes(folder)
-        except RecipeError as fault:
-            if folder in places:
-                raise
-            people.print(f"{fault}\nThe runs of {folder.name} fail until that is mended.", markup=False, soft_wrap=True)
+    for folder, fault in extra_recipes().items():
+        if (wrong := fault or recipe_fault(folder)) is None:
+            continue
+        if folder in places:
+            raise wrong
+        people.print(f"{wrong}\nThe runs of {folder.name} fail until that is mended.", markup=False, soft_wrap=True)
     tracking = build_services(home).tracker.tracking_uri
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance() as instance:

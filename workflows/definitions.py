@@ -7,10 +7,10 @@ from pathlib import Path
 
 import dagster as dg
 
-from training.contract.errors import RecipeError
+from training.contract.errors import RecipeError, UsageError
 from workflows.component import DEFS
 from workflows.recipe_file import RECIPE_FILE, refuse_foreign_parts
-from workflows.recipes import extra_recipes, load_recipes
+from workflows.recipes import extra_recipes, load_recipes, recipe_fault
 from workflows.resources import services
 from workflows.wrong_recipe import stand_in
 
@@ -20,17 +20,22 @@ def defs() -> dg.Definitions:
     """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway."""
     return dg.Definitions.merge(
         *([definitions_in(DEFS.parent)] if DEFS.is_dir() else []),
-        *map(definitions_of, extra_recipes()),
+        *(definitions_of(folder, fault) for folder, fault in extra_recipes().items()),
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
 
 
-def definitions_of(folder: Path) -> dg.Definitions:
-    """The recipe in `folder` and its variants, or what stands in for them where that is wrong: others live beside it."""
+def definitions_of(folder: Path, fault: UsageError | None = None) -> dg.Definitions:
+    """The recipe in `folder` and its variants, or what stands in for them where that is wrong: others live beside it.
+
+    `fault`: what keeps it from being shown, whatever is in it.
+    """
+    if fault is not None:
+        return stand_in(folder, fault)
     try:
         return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(folder)))
-    except RecipeError as fault:
-        return stand_in(folder, fault)
+    except RecipeError as wrong:
+        return stand_in(folder, wrong)
 
 
 def definitions_in(folder: Path) -> dg.Definitions:
@@ -46,9 +51,5 @@ def definitions_in(folder: Path) -> dg.Definitions:
 
 
 def _fault(folder: Path) -> RecipeError | None:
-    for file in sorted(folder.glob(f"defs/*/{RECIPE_FILE}")):
-        try:
-            load_recipes(file.parent)
-        except RecipeError as fault:
-            return fault
-    return None
+    files = sorted(folder.glob(f"defs/*/{RECIPE_FILE}"))
+    return next(filter(None, (recipe_fault(file.parent) for file in files)), None)

@@ -92,20 +92,44 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
     return found
 
 
-def extra_recipes() -> list[Path]:
+def recipe_fault(folder: Path) -> RecipeError | None:
+    """What keeps the recipe in `folder` from being loaded."""
+    try:
+        load_recipes(folder)
+    except RecipeError as fault:
+        return fault
+    return None
+
+
+def extra_recipes() -> dict[Path, UsageError | None]:
     """The recipes outside the project that the web UI is to show: those of PEDIGREE_RECIPES, which is separated like PATH.
 
-    Raises UsageError where two recipes, those of the project among them, have one name.
+    With the folder of each what keeps it from being shown, whatever is in it: no recipe is there, or another has its name, and
+    the first of these folders stands for all. Raises UsageError where it is the name of a recipe of the project.
     """
-    listed = os.environ.get("PEDIGREE_RECIPES", "")
-    found = dict.fromkeys(folder for text in listed.split(os.pathsep) if text for folder in recipe_folders(text))
     named = {identifier(file.parent.name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}")}
-    for folder in found:
-        if (first := named.setdefault(identifier(folder.name), folder)) != folder:
-            raise UsageError(
-                f"the recipes in {first} and in {folder} have one name (- and _ count as one): rename a folder"
-            )
-    return [folder for folder in found if folder.parent != DEFS]
+    found: dict[Path, UsageError | None] = {}
+    for folder, fault in _listed_recipes().items():
+        if (first := named.setdefault(identifier(folder.name), folder)) == folder:
+            found[folder] = fault
+            continue
+        namesakes = UsageError(
+            f"the recipes in {first} and in {folder} have one name (- and _ count as one): rename a folder"
+        )
+        if first.parent == DEFS:
+            raise namesakes
+        found[first] = namesakes
+    return {folder: fault for folder, fault in found.items() if folder.parent != DEFS}
+
+
+def _listed_recipes() -> dict[Path, UsageError | None]:
+    listed: dict[Path, UsageError | None] = {}
+    for text in filter(None, os.environ.get("PEDIGREE_RECIPES", "").split(os.pathsep)):
+        try:
+            listed |= dict.fromkeys(recipe_folders(text))
+        except UsageError as gone:
+            listed[Path(text).resolve()] = UsageError(f"PEDIGREE_RECIPES: {gone}")
+    return listed
 
 
 def _folder(text: str) -> Path | None:

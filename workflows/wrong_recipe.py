@@ -1,4 +1,4 @@
-"""What Dagster shows of a recipe that cannot be loaded, so that those beside it go on.
+"""What Dagster shows of a recipe that cannot be loaded or is gone, so that those beside it go on.
 
 Every run loads the whole code location: without this, a slip in one recipe of a folder would fail the runs of all of them.
 The wrong one keeps its assets and jobs by name, which fail with file, line and field of what is wrong, as its sensor does at
@@ -11,13 +11,13 @@ import dagster as dg
 
 from assets.graph import GRAPH
 from assets.pipeline import identifier
-from training.contract.errors import RecipeError
+from training.contract.errors import RecipeError, UsageError
 from workflows.component import NAME
 
 _SECONDS_BETWEEN_TICKS = 60
 
 
-def stand_in(folder: Path, fault: RecipeError) -> dg.Definitions:
+def stand_in(folder: Path, fault: UsageError) -> dg.Definitions:
     """For the recipe in `folder`, which `fault` keeps from being loaded. Raises `fault` if that folder's name is no name."""
     if not NAME.fullmatch(folder.name):
         raise fault
@@ -45,7 +45,7 @@ def _failing_asset(recipe: str, asset: str, fault: str) -> dg.AssetsDefinition:
         key=[recipe, asset],
         deps=[[recipe, need] for need in node.needs],
         group_name=node.group,
-        description=f"The recipe is wrong: {fault}",
+        description=f"The recipe cannot be loaded: {fault}",
     )
     def fail() -> None:
         raise RecipeError(fault)

@@ -106,18 +106,36 @@ def test_a_wrong_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     write_recipe(tmp_path / "right", ATTRIBUTES)
     write_recipe(tmp_path / "not-right", {**ATTRIBUTES, "training": {"epoch": 3}})
     monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
-    found, told = defs(), "not-right/defs.yaml:12: training.epoch: there is no such field; did you mean `epochs`?"
+    told = "not-right/defs.yaml:12: training.epoch: there is no such field; did you mean `epochs`?"
+    assert_fails_alone("not-right", told, {"demo", "right"})
+
+
+def test_recipes_that_are_gone_and_recipes_of_one_name_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder of recipes that has none stands for those that were in it. Which of two of a name is meant nobody can say."""
+    places = [tmp_path / name for name in ("first", "second", "gone")]
+    for folder in (places[0] / "right", places[0] / "one-name", places[1] / "one_name"):
+        write_recipe(folder, ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", ":".join(map(str, places)))
+    others = {"demo", "right", "one-name", "gone"}
+    told = f"PEDIGREE_RECIPES: '{places[2]}' is neither a recipe of this project (demo) nor a folder with a defs.yaml"
+    assert_fails_alone("gone", told, others - {"gone"})
+    told = f"the recipes in {places[0]}/one-name and in {places[1]}/one_name have one name (- and _ count as one)"
+    assert_fails_alone("one-name", told, others - {"one-name"})
+
+
+def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
+    found, prefix = defs(), name.replace("-", "_")
     assert {key.to_user_string() for key in found.resolve_asset_graph().get_all_asset_keys()} == {
-        f"{recipe}/{asset}" for recipe in ("demo", "right", "not-right") for asset in EXPECTED
+        f"{recipe}/{asset}" for recipe in (name, *others) for asset in EXPECTED
     }
-    for job in ("not_right_retrain", "not_right_look"):
+    for job in (f"{prefix}_retrain", f"{prefix}_look"):
         run = found.resolve_job_def(job).execute_in_process(raise_on_error=False)
         failed = {
             event.step_key: event.step_failure_data.error.cause.message for event in run.get_step_failure_events()
         }
         assert failed and all(told in message for message in failed.values())
-    [sensor] = [each for each in found.sensors if each.name.startswith("not_right")]
-    with pytest.raises(RecipeError, match=re.escape(told)):
+    [sensor] = [each for each in found.sensors if each.name.startswith(prefix)]
+    with pytest.raises(UsageError, match=re.escape(told)):
         sensor(dg.build_sensor_context())
     assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
 
