@@ -24,7 +24,6 @@ _HOST = "127.0.0.1"
 _SOURCE_ROOT = Path(__file__).parent.parent
 _ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # eight processes for jobs of MLflow's own that nothing here asks for
 }

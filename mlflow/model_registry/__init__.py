@@ -14,3 +14,8 @@
 
 The folder above is a source root, not a package, so that `import mlflow` finds the installed library.
 """
+
+import os
+
+# MLflow reads it while it is imported: else every process tells MLflow's makers which of its functions it calls.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

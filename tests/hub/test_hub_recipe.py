@@ -182,6 +182,7 @@ def test_without_a_network_what_is_cached_serves(
     hub: Hub, resident: Resident, made: Path, whole: Path, recipe: Callable[..., Path]
 ):
     """A pinned recipe asks nothing at all; a branch is taken to be where it was; HF_HUB_OFFLINE is the same by intention."""
+    resident.outcomes(whole, select="tokenized_pairs")
     looked = resident.found("status", whole)
     heads = {name: repository.head for name, repository in hub.repositories.items()}
     pinned = recipe(

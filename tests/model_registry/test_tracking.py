@@ -3,6 +3,8 @@
 import os
 import random
 import sqlite3
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -274,6 +276,16 @@ def test_a_database_that_cannot_be_opened_stops_no_training(tmp_path: Path, warn
     assert run.run_id is None
     assert len(warnings) == 2, "one at the first failure, one at the end"
     assert "file is not a database" in warnings[0]
+
+
+@pytest.mark.parametrize(("environment", "told"), [({}, "False"), ({"MLFLOW_DISABLE_TELEMETRY": "false"}, "True")])
+def test_the_makers_of_mlflow_are_told_nothing_unless_a_person_says_so(environment: dict[str, str], told: str):
+    """Without the variables of a test or of CI, in which MLflow is silent anyway."""
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    script = "import model_registry.tracking, mlflow.telemetry as t; print(t.get_telemetry_client() is not None)"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=kept | environment, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{told}\n"
 
 
 def test_nothing_of_the_process_is_changed(tracker: Tracker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

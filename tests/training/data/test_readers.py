@@ -153,11 +153,11 @@ def test_a_bad_element_of_a_list_spoils_itself_only(tmp_path, line, reason):
 def test_which_name_stands_twice_is_found_in_one_pass(tmp_path, name):
     """A row of 400,000 bytes, whose last key stood twice, took 11 seconds; one of ten times as many would take 18 minutes."""
     names, calls = [f"k{n}" for n in range(1000)], []
-    for twice in (names[0], names[-1]):
+    for twice in (names[0], names[0], names[-1]):  # the first reading of a process imports and caches
         row, header = json.dumps(dict.fromkeys(names))[:-1] + f', "{twice}": 1}}', ",".join([*names, twice])
         (tmp_path / name).write_text(row if name.endswith("jsonl") else header)
         calls.append(_calls_of_reading(tmp_path / name))
-    assert calls[0] == calls[1]
+    assert calls[1] == calls[2]
 
 
 def _calls_of_reading(path: Path) -> int:
