@@ -101,7 +101,8 @@ def local_path(uri: str) -> Path | None:
 def _package(name: str, policy: Path, tokenizer: Path, folder: Path) -> None:
     command = [sys.executable, "-m", "model_registry.package", name, str(policy), str(tokenizer), str(folder)]
     settings = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **settings}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         cause = done.stdout.strip() or done.stderr.strip()[-_CAUSE_CHARACTERS:] or f"exit code {done.returncode}"
         raise RegistryError(f"{policy} cannot be packaged as an MLflow model: {cause}")

@@ -50,13 +50,12 @@ def _numbers(file: Path) -> list[int]:
 
 def _groups(process: Path) -> Iterator[Path]:
     """The folders of the groups of a process and of those above, of both versions: many machines have both mounted."""
-    try:
-        mounts = [line.split() for line in (process / "mountinfo").read_text().splitlines()]
-        paths = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
+    try:  # names in bytes of any kind, a disk's say
+        mounts, groups = (os.fsdecode((process / name).read_bytes()).split("\n") for name in ("mountinfo", "cgroup"))
     except OSError:
         return
-    for _, _, _, root, mounted, *_, kind, _, options in mounts:
-        for _, controllers, path in paths:
+    for _, _, _, root, mounted, *_, kind, _, options in map(str.split, filter(None, mounts)):
+        for _, controllers, path in (group.split(":", 2) for group in groups if group):
             if _is_mount_of(controllers, kind, options):
                 yield from _upwards(Path(mounted), PurePosixPath(path), root)
 

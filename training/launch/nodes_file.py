@@ -101,7 +101,12 @@ class Hosts(Section):
         command = f"`{shlex.join(self.listed_by)}`, which should list the hosts,"
         try:
             done = subprocess.run(
-                self.listed_by, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LISTING_SECONDS
+                self.listed_by,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_LISTING_SECONDS,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NodesError(f"{command} does not run: {error}") from error

@@ -13,6 +13,11 @@ from training.contract.machine import cores, memory_bytes
 
 GIB = 2**30
 MakeProcess = Callable[..., Path]
+# The second one is a disk that another system named, in letters that are no UTF-8.
+UNRELATED = (
+    "22 1 0:21 / /proc rw,relatime - proc proc rw",
+    "40 1 8:17 / /media/Müller rw,relatime - vfat /dev/sdb1 rw",
+)
 WHOLE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -29,8 +34,8 @@ def make_process(tmp_path: Path) -> MakeProcess:
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc" / "cgroup").write_text("".join(f"{group}\n" for group in groups))
         mounted = [mount.replace("/sys/", f"{tmp_path}/sys/") for mount in mounts]
-        unrelated = "22 1 0:21 / /proc rw,relatime - proc proc rw"
-        (tmp_path / "proc" / "mountinfo").write_text("".join(f"{line}\n" for line in [unrelated, *mounted]))
+        lines = "".join(f"{line}\n" for line in [*UNRELATED, *mounted])
+        (tmp_path / "proc" / "mountinfo").write_bytes(lines.encode("latin-1"))
         for name, content in files.items():
             file = tmp_path / "sys" / name
             file.parent.mkdir(parents=True, exist_ok=True)
