@@ -4,12 +4,15 @@ Ctrl-C within them ends it without a word, since nothing has happened yet. Pytho
 library that is being imported.
 """
 
+import os
 import signal
+import sys
 
 from training.contract.imports import import_uncollected
 
 
 def main() -> None:
+    open_standard_streams()
     is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
     if is_pythons:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -17,6 +20,18 @@ def main() -> None:
     if is_pythons:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
+
+
+def open_standard_streams() -> None:
+    """Open the standard streams that a caller has closed, to nowhere.
+
+    Else the next file that is opened, a database say, has the number of one of them, and a library prints into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest number that is free is the next
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode, encoding="utf-8")
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,21 @@ def test_ctrl_c_ends_the_imports_without_a_word():
     assert process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
 
 
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_no_file_takes_the_place_of_a_stream_that_is_closed(tmp_path, closed):
+    """It would have the lowest number that is free."""
+    script = (
+        "import os, pedigree, sys; pedigree.open_standard_streams(); file = open(sys.argv[1], 'w'); "
+        "print('out'), print('err', file=sys.stderr), sys.stdin.read(); print(file.fileno(), file=file); "
+        "print(*(os.get_inheritable(n) for n in range(3)), file=file)"
+    )
+    command = ["sh", "-c", f'exec "$@" {closed}', "-", sys.executable, "-c", script, str(tmp_path / "file")]
+    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "file").read_text() == "3\nTrue True True\n"
+    assert (done.stdout, done.stderr) == ("" if ">&- 2" in closed else "out\n", "" if "2" in closed else "err\n")
+
+
 def test_an_unknown_asset_is_wrong_use(home):
     done = home.invoke("run", "demo", "--select", "polcy")
     assert done.exit_code == 2
