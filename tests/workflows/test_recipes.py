@@ -279,6 +279,11 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             r"3: data.sources.0.pathh: .*`path`\?$",
         ),
         ("{%s, variants: {one: hinge}}", r"variants.one: expected a section with fields \(data, tok.*, found 'hinge'"),
+        (
+            "{data: {sources: [{path: ''}]}, reference: {model: b}, release: {model_name: x}}",
+            "3: data.sources.0.path: expected text, found ''; leave the field out, or give it a value$",
+        ),
+        ("{%s, automation: {timezone: ' '}}", "3: automation.timezone: expected text, found ' '"),
         ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),
         ("", "`attributes` is missing"),
     ],

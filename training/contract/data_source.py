@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.contract.fields import Positive, Section, SourceName
+from training.contract.fields import Positive, Section, SourceName, Text
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
@@ -39,11 +39,11 @@ class DataSource(Section):
     prompts that is used. Held-out pairs of sources with the same `name` get metrics of their own.
     """
 
-    path: str | None = None
-    hub: str | None = None
-    config: str | None = None
-    split: str | None = None
-    revision: str | None = None
+    path: Text | None = None
+    hub: Text | None = None
+    config: Text | None = None
+    split: Text | None = None
+    revision: Text | None = None
     format: Format = "auto"
     columns: dict[FieldName, str | None] = Field(default={})
     name: SourceName | None = None

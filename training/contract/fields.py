@@ -4,6 +4,7 @@ import datetime
 from typing import Annotated, Any, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,6 +26,16 @@ Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSche
 MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
+
+
+def _text(given: str) -> str:
+    """An empty path would be the folder that the process works in."""
+    if not given.strip():
+        raise ValueError(f"expected text, found {given!r}; leave the field out, or give it a value")
+    return given
+
+
+Text = Annotated[str, AfterValidator(_text)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
 # Part of the names of metrics, which MLflow takes for paths, of 250 characters at most.
 SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=100)]

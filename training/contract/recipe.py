@@ -24,6 +24,7 @@ from training.contract.fields import (
     Seed,
     Share,
     SourceName,
+    Text,
 )
 from training.contract.loss import Loss
 from training.contract.optimizer import AdamW, Optimizer, Schedule
@@ -53,9 +54,9 @@ class Data(Section):
 
 
 class Tokenization(Section):
-    tokenizer: str | None = None
-    revision: str | None = None
-    chat_template: str | None = None
+    tokenizer: Text | None = None
+    revision: Text | None = None
+    chat_template: Text | None = None
     template_kwargs: dict[str, Any] = Field(default={})
     date: Date | None = None
     train_on: Literal["last_response", "assistant_turns"] = "last_response"
@@ -91,8 +92,8 @@ class SupervisedTuning(Section):
 
 
 class Reference(Section):
-    model: str
-    revision: str | None = None
+    model: Text
+    revision: Text | None = None
     dtype: Dtype = "float32"
     sft: SupervisedTuning | None = None
 
@@ -197,8 +198,8 @@ class Compute(Section):
 
 
 class Automation(Section):
-    cron: str | None = None
-    timezone: str = "UTC"
+    cron: Text | None = None
+    timezone: Text = "UTC"
     on_change: bool = True
 
 
@@ -243,7 +244,7 @@ class Recipe(Section):
         Raises RecipeError where a name could mean a folder as well as a repository of the hub.
         """
         sources = tuple(
-            source.model_copy(update={"path": _absolute(source.path, folder)}) if source.path else source
+            source.model_copy(update={"path": _absolute(source.path, folder)}) if source.path is not None else source
             for source in self.data.sources
         )
         tokenization = {
