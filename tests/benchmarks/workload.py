@@ -40,7 +40,7 @@ CHATML = (
 
 
 ON_CPU = Compute(device="cpu", checkpoint_every=1000, evaluate_every=1000)
-DTYPE = Reference(model="").dtype
+DTYPE = Reference(model="any").dtype
 
 
 @dataclass(frozen=True)
