@@ -69,3 +69,10 @@ def test_torch_behind_a_module_of_ours_is_seen_where_it_may_not_be(tmp_path: Pat
     contract = "No torch in Dagster's process"
     assert f"{contract} KEPT" in clean
     assert f"{contract} BROKEN" in dirty and "assets.page -> training.checkpoint" in dirty
+
+
+def test_the_benchmarks_can_be_imported():
+    """No test runs them, so a change that breaks them is seen here. The peers import TRL, which is an extra."""
+    modules = [path.stem for path in (ROOT / "tests" / "benchmarks").glob("*.py") if not path.stem.endswith("peer")]
+    assert {"training", "gpu_once", "hashing"} <= set(modules)
+    assert answer("\n".join([*(f"import tests.benchmarks.{name}" for name in modules), "print('all')"]), ROOT) == "all"
