@@ -16,7 +16,7 @@ from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
 from workflows.automation import retraining
 from workflows.component import DEFS, PreferenceTuning
-from workflows.recipe_file import RECIPE_FILE, explained, refuse_foreign_parts, refuse_no_recipe
+from workflows.recipe_file import RECIPE_FILE, explained, refuse_foreign_parts, refuse_no_recipe, variant_names
 
 
 @dataclass(frozen=True)
@@ -105,21 +105,35 @@ def extra_recipes() -> dict[Path, UsageError | None]:
     """The recipes outside the project that the web UI is to show: those of PEDIGREE_RECIPES, which is separated like PATH.
 
     With the folder of each what keeps it from being shown, whatever is in it: no recipe is there, or another has its name, and
-    the first of these folders stands for all. Raises UsageError where it is the name of a recipe of the project.
+    the first of these folders stands for all; it is the recipe of a variant where that has the name of something else. Raises
+    UsageError where a recipe has a name of the project's.
     """
-    named = {identifier(file.parent.name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}")}
+    named = {identifier(name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}") for name in _names(file.parent)}
     found: dict[Path, UsageError | None] = {}
     for folder, fault in _listed_recipes().items():
         if (first := named.setdefault(identifier(folder.name), folder)) == folder:
             found[folder] = fault
             continue
-        namesakes = UsageError(
-            f"the recipes in {first} and in {folder} have one name (- and _ count as one): rename a folder"
-        )
+        namesakes = _namesakes(folder.name, first, folder)
         if first.parent == DEFS:
             raise namesakes
         found[first] = namesakes
+    for folder in [folder for folder, fault in found.items() if fault is None]:
+        for name in _names(folder):
+            if (owner := named.setdefault(identifier(name), folder)) != folder:
+                found[folder] = _namesakes(name, owner, folder)
     return {folder: fault for folder, fault in found.items() if folder.parent != DEFS}
+
+
+def _names(folder: Path) -> list[str]:
+    """Of the recipe in `folder` and of its variants, as asset keys begin with them."""
+    return [folder.name, *(f"{folder.name}-{variant}" for variant in variant_names(folder / RECIPE_FILE))]
+
+
+def _namesakes(name: str, first: Path, second: Path) -> UsageError:
+    return UsageError(
+        f"{name} is the name of a recipe or a variant in {first} and of one in {second} (- and _ count as one): rename one"
+    )
 
 
 def _listed_recipes() -> dict[Path, UsageError | None]:

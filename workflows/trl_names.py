@@ -38,6 +38,7 @@ FIELDS = {
     "save_total_limit": "compute.keep_checkpoints",
 }
 CHOICES = {
+    "dpo": "sigmoid",  # open-instruct's name; TRL has the paper's loss as `sigmoid` too
     "sigmoid_norm": "dpo_norm",
     "js_divergence": "js",
     "alpha_divergence": "alpha",

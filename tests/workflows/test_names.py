@@ -82,7 +82,7 @@ def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch
 def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, name):
     folders = [write_recipe(tmp_path / place / name, ATTRIBUTES) for place in ("first", "second")]
     done = CliRunner().invoke(cli.main, ["ui", *map(str, folders)], env={"PEDIGREE_RECIPES": ""})
-    assert done.exit_code == 2 and "have one name" in done.stderr
+    assert done.exit_code == 2 and "is the name of a recipe" in done.stderr
     monkeypatch.setenv("PEDIGREE_RECIPES", f"{folders[0]}:{folders[0]}")
     if name == "mine":
         assert extra_recipes() == {folders[0]: None}

@@ -119,8 +119,18 @@ def test_recipes_that_are_gone_and_recipes_of_one_name_fail_alone(tmp_path: Path
     others = {"demo", "right", "one-name", "gone"}
     told = f"PEDIGREE_RECIPES: '{places[2]}' is neither a recipe of this project (demo) nor a folder with a defs.yaml"
     assert_fails_alone("gone", told, others - {"gone"})
-    told = f"the recipes in {places[0]}/one-name and in {places[1]}/one_name have one name (- and _ count as one)"
+    told = f"one_name is the name of a recipe or a variant in {places[0]}/one-name and of one in {places[1]}/one_name"
     assert_fails_alone("one-name", told, others - {"one-name"})
+
+
+def test_a_recipe_whose_variant_has_the_name_of_another_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Dagster would show one of the two without a word: nothing would tell that the other is never made."""
+    hot = {"variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
+    write_recipe(tmp_path / "first" / "mine", ATTRIBUTES | hot)
+    write_recipe(tmp_path / "second" / "mine-hot", ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
+    told = f"mine-hot is the name of a recipe or a variant in {tmp_path}/second/mine-hot and of one in {tmp_path}/first/mine"
+    assert_fails_alone("mine", told, {"demo", "mine-hot"})
 
 
 def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
@@ -134,7 +144,7 @@ def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
             event.step_key: event.step_failure_data.error.cause.message for event in run.get_step_failure_events()
         }
         assert failed and all(told in message for message in failed.values())
-    [sensor] = [each for each in found.sensors if each.name.startswith(prefix)]
+    [sensor] = [each for each in found.sensors if each.name == f"{prefix}_data_sensor"]
     with pytest.raises(UsageError, match=re.escape(told)):
         sensor(dg.build_sensor_context())
     assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
@@ -250,6 +260,7 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             "{%s, training: {loss: {type: sigmiod}}}",
             "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",
         ),
+        ("{%s, training: {loss: {type: dpo}}}", "found 'dpo'; did you mean `sigmoid`"),
         ("{%s, training: {loss: {type: sigmoid_norm}}}", "found 'sigmoid_norm'; did you mean `dpo_norm`"),
         ("{%s, training: {loss: {type: kto_pair}}}", "found 'kto_pair'$"),
         ("{%s, training: {precision: bf16}}", "found 'bf16'; did you mean `bfloat16`"),
