@@ -21,7 +21,7 @@ from workflows.lineage import status
 from workflows.recipes import load_recipe
 
 pytestmark = pytest.mark.slow
-SECONDS_ALLOWED = 5.0
+SECONDS_TO_END = 60.0  # twice the grace in which the ranks save a checkpoint, which a slow disk may need
 LONG = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "max_steps": 4000}}
 
 
@@ -83,7 +83,7 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
     assert len(ranks) >= 3, "torchrun and two ranks"
     # Ctrl-C in a terminal reaches the whole foreground group; the command is the leader of its own.
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-    deadline = time.monotonic() + SECONDS_ALLOWED
+    deadline = time.monotonic() + SECONDS_TO_END
     while (left := [p for p in processes_of(home.path) if p.pid != process.pid]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
