@@ -131,7 +131,7 @@ def test_a_connection_that_breaks_ends_both_sides(make_job: MakeJob, ssh: list[s
     message = failure(nodes_file([], ssh), job, cut)
     assert message.startswith("node 1 (`ssh ")
     assert "the connection broke, or what ran there was killed" in message
-    assert all_gone(pids, 10), "the other end of what was cut ends by itself"
+    assert all_gone(pids), "the other end of what was cut ends by itself"
 
 
 # What is wrong with the second node: its prefix, made of the words for ssh and a port where nobody listens; its other

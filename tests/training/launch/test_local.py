@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,11 +126,14 @@ def test_killed_rank_is_named_with_its_signal(make_job: MakeJob) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "told", "seconds"),
-    [("torchrun", "it was ended by SIGKILL", 0), ("supervisor", "its supervisor was ended by SIGKILL", 5)],
+    ("victim", "told", "gone"),
+    [
+        ("torchrun", "it was ended by SIGKILL", lambda pids: not alive(pids)),
+        ("supervisor", "its supervisor was ended by SIGKILL", all_gone),
+    ],
 )
 def test_who_is_killed_above_the_ranks_takes_them_along(
-    make_job: MakeJob, victim: str, told: str, seconds: float
+    make_job: MakeJob, victim: str, told: str, gone: Callable[[list[int]], bool]
 ) -> None:
     pids: list[int] = []
 
@@ -140,7 +142,7 @@ def test_who_is_killed_above_the_ranks_takes_them_along(
         os.kill(note[victim], signal.SIGKILL)
 
     assert told in run_and_fail(make_job("train_for_ever", ranks=2), kill)
-    assert all_gone(pids, seconds)
+    assert gone(pids)
 
 
 def heed_signals() -> None:
@@ -161,10 +163,9 @@ def test_nothing_is_left_of_a_job_whose_launcher_ends(make_job: MakeJob, number:
     )
     pids = pids_of(first_event(job))
     assert len(alive(pids)) == 4
-    started = time.monotonic()
     (os.killpg if number == signal.SIGINT else os.kill)(launcher.pid, number)
     with Store(job.store).lock(job.artifact, job.derivation.key):
         at_work = alive(pids[:-1])
     assert at_work == []
-    assert all_gone(pids, 5.0 - (time.monotonic() - started))
-    launcher.wait(timeout=5)
+    assert all_gone(pids)
+    launcher.wait(timeout=60)
