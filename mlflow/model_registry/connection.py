@@ -14,6 +14,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
+from mlflow.exceptions import RestException
 
 from model_registry.database import is_database_away, sole_maker, without_secrets
 from training.contract.durable import share_databases
@@ -30,6 +31,9 @@ _ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
 # How requests' client says that it gave up, and why; of that, the words behind the name of a class and the address.
 _GAVE_UP = re.compile(r"Max retries exceeded.*\(Caused by (?P<cause>.*)\)(?=$|\. To increase the timeout)")
 _WORDS = re.compile(r"""\w+\((?:<.*>, )?(["'])(?:HTTPS?Connection(?:Pool)?\([^)]*\): )?(?P<words>.*)\1\)""")
+# How MLflow's client says the same of a request that it does not repeat, or whose last answer it passes on.
+_UNANSWERED = re.compile(r"failed with (timeout exception|exception \('Connection |error code (408|429|5\d\d) )")
+_FAULTS_OF_SERVER = ("INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE")
 # What botocore says of each way in which a store of objects gives no answer.
 _FILES_AWAY = re.compile(r"(Could not connect to the|timeout on|valid response from) endpoint URL")
 _RESTART_SECONDS = 60.0
@@ -185,11 +189,10 @@ def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds:
 
 def is_away(error: Exception) -> bool:
     """Whether the server gave no answer, or only server errors; or a database, or a store of files, gave none."""
-    return _GAVE_UP.search(str(error)) is not None or _is_storage_away(str(error))
-
-
-def _is_storage_away(words: str) -> bool:
-    return is_database_away(words) or _FILES_AWAY.search(words) is not None
+    words = str(error)
+    if isinstance(error, RestException) and error.json.get("error_code") in _FAULTS_OF_SERVER:
+        return True
+    return is_database_away(words) or any(found.search(words) for found in (_GAVE_UP, _UNANSWERED, _FILES_AWAY))
 
 
 def is_server(uri: str) -> bool:
@@ -250,7 +253,7 @@ def reason(error: Exception, uri: str, seconds: float) -> str:
     if (gave_up := _GAVE_UP.search(text)) is not None:
         found = _WORDS.fullmatch(gave_up["cause"])
         why = found["words"] if found else gave_up["cause"]
-    elif _is_storage_away(text):
+    elif is_away(error):
         why = text
     else:
         return text

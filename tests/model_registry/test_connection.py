@@ -39,6 +39,7 @@ from training.contract.errors import RegistryAway, RegistryError
 
 Away = Callable[..., str]
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
+FAULT = b'HTTP/1.1 500 Internal Server Error\r\nContent-Length: 45\r\n\r\n{"error_code": "INTERNAL_ERROR", "message":1}'
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def _serve(listener: socket.socket, answers: tuple[bytes | None, ...]) -> None:
                 break
 
 
-@pytest.mark.parametrize("answer", [UNAVAILABLE, UNAVAILABLE.replace(b"503", b"500")])
+@pytest.mark.parametrize("answer", [UNAVAILABLE, UNAVAILABLE.replace(b"503", b"500"), FAULT])
 def test_a_registry_that_answers_with_its_failure_is_told_with_what_to_do(away, tmp_path: Path, answer: bytes):
     """MLflow's own patience, seven retries with pauses that double, is four minutes; the test's limit is told in the error."""
     uri = away(answer)
@@ -83,6 +84,28 @@ def test_a_registry_that_answers_with_its_failure_is_told_with_what_to_do(away, 
     assert message.startswith(f"MLflow at {uri} cannot look for versions of demo: no good answer in ")
     assert "nothing that was computed is lost: run again once it answers" in message
     assert float(re.search(r"in ([0-9.]+) s", message)[1]) < 10
+
+
+@pytest.mark.parametrize("answer", [UNAVAILABLE, FAULT, b"", None], ids=["503", "500", "hangs up", "silent"])
+def test_a_server_that_gives_no_answer_to_a_write_is_away(away, monkeypatch: pytest.MonkeyPatch, answer: bytes | None):
+    """Since MLflow 3.18 its client does not repeat what it must not write twice, and has other words for what it got then."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
+    connection = Connection(away(answer))
+    with (
+        pytest.raises(RegistryAway, match=r"cannot begin: no good answer in [0-9.]+ s \(.+\); nothing"),
+        connection.asking("begin") as client,
+        unrepeated(),
+    ):
+        client.create_run("0")
+
+
+def test_a_server_that_knows_no_such_address_is_not_waited_for(away):
+    """Of another kind than MLflow's: its answer is an object too."""
+    answer = b'HTTP/1.1 404 Not Found\r\nContent-Length: 23\r\n\r\n{"detail": "Not Found"}'
+    connection = Connection(away(answer))
+    with pytest.raises(RegistryError, match="Not Found") as told, connection.asking("look") as client:
+        client.search_registered_models()
+    assert type(told.value) is RegistryError
 
 
 def test_a_server_that_never_answers_is_asked_once_not_ten_times(away, monkeypatch: pytest.MonkeyPatch):
