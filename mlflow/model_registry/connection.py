@@ -101,18 +101,13 @@ class Connection:
 
 
 def connect(uri: str) -> MlflowClient:
-    """A client. A new database gets its tables under a lock: of two processes at once, one would fail.
+    """A client. A new database gets its tables, and one of an older MLflow those that are new, under a lock: of two processes
+    at once, one would fail.
 
     Raises RegistryError where the driver of a database is not installed or its address is none.
     """
-    if uri.startswith(_SQLITE):
-        database = Path(uri.removeprefix(_SQLITE))
-        lock = database.with_name(f"{database.name}.lock")
-        with locked(lock):
-            if not database.exists():
-                _make_tables(database, lock)
     try:
-        with sole_maker(uri) if is_database(uri) else contextlib.nullcontext():
+        with _sole_opener(uri):
             return MlflowClient(uri)
     except ValueError as error:
         raise RegistryError(
@@ -123,6 +118,22 @@ def connect(uri: str) -> MlflowClient:
             f"{shown(uri)} needs the package {error.name}, which is not installed here: install it, or name another database "
             "or server in MLFLOW_TRACKING_URI"
         ) from error
+
+
+@contextlib.contextmanager
+def _sole_opener(uri: str) -> Iterator[None]:
+    if is_database(uri):
+        with sole_maker(uri):
+            yield
+    elif uri.startswith(_SQLITE):
+        database = Path(uri.removeprefix(_SQLITE))
+        lock = database.with_name(f"{database.name}.lock")
+        with locked(lock):
+            if not database.exists():
+                _make_tables(database, lock)
+            yield
+    else:
+        yield
 
 
 def _make_tables(database: Path, lock: Path) -> None:

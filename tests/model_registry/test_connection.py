@@ -36,6 +36,7 @@ from model_registry.connection import (
 )
 from model_registry.registry import Registry
 from training.contract.errors import RegistryAway, RegistryError
+from training.contract.locks import is_held
 
 Away = Callable[..., str]
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
@@ -276,6 +277,22 @@ def test_tables_that_a_killed_process_did_not_finish_are_made_again(tmp_path: Pa
     making.wait()
     assert [each.name for each in connect(uri).search_experiments()] == ["Default"]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock"]
+
+
+def test_a_database_is_opened_by_one_process_at_a_time(
+    tmp_path: Path, migrated_database: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Opening one that an older MLflow made gives it the tables that are new: of three processes at once, one failed."""
+    shutil.copy(migrated_database, tmp_path / "mlflow.db")
+    held: list[bool] = []
+
+    def opened(uri: str) -> MlflowClient:
+        held.append(is_held(tmp_path / "mlflow.db.lock"))
+        return MlflowClient(uri)
+
+    monkeypatch.setattr("model_registry.connection.MlflowClient", opened)
+    connect(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    assert held == [True] and not is_held(tmp_path / "mlflow.db.lock")
 
 
 def test_a_database_that_others_hold_for_long_is_away(tmp_path: Path):
