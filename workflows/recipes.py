@@ -104,9 +104,9 @@ def recipe_fault(folder: Path) -> RecipeError | None:
 def extra_recipes() -> dict[Path, UsageError | None]:
     """The recipes outside the project that the web UI is to show: those of PEDIGREE_RECIPES, which is separated like PATH.
 
-    With the folder of each what keeps it from being shown, whatever is in it: no recipe is there, or another has its name, and
-    the first of these folders stands for all; it is the recipe of a variant where that has the name of something else. Raises
-    UsageError where a recipe has a name of the project's.
+    With the folder of each what keeps it from being shown, whatever is in it: no recipe is there, or another has its name or
+    that of a variant of it. Of folders with one name the first stands for all. Raises UsageError where a folder has a name that
+    the project has.
     """
     named = {identifier(name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}") for name in _names(file.parent)}
     found: dict[Path, UsageError | None] = {}
