@@ -158,7 +158,7 @@ GRAPH: dict[str, Node] = {
         may_need=lambda recipe: ("raw_preferences",) if recipe.data.has_named_sources else (),
         spec="evaluation_spec",
         pool=GPU_POOL,
-        version="3",
+        version="4",
     ),
     "released_model": Node(
         "release",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jinja2 import Environment, StrictUndefined
 
-from training.scored_pairs import Accuracy
+from training.accuracy import Accuracy
 
 _BINS = 40
 _PLOT_WIDTH, _PLOT_HEIGHT = 720, 180
@@ -151,7 +151,11 @@ svg { max-width: 100%; height: auto; }
 <p>Policy <code>{{ report.policy }}</code> against reference <code>{{ report.reference }}</code>
 on the held-out pairs of <code>{{ report.pairs }}</code>.</p>
 <p>The policy gives the preferred response the higher reward in
-<strong>{{ percent(report.accuracy.share) }}</strong> of {{ number(report.accuracy.pairs) }} pairs; 95% interval
+<strong>{{ percent(report.accuracy.share) }}</strong> of {{ number(report.accuracy.pairs) }} pairs
+{%- if report.accuracy.prompts < report.accuracy.pairs %}
+, which have {{ number(report.accuracy.prompts) }} prompts
+{%- endif %}
+; 95% interval
 {{ percent(report.accuracy.interval[0]) }} to {{ percent(report.accuracy.interval[1]) }}.</p>
 <h2>Metrics</h2>
 <table class="metrics">

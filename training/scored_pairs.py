@@ -8,9 +8,9 @@ lower a weighted loss by making its responses improbable.
 Legend: V pairs. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from training.accuracy import Accuracy, accuracy
 from training.contract.errors import CorruptArtifact, TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.logprob_table import LogProbTable
@@ -30,25 +31,6 @@ from training.losses.preference import PairLosses, preference_loss
 from training.model.prefix import TokenSequence
 from training.model.scoring import Prompts, score_in_rounds, shared_batches
 
-_Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """In how many of some pairs the chosen response has the higher reward."""
-
-    won: int
-    pairs: int
-
-    @property
-    def share(self) -> float:
-        return self.won / self.pairs
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Its 95% confidence interval."""
-        return wilson_interval(self.won, self.pairs)
-
 
 @dataclass(frozen=True)
 class ScoredPairs:
@@ -59,11 +41,17 @@ class ScoredPairs:
     logprobs: PairLogProbs
     outcome: PairLosses
 
+    @cached_property
+    def _prompts_V(self) -> npt.NDArray[np.int64]:
+        return self.pairs.prompt_numbers(self.positions_V)
+
     def metrics(self) -> dict[str, float]:
         columns = self.outcome.metrics(self.logprobs.policy_B2)
         means = {f"eval/{name}": float(values_B.mean()) for name, values_B in columns.items()}
         by_length = {f"eval/accuracies/{name}": found.share for name, found in self.accuracy_by_length().items()}
-        return means | by_length | {"eval/pairs": len(self.positions_V)}
+        found = self.accuracy()
+        prompts = {"eval/prompts": found.prompts} if found.prompts < found.pairs else {}
+        return means | by_length | prompts | {"eval/pairs": found.pairs}
 
     def metrics_of(self, kind_V: Tensor) -> dict[str, float]:
         """Means over the pairs of a kind, and their number. Their losses stay what they are in the batch of all."""
@@ -79,7 +67,7 @@ class ScoredPairs:
         return self.accuracy_of(torch.ones(len(self.positions_V), dtype=torch.bool))
 
     def accuracy_of(self, kind_V: Tensor) -> Accuracy:
-        return Accuracy(int(self.outcome.accuracies_B[kind_V].sum()), int(kind_V.sum()))
+        return accuracy(self.outcome.accuracies_B[kind_V].bool().numpy(), self._prompts_V[kind_V.numpy()])
 
     def accuracy_by_length(self) -> dict[str, Accuracy]:
         """The accuracy where the chosen response has more tokens, fewer, or as many; kinds without a pair are left out.
@@ -187,11 +175,3 @@ def _demand_sound(
             f"the reference log-prob of a response of row {rows_2V[bad[0]]} is over {counts[bad[0]]} tokens, "
             f"its mask trains {scores[bad[0], 0]:.0f}; materialize reference_logprobs again"
         )
-
-
-def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
-    """The 95% interval of a proportion (Wilson 1927); unlike the normal one it is right near 0 and 1 as well."""
-    share, z2 = successes / trials, _Z95**2
-    centre = share + z2 / (2 * trials)
-    spread = _Z95 * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
-    return max(0.0, (centre - spread) / (1 + z2 / trials)), min(1.0, (centre + spread) / (1 + z2 / trials))

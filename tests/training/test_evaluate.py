@@ -26,6 +26,7 @@ from tests.training.model.architectures import build
 from tests.training.runs import published
 from tests.training.workshop import Workshop, locations_of
 from training import evaluate
+from training.accuracy import Accuracy, accuracy, wilson_interval
 from training.contract.errors import CorruptArtifact, DataError, ModelError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Failure, Job
@@ -40,7 +41,7 @@ from training.generate import answers, greedy, spread_prompts, stop_tokens
 from training.main import main
 from training.model.load import load_model
 from training.report import Report, Sample, WorstPair, render
-from training.scored_pairs import Accuracy, score_pairs, wilson_interval
+from training.scored_pairs import score_pairs
 
 BETA = 0.2
 SETTINGS = {"samples": 3, "max_new_tokens": 12, "loss": {"type": "sigmoid", "beta": BETA, "label_smoothing": 0.0}}
@@ -181,7 +182,7 @@ def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
         abs=1e-3,
     )
     assert evaluation.details["metrics"] == metrics
-    assert evaluation.details["interval"] == list(wilson_interval(won, len(expected)))
+    assert evaluation.details["interval"] == list(wilson_interval(won / len(expected), len(expected)))
 
 
 @pytest.mark.shared
@@ -410,18 +411,24 @@ def test_without_held_out_pairs_it_names_the_field_to_change(tiny_world):
         evaluate.held_out_positions(data)
 
 
-@pytest.mark.parametrize(
-    ("successes", "trials", "low", "high"),
-    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
-)
-def test_wilsons_interval(successes, trials, low, high):
-    """81 of 263: the worked example of Newcombe (1998), method 3; the others from the closed form with z2 = 3.8415."""
-    assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=1e-4)
-
-
-def test_no_share_lies_outside_of_0_and_1():
-    """In floats the formula ends 1e-17 below 0 for 0 of 21, and above 1 for 11 of 11."""
-    assert wilson_interval(0, 21)[0] == 0 and wilson_interval(11, 11)[1] == 1
+def test_pairs_of_one_prompt_do_not_narrow_the_interval(tiny_world):
+    """Seven held-out pairs of seven prompts, each three times: that says no more than once."""
+    data, policy = Pairs.open(tiny_world.pairs), load_model(tiny_world.model, "float32", ALONE.device)
+    with torch.no_grad():
+        policy.lm_head.weight += 0.1 * torch.randn(
+            policy.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)
+        )
+    table, positions = LogProbTable.read(tiny_world.reference, len(tiny_world.examples)), data.indices("validation")
+    once, thrice = (
+        score_pairs(policy, data, np.repeat(positions, times), table, Loss(), ALONE, EventWriter(None))
+        for times in (1, 3)
+    )
+    assert 0 < once.accuracy().share < 1
+    assert thrice.accuracy().interval == pytest.approx(once.accuracy().interval)
+    for kind, found in once.accuracy_by_length().items():
+        assert thrice.accuracy_by_length()[kind].interval == pytest.approx(found.interval), kind
+    more = {"eval/pairs": 21, "eval/prompts": 7}
+    assert thrice.metrics() == pytest.approx(once.metrics() | more) and "eval/prompts" not in once.metrics()
 
 
 class Page(HTMLParser):
@@ -449,14 +456,18 @@ def lines_of(page: str) -> str:
     return "\n".join(text.strip() for text in Page(page).text if text.strip())
 
 
+def of_own_prompts(won: int, pairs: int) -> Accuracy:
+    return accuracy(np.arange(pairs) < won, np.arange(pairs))
+
+
 def page_of(**changes: Any) -> str:
     report: dict[str, Any] = {
         "policy": "abc",
         "reference": "def",
         "pairs": "123",
         "metrics": {"eval/loss": 0.6931},
-        "accuracy": Accuracy(2, 4),
-        "by_length": {"chosen longer": Accuracy(2, 3), "same length": Accuracy(0, 1)},
+        "accuracy": of_own_prompts(2, 4),
+        "by_length": {"chosen longer": of_own_prompts(2, 3), "same length": of_own_prompts(0, 1)},
         "by_source": {},
         "margins": [-1.0, 0.25, 0.5, -0.1],
         "samples": [Sample(1, "p", "b", "a", "c")],
@@ -469,10 +480,14 @@ def test_no_text_of_the_data_becomes_part_of_the_page():
     sample, worst = Sample(1, *[HOSTILE] * 4), WorstPair(7, 2.5, -1.0, *[HOSTILE] * 3)
     page = Page(
         page_of(
-            policy=HOSTILE, samples=[sample], worst=[worst], metrics={HOSTILE: 1.0}, by_source={HOSTILE: Accuracy(1, 1)}
+            policy=HOSTILE,
+            samples=[sample],
+            worst=[worst],
+            metrics={HOSTILE: 1.0},
+            by_source={HOSTILE: of_own_prompts(1, 1)},
         )
     )
-    harmless = Page(page_of(metrics={"x": 1.0}, by_source={"x": Accuracy(1, 1)}))
+    harmless = Page(page_of(metrics={"x": 1.0}, by_source={"x": of_own_prompts(1, 1)}))
     assert page.tags == harmless.tags and page.attributes == harmless.attributes
     assert "script" not in page.tags and not any(name.startswith("on") for name in page.attributes)
     assert "".join(page.text).count(HOSTILE) == 11, "and all of it can be read"
@@ -519,9 +534,11 @@ def test_the_report_shows_each_number_in_its_place():
     ]
     zero = round(10 * 720 / 41, 2)
     assert f'<line x1="{zero}" x2="{zero}"' in page and f'<text x="{zero}"' in page
-    by_source = lines_of(page_of(by_source={"old_set": Accuracy(1, 4)})).replace("\n", "|")
+    by_source = lines_of(page_of(by_source={"old_set": of_own_prompts(1, 4)})).replace("\n", "|")
     assert "Accuracy by source|Pairs|Number|Accuracy|95% interval|old_set|4|25.0%|4.6% to 69.9%|" in by_source
     assert "by source" not in lines_of(page)
+    shared = lines_of(page_of(accuracy=accuracy(np.arange(4) < 2, np.array([0, 1, 1, 2])))).replace("\n", " ")
+    assert "50.0% of 4 pairs, which have 3 prompts; 95% interval" in shared
     assert "The recipe asks for none" in lines_of(page_of(samples=[])) and "Before" not in lines_of(page_of(samples=[]))
     assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in page
 

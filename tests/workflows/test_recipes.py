@@ -210,7 +210,7 @@ CODE_VERSIONS = {
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
     "policy": "1-10e93c011412",
-    "evaluation": "3-10e93c011412",
+    "evaluation": "4-10e93c011412",
     "released_model": "1-afa24be79c31",
 }
 

@@ -1,0 +1,75 @@
+"""The 95% interval of the accuracy, against worked examples, by its properties, and by how often it holds what it should."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.accuracy import accuracy, independent_pairs, wilson_interval
+
+WON = st.lists(st.booleans(), min_size=1, max_size=30).map(np.array)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (81, 263, 0.2553, 0.3662)],
+)
+def test_wilsons_interval(successes, trials, low, high):
+    """81 of 263: the worked example of Newcombe (1998), method 3; the others from the closed form with z2 = 3.8415."""
+    assert wilson_interval(successes / trials, trials) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_no_share_lies_outside_of_0_and_1():
+    """In floats the formula ends 1e-17 below 0 for 0 of 21, and above 1 for 11 of 11."""
+    assert wilson_interval(0, 21)[0] == 0 and wilson_interval(1, 11)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("won", "prompts", "independent"),
+    [
+        # Half are won. Errors of the prompts 1, -1, 0: the variance is 3/2 * 2 / 6^2 = 1/12, that of four pairs 1/4 / 3.
+        ((1, 1, 0, 0, 1, 0), (0, 0, 1, 1, 2, 2), 4),
+        # Errors 3/4 and -3/4: the variance is 2 * 9/8 / 4^2 = 9/64, and 3/16 over it 4/3.
+        ((1, 1, 1, 0), (0, 0, 0, 1), 1 + 4 / 3),
+        ((1, 0, 1, 0), (0, 0, 1, 1), 4),  # the prompts do not differ at all
+        ((1, 1, 1, 1), (0, 0, 1, 2), 3),
+        ((0, 0, 0, 0), (0, 1, 1, 1), 2),
+        ((1, 0, 1), (0, 0, 0), 1),
+        ((1, 0, 1), (2, 1, 0), 3),
+    ],
+)
+def test_as_how_many_pairs_those_of_few_prompts_count(won, prompts, independent):
+    assert independent_pairs(np.array(won, bool), np.array(prompts)) == pytest.approx(independent)
+
+
+@given(WON, st.integers(1, 4), st.randoms())
+def test_a_pair_that_is_there_several_times_counts_once(won, times, random):
+    """In any order, under any numbers for the prompts."""
+    order = list(range(len(won) * times))
+    random.shuffle(order)
+    numbers = 7 * np.arange(len(won))[::-1] - 3
+    once, again = accuracy(won, numbers), accuracy(np.repeat(won, times)[order], np.repeat(numbers, times)[order])
+    assert (again.pairs, again.prompts, again.share) == (len(order), len(won), once.share)
+    assert again.interval == pytest.approx(once.interval)
+
+
+@given(WON, st.data())
+def test_pairs_of_few_prompts_never_count_as_more_than_there_are(won, data):
+    prompts = np.array(data.draw(st.lists(st.integers(0, 5), min_size=len(won), max_size=len(won))))
+    alone, found = accuracy(won, np.arange(len(won))), accuracy(won, prompts)
+    assert alone.interval == wilson_interval(won.mean(), len(won))
+    assert found.interval[0] <= alone.interval[0] <= found.share <= alone.interval[1] <= found.interval[1]
+
+
+def test_it_holds_the_true_accuracy_as_often_as_it_says():
+    """A hundred prompts with 1 to 16 pairs; each is answered rightly with a chance of its own, 0.7 in the mean."""
+    random = np.random.default_rng(0)
+    taken_for_independent = held = 0
+    for _ in range(500):
+        sizes, chances = random.choice([1, 1, 2, 4, 12, 16], 100), random.beta(1.4, 0.6, 100)
+        prompts = np.repeat(np.arange(100), sizes)
+        found = accuracy(random.random(len(prompts)) < chances[prompts], prompts)
+        low, high = wilson_interval(found.share, found.pairs)
+        held += found.interval[0] <= 0.7 <= found.interval[1]
+        taken_for_independent += low <= 0.7 <= high
+    assert 0.92 < held / 500 < 0.97 and taken_for_independent / 500 < 0.7
