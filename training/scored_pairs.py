@@ -51,7 +51,7 @@ class ScoredPairs:
         by_length = {f"eval/accuracies/{name}": found.share for name, found in self.accuracy_by_length().items()}
         found = self.accuracy()
         prompts = {"eval/prompts": found.prompts} if found.prompts < found.pairs else {}
-        return means | by_length | prompts | {"eval/pairs": found.pairs}
+        return means | by_length | {"eval/pairs": found.pairs} | prompts
 
     def metrics_of(self, kind_V: Tensor) -> dict[str, float]:
         """Means over the pairs of a kind, and their number. Their losses stay what they are in the batch of all."""
