@@ -272,12 +272,12 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     places = [recipe_place(text) for text in recipes]
     if places:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(map(str, places))
-    for folder, fault in extra_recipes().items():
-        if (wrong := fault or recipe_fault(folder)) is None:
+    for extra in extra_recipes():
+        if (wrong := extra.fault or recipe_fault(extra.folder)) is None:
             continue
-        if folder in places:
+        if extra.folder in places:
             raise wrong
-        people.print(f"{wrong}\nThe runs of {folder.name} fail until that is mended.", markup=False, soft_wrap=True)
+        people.print(f"{wrong}\nThe runs of {extra.name} fail until that is mended.", markup=False, soft_wrap=True)
     tracking = build_services(home).tracker.tracking_uri
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance() as instance:

@@ -20,7 +20,7 @@ from workflows.automation import retraining
 from workflows.recipe_file import RECIPE_FILE, refuse_repeated_keys, variant_names
 from workflows.scaffold import RecipeScaffolder
 
-DEFS = Path(__file__).parent / "defs"  # the project's own recipes, which their names lead to
+DEFS = Path(__file__).resolve().parent / "defs"  # the project's own recipes, which their names lead to
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -48,7 +48,7 @@ class PreferenceTuning(dg.Component):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
             )
-        file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS.resolve()
+        file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS
         pipelines = [
             Pipeline(context.path.name, recipe.located_at(context.path), file, variant, is_named)
             for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]

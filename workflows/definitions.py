@@ -7,10 +7,10 @@ from pathlib import Path
 
 import dagster as dg
 
-from training.contract.errors import RecipeError, UsageError
+from training.contract.errors import RecipeError
 from workflows.component import DEFS
 from workflows.recipe_file import RECIPE_FILE, refuse_foreign_parts
-from workflows.recipes import extra_recipes, load_recipes, recipe_fault
+from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault
 from workflows.resources import services
 from workflows.wrong_recipe import stand_in
 
@@ -20,22 +20,19 @@ def defs() -> dg.Definitions:
     """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway."""
     return dg.Definitions.merge(
         *([definitions_in(DEFS.parent)] if DEFS.is_dir() else []),
-        *(definitions_of(folder, fault) for folder, fault in extra_recipes().items()),
+        *map(definitions_of, extra_recipes()),
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
 
 
-def definitions_of(folder: Path, fault: UsageError | None = None) -> dg.Definitions:
-    """The recipe in `folder` and its variants, or what stands in for them where that is wrong: others live beside it.
-
-    `fault`: what keeps it from being shown, whatever is in it.
-    """
-    if fault is not None:
-        return stand_in(folder, fault)
+def definitions_of(extra: ExtraRecipe) -> dg.Definitions:
+    """The recipe and its variants, or what stands in for them where that is wrong: others live beside it."""
+    if extra.fault is not None:
+        return stand_in(extra.name, extra.fault)
     try:
-        return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(folder)))
+        return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(extra.folder)))
     except RecipeError as wrong:
-        return stand_in(folder, wrong)
+        return stand_in(extra.name, wrong)
 
 
 def definitions_in(folder: Path) -> dg.Definitions:

@@ -4,7 +4,8 @@ A file holds one pipeline or more: the recipe's own and those of its variants, w
 """
 
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +15,9 @@ import dagster as dg
 from assets.declare import declare_assets
 from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
+from training.contract.fingerprint import short, value_digest
 from workflows.automation import retraining
-from workflows.component import DEFS, PreferenceTuning
+from workflows.component import DEFS, NAME, PreferenceTuning
 from workflows.recipe_file import RECIPE_FILE, explained, refuse_foreign_parts, refuse_no_recipe, variant_names
 
 
@@ -101,28 +103,44 @@ def recipe_fault(folder: Path) -> RecipeError | None:
     return None
 
 
-def extra_recipes() -> dict[Path, UsageError | None]:
-    """The recipes outside the project that the web UI is to show: those of PEDIGREE_RECIPES, which is separated like PATH.
+@dataclass(frozen=True)
+class ExtraRecipe:
+    """A recipe outside the project that the web UI is to show as `name`.
 
-    With the folder of each what keeps it from being shown, whatever is in it: no recipe is there, or another has its name or
-    that of a variant of it. Of folders with one name the first stands for all. Raises UsageError where a folder has a name that
-    the project has.
+    `fault`: what keeps it from being shown, whatever is in it: no recipe is there, or another has its name or that of a variant
+    of it.
     """
+
+    folder: Path
+    name: str
+    fault: UsageError | None
+
+
+def extra_recipes() -> list[ExtraRecipe]:
+    """Those of PEDIGREE_RECIPES, which is separated like PATH. Of folders with one name the first stands for all."""
     named = {identifier(name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}") for name in _names(file.parent)}
-    found: dict[Path, UsageError | None] = {}
+    found: dict[Path, ExtraRecipe] = {}
     for folder, fault in _listed_recipes().items():
-        if (first := named.setdefault(identifier(folder.name), folder)) == folder:
-            found[folder] = fault
+        if folder.parent == DEFS:  # shown anyway
             continue
-        namesakes = _namesakes(folder.name, first, folder)
-        if first.parent == DEFS:
-            raise namesakes
-        found[first] = namesakes
-    for folder in [folder for folder, fault in found.items() if fault is None]:
+        first = named.setdefault(identifier(folder.name), folder)
+        if first == folder:
+            name = folder.name if NAME.fullmatch(folder.name) else _spare_name(folder)
+            found[folder] = ExtraRecipe(folder, name, fault)
+        elif first in found:
+            found[first] = replace(found[first], fault=_namesakes(folder.name, first, folder))
+        else:  # the project's own, which goes on
+            found[folder] = ExtraRecipe(folder, _spare_name(folder), _namesakes(folder.name, first, folder))
+    for folder in [folder for folder, extra in found.items() if extra.fault is None]:
         for name in _names(folder):
             if (owner := named.setdefault(identifier(name), folder)) != folder:
-                found[folder] = _namesakes(name, owner, folder)
-    return {folder: fault for folder, fault in found.items() if folder.parent != DEFS}
+                found[folder] = replace(found[folder], fault=_namesakes(name, owner, folder))
+    return list(found.values())
+
+
+def _spare_name(folder: Path) -> str:
+    """A name that no other folder has, where its own cannot be had."""
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', folder.name)}_{short(value_digest(str(folder)).hex())}"
 
 
 def _names(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import UsageError
 from workflows import cli
 from workflows.component import DEFS
-from workflows.recipes import extra_recipes, load_recipe, recipe_place
+from workflows.recipes import ExtraRecipe, extra_recipes, load_recipe, recipe_place
 
 OTHER = {**ATTRIBUTES, "release": {"model_name": "other"}}
 
@@ -85,9 +85,9 @@ def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, n
     assert done.exit_code == 2 and "is the name of a recipe" in done.stderr
     monkeypatch.setenv("PEDIGREE_RECIPES", f"{folders[0]}:{folders[0]}")
     if name == "mine":
-        assert extra_recipes() == {folders[0]: None}
+        assert extra_recipes() == [ExtraRecipe(folders[0], "mine", None)]
         monkeypatch.setenv("PEDIGREE_RECIPES", str(DEFS / "demo"))
-        assert extra_recipes() == {}, "the project's own are shown anyway"
+        assert extra_recipes() == [], "the project's own are shown anyway"
 
 
 def test_recipes_of_a_folder_come_and_go_while_the_web_servers_run(tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_recipes_of_a_folder_come_and_go_while_the_web_servers_run(tmp_path, mon
     )
     monkeypatch.chdir(tmp_path.parent)
     (tmp_path / "recipes" / "one").rename(tmp_path / "recipes" / "three")
-    assert list(extra_recipes()) == [tmp_path / "recipes" / "three", tmp_path / "recipes" / "two"], (
+    assert extra_recipes() == [ExtraRecipe(tmp_path / "recipes" / name, name, None) for name in ("three", "two")], (
         "demo is the project's"
     )
     with pytest.raises(UsageError, match="is neither a recipe of this project"):

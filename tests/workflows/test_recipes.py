@@ -21,7 +21,7 @@ from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
 from workflows.component import DEFS
 from workflows.definitions import definitions_in, defs
-from workflows.recipes import load_recipe
+from workflows.recipes import extra_recipes, load_recipe
 from workflows.resources import services
 
 # Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
@@ -150,11 +150,29 @@ def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
     assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
 
 
-def test_a_wrong_recipe_whose_folder_names_nothing_stops_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write_recipe(tmp_path / "my model", ATTRIBUTES)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("right.bak", "the folder 'right.bak' gives the pipeline its name; expected letters, digits, _ and - only"),
+        ("demo", f"demo is the name of a recipe or a variant in {DEFS}/demo and of one in "),
+    ],
+)
+def test_a_recipe_that_cannot_have_its_name_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+):
+    """A copy beside a recipe, say, is enough: both names of one key, or one that Dagster refuses, would stop all of them."""
+    for folder in ("right", name):
+        write_recipe(tmp_path / folder, ATTRIBUTES)
     monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
-    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
-        defs()
+    [spare] = [extra.name for extra in extra_recipes() if extra.folder.name == name]
+    assert re.fullmatch(f"{name.replace('.', '_')}_[0-9a-f]{{12}}", spare)
+    assert_fails_alone(spare, told, {"demo", "right"})
+
+
+def test_a_folder_that_is_gone_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path / "recipes.d"))
+    [extra] = extra_recipes()
+    assert_fails_alone(extra.name, f"PEDIGREE_RECIPES: '{tmp_path}/recipes.d' is neither", {"demo"})
 
 
 def test_the_graph_of_the_demo(demo):
