@@ -51,8 +51,9 @@ def independent_pairs(won_V: npt.NDArray[np.bool_], prompts_V: npt.NDArray[np.in
 
 
 def wilson_interval(share: float, trials: float) -> tuple[float, float]:
-    """The 95% interval of a proportion that was found in so many independent trials."""
+    """The 95% interval of a proportion that was found in so many independent trials; it holds `share` in floats as well."""
     z2 = _Z95**2
     centre = share + z2 / (2 * trials)
     spread = _Z95 * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials**2))
-    return max(0.0, (centre - spread) / (1 + z2 / trials)), min(1.0, (centre + spread) / (1 + z2 / trials))
+    low, high = ((centre + sign * spread) / (1 + z2 / trials) for sign in (-1, 1))
+    return max(0.0, min(share, low)), min(1.0, max(share, high))

@@ -19,9 +19,12 @@ def test_wilsons_interval(successes, trials, low, high):
     assert wilson_interval(successes / trials, trials) == pytest.approx((low, high), abs=1e-4)
 
 
-def test_no_share_lies_outside_of_0_and_1():
-    """In floats the formula ends 1e-17 below 0 for 0 of 21, and above 1 for 11 of 11."""
-    assert wilson_interval(0, 21)[0] == 0 and wilson_interval(1, 11)[1] == 1
+@pytest.mark.parametrize("share", [0, 1])
+def test_no_interval_ends_before_the_share_or_outside_of_0_and_1(share):
+    """In floats the formula ends 1e-17 below 0 for 0 of 21, as much above it for 0 of 3, and above 1 for 11 of 11."""
+    for trials in range(1, 200):
+        low, high = wilson_interval(share, trials)
+        assert (low, high)[share] == share and 0 < high - low < 1
 
 
 @pytest.mark.parametrize(
