@@ -1,11 +1,12 @@
 """What a candidate is compared with: the champion's evaluation, wherever it was released."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from assets.event_log import tell
-from assets.held_out import common_measure, measured, prompts, rows_by_messages, rows_by_pair
+from assets.held_out import Row, common_measure, measured, prompts, rows_by_messages, rows_by_pair
 from assets.step import Step
-from model_registry.gate import MIN_PROMPTS, Measure, Prompts, Values
+from model_registry.gate import MIN_PROMPTS, Measure, Prompts, Values, count_prompts
 from model_registry.versions import Version
 from training.contract.errors import CorruptArtifact, RegistryAway, RegistryError
 from training.contract.store import Artifact
@@ -20,21 +21,42 @@ class Compared:
     champion: Values
     prompts: Prompts
 
+    @property
+    def shared(self) -> set[str]:
+        return self.candidate.keys() & self.champion.keys()
+
 
 def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: Version) -> Compared:
     """What can be compared of a candidate's `evaluation`, made from `raw_preferences`, and the champion's.
 
-    Where no ten pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank,
-    over the reference that each has, can be compared. Raises RegistryError where the champion's is nowhere; CorruptArtifact.
+    Where few pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank, over
+    the reference that each has, can be compared. Few is less than ten prompts, or less than half of those that have the same
+    messages: after an edit that spares some pairs, those are of a kind of their own. Raises RegistryError where the champion's
+    is nowhere; CorruptArtifact.
     """
     theirs, said = (
         _artifact_of(step, champion, "evaluation"),
         step.services.store.open("raw_preferences", raw_preferences),
     )
-    rows, others, measure = rows_by_pair(evaluation), rows_by_pair(theirs), common_measure(evaluation, theirs)
-    if len(rows.keys() & others.keys()) < MIN_PROMPTS:
-        measure, rows = Measure.ERROR_RATE, rows_by_messages(evaluation, said)
-        others = rows_by_messages(theirs, _artifact_of(step, champion, "raw_preferences"))
+    measure = common_measure(evaluation, theirs)
+    by_tokens = _compared(measure, rows_by_pair(evaluation), rows_by_pair(theirs), said)
+    is_enough = count_prompts(by_tokens.shared, by_tokens.prompts) >= MIN_PROMPTS
+    if is_enough and 2 * len(by_tokens.shared) >= min(len(by_tokens.candidate), len(by_tokens.champion)):
+        return by_tokens
+    try:
+        before = _artifact_of(step, champion, "raw_preferences")
+    except RegistryAway:
+        raise
+    except RegistryError:
+        if is_enough:
+            return by_tokens
+        raise
+    rows, others = rows_by_messages(evaluation, said), rows_by_messages(theirs, before)
+    by_messages = _compared(Measure.ERROR_RATE, rows, others, said)
+    return by_tokens if is_enough and 2 * len(by_tokens.shared) >= len(by_messages.shared) else by_messages
+
+
+def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> Compared:
     return Compared(measure, measured(measure, rows, others), measured(measure, others, others), prompts(rows, said))
 
 

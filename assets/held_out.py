@@ -1,8 +1,8 @@
 """What an evaluation says of each held-out pair: the gate and `pedigree compare` compare two policies by it.
 
 A pair is identified by the tokens of its two sequences, since its loss is one of tokens. So two evaluations share the pairs
-whose tokens are the same, and a pair that is in the data twice counts once. After another template or tokenizer there is none.
-Whether a pair is ranked rightly can still be compared then: there it is identified by its messages.
+whose tokens are the same, and a pair that is in the data twice counts once. After another template or tokenizer there is none,
+or few. Whether a pair is ranked rightly can still be compared then: there it is identified by its messages.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,16 +57,20 @@ def loss(row: Row) -> float:
     return float(row["loss"])
 
 
-def accuracy(row: Row) -> float:
-    """1 where the chosen response has the higher reward, else 0; comparable under every loss over the same reference."""
-    return float(row["margin"] > 0)
+def accuracy(row: Row, other: Row | None = None) -> float:
+    """1 where the policy prefers the chosen response more than the reference does, else 0; `other` as in `margin`.
+
+    That is what the rewards say under every loss that has a reference. Those of a loss that has none rank many pairs rightly
+    before any training, so they cannot be compared with the former.
+    """
+    return float(margin(row, other) > 0)
 
 
 def margin(row: Row, other: Row | None = None) -> float:
     """The log-ratio (policy over reference) of the chosen response minus that of the rejected one, in nats.
 
-    This is the reward's margin divided by beta, so it is comparable under every beta and loss over the same reference: with
-    `other`, that of the same pair in another evaluation.
+    Where the loss has a reference this is the reward's margin divided by beta. It is comparable under every beta and loss over
+    the same reference: with `other`, that of the same pair in another evaluation.
     """
     reference = row if other is None else other
     chosen, rejected = (row[f"policy_{side}_logprob"] - reference[f"reference_{side}_logprob"] for side in SIDES)
@@ -87,15 +91,13 @@ def scale(evaluation: Artifact) -> dict[str, str]:
 def common_measure(evaluation: Artifact, champion: Artifact) -> Measure:
     """What can be compared of two evaluations of pairs with the same tokens.
 
-    Losses, if they are of one scale; else how pairs are ranked. Where the candidate's rewards are over another reference than
-    the champion's, over the latter: whoever ranks more pairs rightly than a bad reference is no better than the champion.
+    Losses, if they are of one scale; else how pairs are ranked. Where the candidate has another reference than the champion,
+    over the latter's: whoever ranks more pairs rightly than a bad reference is no better than the champion.
     """
-    ours, theirs = scale(evaluation), scale(champion)
-    if ours == theirs:
+    if scale(evaluation) == scale(champion):
         return Measure.LOSS
-    if ours.get(_REFERENCE) in (None, champion.derivation.inputs[_REFERENCE].fingerprint):
-        return Measure.ERROR_RATE
-    return Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
+    ours, theirs = (each.derivation.inputs[_REFERENCE].fingerprint for each in (evaluation, champion))
+    return Measure.ERROR_RATE if ours == theirs else Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
 
 
 def measured(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, Row]) -> Values:
@@ -106,4 +108,4 @@ def measured(measure: Measure, rows: Mapping[str, Row], champion: Mapping[str, R
         case Measure.ERROR_RATE:
             return {pair: 1.0 - accuracy(row) for pair, row in rows.items()}
         case Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
-            return {pair: 1.0 - float(margin(row, champion.get(pair)) > 0) for pair, row in rows.items()}
+            return {pair: 1.0 - accuracy(row, champion.get(pair)) for pair, row in rows.items()}

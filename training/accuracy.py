@@ -4,7 +4,8 @@ The interval is Wilson's (1927), which unlike the normal one is right near 0 and
 pairs of one prompt are alike: where a prompt has four pairs, what is said to be 95% can be 75%. So they count as the number of
 independent pairs whose share would vary as much, by the variance for clusters with the factor G / (G - 1) for G prompts (Dean
 and Pagano 2015, "Evaluating Confidence Interval Methods for Binomial Proportions in Clustered Surveys"; the gate's standard
-error is of the same kind). Where every pair has a prompt of its own, that is the number of pairs.
+error is of the same kind); and as fewer, since that variance is known from G prompts only, by the squared ratio of Student's
+quantiles (Korn and Graubard 1998). Where every pair has a prompt of its own, that is the number of pairs.
 
 Legend: V pairs of G prompts.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import stdtrit
 
 _Z95 = 1.959963984540054  # 97.5% of a normal distribution lie below it
 
@@ -47,7 +49,8 @@ def independent_pairs(won_V: npt.NDArray[np.bool_], prompts_V: npt.NDArray[np.in
     errors_G = np.bincount(prompts_V, won_V) - share * sizes_G
     variance = prompts / (prompts - 1) * float((errors_G**2).sum()) / pairs**2
     # That of so many independent pairs is share * (1 - share) / (so many - 1).
-    return min(pairs, 1 + float(share * (1 - share)) / variance) if variance else pairs
+    found = min(pairs, 1 + float(share * (1 - share)) / variance) if variance else pairs
+    return found * float(stdtrit(pairs - 1, 0.975) / stdtrit(prompts - 1, 0.975)) ** 2
 
 
 def wilson_interval(share: float, trials: float) -> tuple[float, float]:

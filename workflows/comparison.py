@@ -4,9 +4,9 @@ What counts is what was last evaluated, with the settings it was made with, what
 they differ. Every recipe is compared with the first that was evaluated, pair by pair on the held-out pairs
 that both saw: how hard a pair is cancels, and what is left has the standard error that the gate decides by.
 
-Accuracy (the share of pairs whose chosen response has the higher reward) and margin (in nats, before beta) mean the same
-whatever the loss, over the same reference; a note says where it is another. A loss is compared with itself only: by the gate's
-rule, under the same settings and the same reference.
+Accuracy (the share of pairs whose chosen response the policy prefers more than the reference does) and margin (by how much, in
+nats, before beta) mean the same whatever the loss, over the same reference; a note says where it is another. A loss is compared
+with itself only: by the gate's rule, under the same settings and the same reference.
 """
 
 import statistics
@@ -22,6 +22,8 @@ from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_pr
 from model_registry.records import flatten
 from training.contract.errors import PedigreeError, StoreError
 from training.contract.fingerprint import short, shortened
+from training.contract.loss import Loss
+from training.contract.store import Artifact
 from workflows.lineage import status
 
 MEASURES = {"accuracy": accuracy, "margin": margin, "loss": loss}
@@ -117,7 +119,7 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
         settings=_settings(stood_on),
         scale=scale(artifact),
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
-        notes=_edited(history.pipeline, services, history.instance),
+        notes=(*_without_reference(artifact), *_edited(history.pipeline, services, history.instance)),
         prompts=prompts(rows, services.store.open("raw_preferences", stood_on["raw_preferences"].fingerprint)),
         reference=stood_on["reference_model"].fingerprint,
     )
@@ -160,6 +162,13 @@ def _settings(stood_on: Mapping[str, Ancestor]) -> dict[str, str]:
         settings = {k: v for k, v in stood_on[kind].derivation.settings.items() if (kind, k) != ("evaluation", "loss")}
         found |= flatten({section: settings})
     return {name: shortened(value) for name, value in found.items()}
+
+
+def _without_reference(evaluation: Artifact) -> Sequence[str]:
+    """Why accuracy and margin are not what the rewards of an evaluation say, where they are not."""
+    if Loss.model_validate(evaluation.derivation.settings["loss"]).needs_reference:
+        return ()
+    return ("its loss has no reference: accuracy and margin are measured over the one that the recipe names",)
 
 
 def _edited(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from training.contract.recipe import Gate
 
 # Below this a standard error says too little about itself to decide anything.
 MIN_PROMPTS = 10
+_ROUNDING = 1e-9
 
 Values = Mapping[str, float]  # by pair
 Prompts = Mapping[str, str]  # by pair; one that is not in it has a prompt of its own
@@ -169,7 +170,8 @@ def _compare(
         "standard_error": error,
     }
     found = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
-    return gain > error, [
+    # The one pair in which two error rates differ is one standard error exactly, and not decided by how floats round.
+    return gain > error * (1 + _ROUNDING), [
         f"{measure.why}on {len(shared)} shared pairs{of_prompts} the {measure} is {found} the champion's; "
         f"to become champion it must be lower by more than one standard error, {error:.4g}"
     ]

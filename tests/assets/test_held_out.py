@@ -103,7 +103,9 @@ MEASURES = {
     "another loss": (("hinge", "a"), ("sigmoid", "a"), Measure.ERROR_RATE),
     "another reference": (("sigmoid", "b"), ("sigmoid", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
     "another reference, which neither has": (("simpo", "b"), ("simpo", "a"), Measure.LOSS),
-    "another reference, which the candidate lacks": (("simpo", "b"), ("sigmoid", "a"), Measure.ERROR_RATE),
+    "another reference, which the candidate lacks": (
+        *(("simpo", "b"), ("sigmoid", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
+    ),
     "the reference that the champion lacks": (("sigmoid", "a"), ("simpo", "a"), Measure.ERROR_RATE),
     "another reference, which the champion lacks": (
         *(("sigmoid", "b"), ("simpo", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
@@ -132,25 +134,78 @@ def scored(chosen: Sequence[float], reference: Sequence[float]) -> list[dict[str
 
 
 def test_both_are_measured_over_the_champion_s_reference(tmp_path: Path):
-    """The champion's has -3 in the first five of ten pairs, the candidate's -5: of -4 the latter makes a pair that is ranked
-    rightly. In the other five it is the candidate's, with -3, over which the champion's -4 would be ranked wrongly. Each two
+    """The champion's has -3 in the first half of twenty pairs, the candidate's -5: of -4 the latter makes a pair that is ranked
+    rightly. In the other half it is the candidate's, with -3, over which the champion's -4 would be ranked wrongly. Each two
     pairs have a prompt. The champion was trained without its reference, which is the one to measure over all the same."""
     store = Store(tmp_path / "store")
     said = pa.Table.from_pylist(
-        [{"row": row, "prompt": [{"role": "user", "content": str(row // 2)}]} for row in range(10)]
+        [{"row": row, "prompt": [{"role": "user", "content": str(row // 2)}]} for row in range(20)]
     )
     preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
-    candidate = evaluated(store, "sigmoid", "b", rows=scored([-4.0] * 5 + [-2.0] * 5, [-5.0] * 5 + [-3.0] * 5))
-    champion = evaluated(store, "simpo", "a", rows=scored([-2.0] * 5 + [-4.0] * 5, [-3.0] * 5 + [-5.0] * 5))
+    candidate = evaluated(store, "sigmoid", "b", rows=scored([-4.0] * 10 + [-2.0] * 10, [-5.0] * 10 + [-3.0] * 10))
+    champion = evaluated(store, "simpo", "a", rows=scored([-2.0] * 10 + [-4.0] * 10, [-3.0] * 10 + [-5.0] * 10))
     version = Version("small", 1, None, "", lineage_tags({"evaluation": champion.fingerprint}))
     step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
     found = compared(step, candidate, preferences.fingerprint, version)
     assert found.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
-    names = [f"c{row}r{row}" for row in range(10)]
-    assert [found.candidate[name] for name in names] == [1.0] * 5 + [0.0] * 5
-    assert [found.champion[name] for name in names] == [0.0] * 10
+    names = [f"c{row}r{row}" for row in range(20)]
+    assert [found.candidate[name] for name in names] == [1.0] * 10 + [0.0] * 10
+    assert [found.champion[name] for name in names] == [0.0] * 20
     of_prompts = [found.prompts[name] for name in names]
-    assert of_prompts[::2] == of_prompts[1::2] and len(set(of_prompts)) == 5
+    assert of_prompts[::2] == of_prompts[1::2] and len(set(of_prompts)) == 10
+
+
+@pytest.mark.parametrize(
+    ("spared", "prompts", "gone", "compared_pairs"),
+    [
+        *((12, 30, False, 30), (14, 30, False, 30), (15, 30, False, 15), (30, 30, False, 30)),
+        *((15, 9, False, 30), (12, 30, True, 12)),
+    ],
+)
+def test_the_few_pairs_that_an_edit_spared_do_not_decide_alone(
+    tmp_path: Path, spared: int, prompts: int, gone: bool, compared_pairs: int
+):
+    """Of thirty pairs so many have the same tokens in both. These alone count where they are half of them, of ten prompts; and
+    where the messages of the champion's pairs are nowhere."""
+    store = Store(tmp_path / "store")
+    said = pa.Table.from_pylist(
+        [
+            {
+                "row": row,
+                "prompt": [{"role": "user", "content": str(row % prompts)}],
+                "chosen": str(row),
+                "split": "validation",
+            }
+            for row in range(30)
+        ]
+    )
+    preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
+    theirs, ours = scored([-2.0] * 30, [-3.0] * 30), scored([-2.0] * 30, [-3.0] * 30)
+    for row in ours[spared:]:
+        row["chosen_key"] += "in another template"
+    candidate, champion = (
+        evaluated(store, "sigmoid", "a", pairs, rows=rows) for pairs, rows in (("c", ours), ("d", theirs))
+    )
+    tags = {"evaluation": champion.fingerprint} | ({} if gone else {"raw_preferences": preferences.fingerprint})
+    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
+    found = compared(step, candidate, preferences.fingerprint, Version("small", 1, None, "", lineage_tags(tags)))
+    assert len(found.shared) == compared_pairs
+    assert found.measure == (Measure.LOSS if spared == compared_pairs else Measure.ERROR_RATE)
+
+
+def test_how_pairs_are_ranked_is_told_over_the_reference_for_losses_without_one_too(tmp_path: Path):
+    """By its own rewards, its log-probs, a model that is its reference ranks all pairs rightly. Over it, it ranks none so."""
+    store = Store(tmp_path / "store")
+    said = pa.Table.from_pylist([{"row": row, "prompt": str(row)} for row in range(10)])
+    preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
+    untrained = [row | {"margin": 2.0} for row in scored([2.0] * 10, [2.0] * 10)]
+    candidate = evaluated(store, "cpo", "a", rows=untrained)
+    champion = evaluated(store, "sigmoid", "a", rows=scored([3.0] * 9 + [1.0], [2.0] * 10))
+    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
+    version = Version("small", 1, None, "", lineage_tags({"evaluation": champion.fingerprint}))
+    found = compared(step, candidate, preferences.fingerprint, version)
+    assert found.measure == Measure.ERROR_RATE
+    assert (sum(found.candidate.values()), sum(found.champion.values())) == (10, 1)
 
 
 def test_a_server_that_is_away_is_waited_for_and_not_taken_for_another_home(

@@ -109,6 +109,16 @@ def test_another_measure_is_told_with_why():
     ]
 
 
+def test_one_pair_better_is_one_standard_error_whatever_floats_make_of_it():
+    """In floats the gain is above it for 430 of the numbers up to 2,000."""
+    for count in range(MIN_PROMPTS, 300):
+        candidate, champion = named([0.0] * count), named([1.0] + [0.0] * (count - 1))
+        decision = decide(candidate, champion, measure=Measure.ERROR_RATE)
+        assert decision.figures["gain"] == pytest.approx(decision.figures["standard_error"]) and not decision.promote, (
+            count
+        )
+
+
 def test_the_first_candidate_is_promoted():
     decision = decide(BETTER, None)
     assert decision.promote

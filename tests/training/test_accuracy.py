@@ -31,10 +31,11 @@ def test_no_interval_ends_before_the_share_or_outside_of_0_and_1(share):
     ("won", "prompts", "independent"),
     [
         # Half are won. Errors of the prompts 1, -1, 0: the variance is 3/2 * 2 / 6^2 = 1/12, that of four pairs 1/4 / 3.
-        ((1, 1, 0, 0, 1, 0), (0, 0, 1, 1, 2, 2), 4),
+        ((1, 1, 0, 0, 1, 0), (0, 0, 1, 1, 2, 2), 4 * (2.570582 / 4.302653) ** 2),
         # Errors 3/4 and -3/4: the variance is 2 * 9/8 / 4^2 = 9/64, and 3/16 over it 4/3.
-        ((1, 1, 1, 0), (0, 0, 0, 1), 1 + 4 / 3),
-        ((1, 0, 1, 0), (0, 0, 1, 1), 4),  # the prompts do not differ at all
+        ((1, 1, 1, 0), (0, 0, 0, 1), (1 + 4 / 3) * (3.182446 / 12.706205) ** 2),
+        # The prompts do not differ at all.
+        ((1, 0, 1, 0), (0, 0, 1, 1), 4 * (3.182446 / 12.706205) ** 2),
         ((1, 1, 1, 1), (0, 0, 1, 2), 3),
         ((0, 0, 0, 0), (0, 1, 1, 1), 2),
         ((1, 0, 1), (0, 0, 0), 1),
@@ -42,18 +43,22 @@ def test_no_interval_ends_before_the_share_or_outside_of_0_and_1(share):
     ],
 )
 def test_as_how_many_pairs_those_of_few_prompts_count(won, prompts, independent):
+    """The quantiles are those of the tables of Student's distribution, for 5 and 2, and for 3 and 1 degrees of freedom."""
     assert independent_pairs(np.array(won, bool), np.array(prompts)) == pytest.approx(independent)
 
 
 @given(WON, st.integers(1, 4), st.randoms())
-def test_a_pair_that_is_there_several_times_counts_once(won, times, random):
-    """In any order, under any numbers for the prompts."""
+def test_a_pair_that_is_there_several_times_does_not_count_more(won, times, random):
+    """In any order, under any numbers for the prompts. It counts once, and less where few prompts say how alike pairs are."""
     order = list(range(len(won) * times))
     random.shuffle(order)
     numbers = 7 * np.arange(len(won))[::-1] - 3
     once, again = accuracy(won, numbers), accuracy(np.repeat(won, times)[order], np.repeat(numbers, times)[order])
     assert (again.pairs, again.prompts, again.share) == (len(order), len(won), once.share)
-    assert again.interval == pytest.approx(once.interval)
+    low, high = again.interval
+    assert low <= once.interval[0] + 1e-9 and high >= once.interval[1] - 1e-9
+    if len(won) >= 20:
+        assert again.interval == pytest.approx(once.interval, abs=0.02)
 
 
 @given(WON, st.data())
@@ -64,15 +69,15 @@ def test_pairs_of_few_prompts_never_count_as_more_than_there_are(won, data):
     assert found.interval[0] <= alone.interval[0] <= found.share <= alone.interval[1] <= found.interval[1]
 
 
-def test_it_holds_the_true_accuracy_as_often_as_it_says():
-    """A hundred prompts with 1 to 16 pairs; each is answered rightly with a chance of its own, 0.7 in the mean."""
+@pytest.mark.parametrize(("prompts", "sizes"), [(100, [1, 1, 2, 4, 12, 16]), (10, [4]), (5, [4])])
+def test_it_holds_the_true_accuracy_as_often_as_it_says(prompts, sizes):
+    """Each prompt, with so many pairs, is answered rightly with a chance of its own, 0.7 in the mean."""
     random = np.random.default_rng(0)
     taken_for_independent = held = 0
     for _ in range(500):
-        sizes, chances = random.choice([1, 1, 2, 4, 12, 16], 100), random.beta(1.4, 0.6, 100)
-        prompts = np.repeat(np.arange(100), sizes)
-        found = accuracy(random.random(len(prompts)) < chances[prompts], prompts)
+        chances, numbers = random.beta(1.4, 0.6, prompts), np.repeat(np.arange(prompts), random.choice(sizes, prompts))
+        found = accuracy(random.random(len(numbers)) < chances[numbers], numbers)
         low, high = wilson_interval(found.share, found.pairs)
         held += found.interval[0] <= 0.7 <= found.interval[1]
         taken_for_independent += low <= 0.7 <= high
-    assert 0.92 < held / 500 < 0.97 and taken_for_independent / 500 < 0.7
+    assert 0.92 < held / 500 < 0.99 and taken_for_independent / 500 < 0.88

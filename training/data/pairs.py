@@ -83,7 +83,9 @@ class _Tally:
     tokens: Counter[str] = field(default_factory=Counter)
     reasons: Counter[DropReason] = field(default_factory=Counter)
     dropped: list[dict[str, Any]] = field(default_factory=list)
-    prompts: dict[str, set[bytes]] = field(default_factory=lambda: defaultdict(set))
+    prompts: dict[str, dict[bytes, int]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )  # with the first row of each
     examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
 
     def keep(self, row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class _Tally:
             rejected=len(pair.rejected.ids),
             trained=sum(pair.chosen.mask) + sum(pair.rejected.mask),
         )
-        self.prompts[row["split"]].add(value_digest(pair.prompt))
+        self.prompts[row["split"]].setdefault(value_digest(pair.prompt), row["row"])
         if len(self.examples) < _EXAMPLES:
             self.examples.append((row["row"], pair))
         return line
@@ -126,6 +128,8 @@ class _Tally:
         )
 
     def details(self) -> dict[str, Any]:
+        train, validation = self.prompts["train"], self.prompts["validation"]
+        shared = sorted((train[prompt], validation[prompt]) for prompt in train.keys() & validation.keys())
         counts = {"pairs": len(self.digests), "train": self.splits["train"], "validation": self.splits["validation"]}
         tokens = {f"{part}_tokens": count for part, count in self.tokens.items()}
         return {
@@ -137,7 +141,8 @@ class _Tally:
             "first_prefix_violation": self._first(DropReason.PREFIX),
             "left_out": sum(self.reasons[reason] for reason in _LEFT_OUT),
             "first_left_out": self._first(*_LEFT_OUT),
-            "shared_prompts": len(self.prompts["train"] & self.prompts["validation"]),
+            "shared_prompts": len(shared),
+            "first_shared_prompt": "row {} (train) and row {} (validation)".format(*shared[0]) if shared else "",
         }
 
     def _first(self, *reasons: DropReason) -> str:

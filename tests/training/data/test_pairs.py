@@ -378,6 +378,7 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
         assert done.details["percentiles"][side]["p50"] == np.median(pairs.lengths(side))
         assert done.details["percentiles"][side]["p100"] == pairs.lengths(side).max()
     assert (done.details["empty_masks"], done.details["shared_prompts"]) == (0, 0)
+    assert done.details["first_shared_prompt"] == ""
     assert done.details["examples"][0]["chosen"].endswith("<|im_end|>\n")
     events = [json.loads(line) for line in done.events.read_text().splitlines()]
     [*_, last] = [event for event in events if event["event"] == "progress"]
@@ -393,6 +394,9 @@ def test_shared_prompts_are_seen_in_the_tokens(workshop, tiny_chat, tmp_path):
     done = workshop.pairs(workshop.rows(rows, fraction=0.5), spec)
     assert min(done.details["counts"]["train"], done.details["counts"]["validation"]) > 0
     assert done.details["shared_prompts"] == 1
+    pairs = done.pairs
+    first = [pairs.rows[pairs.indices(split)[0]] for split in ("train", "validation")]
+    assert done.details["first_shared_prompt"] == "row {} (train) and row {} (validation)".format(*first)
 
 
 def test_the_datasets_library_opens_it(workshop, tiny_chat):
