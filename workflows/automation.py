@@ -11,6 +11,7 @@
 A person starts the first run: sensor and conditions ignore a recipe that was never materialized.
 """
 
+import datetime
 import time
 import warnings
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
     automation = pipeline.recipe.automation
     assert automation.cron is not None
     try:
-        return dg.ScheduleDefinition(
+        schedule = dg.ScheduleDefinition(
             name=f"{pipeline.identifier}_schedule",
             job_name=job,
             cron_schedule=automation.cron,
@@ -71,11 +72,21 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
             default_status=dg.DefaultScheduleStatus.RUNNING,
             description=f"Retrains {pipeline.name} at {automation.cron!r} ({automation.timezone}).",
         )
-    except dg.DagsterInvalidDefinitionError as error:
+        _demand_date(automation.cron, automation.timezone)
+    except (dg.DagsterInvalidDefinitionError, ValueError) as error:
         raise RecipeError(
             f"{pipeline.name}: `automation.cron: {automation.cron}` with `automation.timezone: {automation.timezone}` is no "
             'schedule; expected five fields such as "0 6 * * 1", Mondays at six, and a name such as Europe/Berlin'
         ) from error
+    return schedule
+
+
+def _demand_date(cron: str, timezone: str) -> None:
+    """Raises ValueError where no day is ever one of `cron`, as 31 April: Dagster's page of all schedules fails at one."""
+    days = dg.TimeWindowPartitionsDefinition(
+        start=datetime.datetime(2000, 1, 1), cron_schedule=cron, timezone=timezone, fmt="%Y-%m-%dT%H:%M"
+    )
+    days.get_next_partition_window(datetime.datetime.now(datetime.UTC))
 
 
 def _condition_sensor(pipeline: Pipeline) -> dg.AutomationConditionSensorDefinition:

@@ -17,7 +17,7 @@ from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError
 from training.contract.variants import RecipeFile
 from workflows.automation import retraining
-from workflows.recipe_file import RECIPE_FILE, refuse_repeated_keys, variant_names
+from workflows.recipe_file import RECIPE_FILE, recipes_in, refuse_half_characters, refuse_repeated_keys, variant_names
 from workflows.scaffold import RecipeScaffolder
 
 DEFS = Path(__file__).resolve().parent / "defs"  # the project's own recipes, which their names lead to
@@ -41,6 +41,7 @@ class PreferenceTuning(dg.Component):
 
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
+        refuse_half_characters(context.path / RECIPE_FILE)
         refuse_repeated_keys(context.path / RECIPE_FILE)
         if not isinstance(attributes, RecipeFile):
             raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
@@ -67,11 +68,11 @@ def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
     if len(pipelines) == 1:
         return
     taken: dict[str, str] = {}
-    for file in sorted(folder.parent.glob(f"*/{RECIPE_FILE}")):
-        name = file.parent.name
+    for place in recipes_in(folder.parent):
+        name, variants = place.name, variant_names(place / RECIPE_FILE)
         taken[identifier(name)] = f"the recipe {name}"
         if name != folder.name:
-            taken |= {identifier(f"{name}-{v}"): f"the variant {v} of the recipe {name}" for v in variant_names(file)}
+            taken |= {identifier(f"{name}-{v}"): f"the variant {v} of the recipe {name}" for v in variants}
     for pipeline in pipelines:
         if pipeline.variant is None:
             continue

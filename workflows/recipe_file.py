@@ -4,18 +4,59 @@ YAML's readers take the last of two equal keys without a word, so that a field s
 counts. Here that is an error like any other.
 """
 
+import errno
+import re
+import stat
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
 
-from training.contract.errors import RecipeError
+from training.contract.errors import RecipeError, UsageError
 from workflows.faults import faults
 
 TYPE = "workflows.PreferenceTuning"
 RECIPE_FILE = "defs.yaml"
 _FIELDS = ("type", "attributes")
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+def holds_recipe(folder: Path) -> bool:
+    """Whether a recipe's file lies in `folder`. Raises UsageError where that cannot be seen."""
+    try:
+        return stat.S_ISREG((folder / RECIPE_FILE).stat().st_mode)
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return False
+        raise UsageError(
+            f"{folder}: whether there is a recipe in it cannot be seen: {error.strerror}; let the user of this process enter "
+            "it, or take it away"
+        ) from error
+
+
+def recipes_in(folder: Path) -> dict[Path, UsageError | None]:
+    """The folders in `folder` that hold a recipe, by name, and those of which that cannot be seen, with the reason.
+
+    Raises UsageError where `folder` cannot be listed. (A glob ends without a word at the first that may not be entered.)
+    """
+    try:
+        places = sorted(folder.iterdir())
+    except OSError as error:
+        if error.errno in _NOT_THERE:
+            return {}
+        raise UsageError(f"{folder}: its recipes cannot be listed: {error.strerror}") from error
+    found: dict[Path, UsageError | None] = {}
+    for place in places:
+        try:
+            if holds_recipe(place):
+                found[place] = None
+        except UsageError as fault:
+            if place.name != "lost+found":  # the file system's own
+                found[place] = fault
+    return found
 
 
 def refuse_no_recipe(file: Path) -> None:
@@ -57,12 +98,32 @@ def refuse_repeated_keys(file: Path) -> None:
             )
 
 
-def variant_names(file: Path) -> list[str]:
+def refuse_half_characters(file: Path) -> None:
+    r"""Raises RecipeError with the line of a text that is no Unicode: JSON's "\ud83d\ude00" is two halves of one to YAML."""
+    for document in _documents(file):
+        for node in _nodes(document):
+            if isinstance(node, yaml.ScalarNode) and (half := _HALF_CHARACTER.search(node.value)):
+                raise RecipeError(
+                    f"{file}:{node.start_mark.line + 1}: \\u{ord(half[0]):04x} is half of a character, as JSON writes those "
+                    "beyond \\uffff; write the character itself, or its number as in \\U0001f600"
+                )
+
+
+def variant_names(file: Path) -> tuple[str, ...]:
     """The variants that another recipe's file names; none where that cannot be read, which is told when it is loaded."""
     try:
-        return [str(name) for name in yaml.safe_load(file.read_text(encoding="utf-8"))["attributes"]["variants"]]
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):
-        return []
+        found = file.stat()
+    except OSError:
+        return ()
+    return _variant_names(file, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=4096)  # each recipe asks for those of all others
+def _variant_names(file: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
+    try:
+        return tuple(str(name) for name in yaml.safe_load(file.read_text(encoding="utf-8"))["attributes"]["variants"])
+    except Exception:  # YAML's constructors raise errors of many kinds
+        return ()
 
 
 def explained(file: Path, error: BaseException) -> str:
@@ -95,6 +156,8 @@ def _documents(file: Path) -> list[yaml.Node]:
         raise RecipeError(f"{place}: this is no YAML: {error.problem or error.context}{tabs}") from None
     except yaml.YAMLError as error:
         raise RecipeError(f"{file}: this is no YAML: {error}") from None
+    except RecursionError:
+        raise RecipeError(f"{file}: its lists or sections lie too deep in each other to be read") from None
 
 
 def _type(document: yaml.Node) -> str:
@@ -102,14 +165,25 @@ def _type(document: yaml.Node) -> str:
     return next((str(value.value) for key, value in entries if key.value == "type"), "no `type`")
 
 
-def _repeated(node: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
+def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
+    """Every node of a document once, however many aliases lead to it."""
+    waiting, seen = [root], set[int]()
+    while waiting:
+        if id(node := waiting.pop()) in seen:
+            continue
+        seen.add(id(node))
+        yield node
+        if isinstance(node, yaml.MappingNode):
+            waiting += [each for entry in reversed(node.value) for each in reversed(entry)]
+        elif isinstance(node, yaml.SequenceNode):
+            waiting += reversed(node.value)
+
+
+def _repeated(document: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
     """Every key that is repeated in its mapping, and its repetition."""
-    children = node.value if isinstance(node, yaml.SequenceNode) else []
-    if isinstance(node, yaml.MappingNode):
-        seen: dict[str, yaml.ScalarNode] = {}
-        for key, _ in node.value:
-            if seen.setdefault(key.value, key) is not key:
-                yield seen[key.value], key
-        children = [value for _, value in node.value]
-    for child in children:
-        yield from _repeated(child)
+    for node in _nodes(document):
+        if isinstance(node, yaml.MappingNode):
+            seen: dict[str, yaml.ScalarNode] = {}
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode) and seen.setdefault(key.value, key) is not key:
+                    yield seen[key.value], key

@@ -3,6 +3,7 @@
 A file holds one pipeline or more: the recipe's own and those of its variants, which are named behind it, `demo/hinge`.
 """
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass, replace
@@ -15,10 +16,18 @@ import dagster as dg
 from assets.declare import declare_assets
 from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
-from training.contract.fingerprint import short, value_digest
+from training.contract.fingerprint import short
 from workflows.automation import retraining
 from workflows.component import DEFS, NAME, PreferenceTuning
-from workflows.recipe_file import RECIPE_FILE, explained, refuse_foreign_parts, refuse_no_recipe, variant_names
+from workflows.recipe_file import (
+    RECIPE_FILE,
+    explained,
+    holds_recipe,
+    recipes_in,
+    refuse_foreign_parts,
+    refuse_no_recipe,
+    variant_names,
+)
 
 
 @dataclass(frozen=True)
@@ -49,14 +58,27 @@ def recipe_folder(text: str) -> Path:
     """The folder that `text` names. Raises UsageError with the known names if there is none."""
     if (folder := _folder(text)) is not None:
         return folder
-    known = ", ".join(sorted(p.parent.name for p in DEFS.glob(f"*/{RECIPE_FILE}"))) or "none"
+    known = ", ".join(place.name for place in recipes_in(DEFS)) or "none"
     raise UsageError(f"{text!r} is neither a recipe of this project ({known}) nor a folder with a {RECIPE_FILE}")
 
 
-def recipe_folders(text: str) -> list[Path]:
-    """The recipe's folder that `text` names, or those in the folder that it names. Raises UsageError if there is none."""
-    inside = [] if _folder(text) else sorted(file.parent.resolve() for file in Path(text).glob(f"*/{RECIPE_FILE}"))
-    return inside or [recipe_folder(text)]
+def recipe_folders(text: str) -> dict[Path, UsageError | None]:
+    """The recipe's folder that `text` names, or those in the folder that it names, with what keeps one from being seen.
+
+    Where it is both, those inside are meant: the file above them, saved at the wrong place, would hide them. Raises UsageError
+    if there is none.
+    """
+    own, inside = _folder(text), recipes_in(_folder(text) or Path(text))
+    found = {Path(os.path.realpath(place)): fault for place, fault in inside.items()}
+    if own is None:
+        return found or {recipe_folder(text): None}
+    if not found:
+        return {own: None}
+    others = ", ".join(place.name for place in inside)
+    fault = UsageError(
+        f"{own} is a recipe and holds others ({others}): move its {RECIPE_FILE} into a folder of its own, or them"
+    )
+    return {own: fault, **found}
 
 
 def recipe_place(text: str) -> Path:
@@ -118,7 +140,7 @@ class ExtraRecipe:
 
 def extra_recipes() -> list[ExtraRecipe]:
     """Those of PEDIGREE_RECIPES, which is separated like PATH. Of folders with one name the first stands for all."""
-    named = {identifier(name): file.parent for file in DEFS.glob(f"*/{RECIPE_FILE}") for name in _names(file.parent)}
+    named = {identifier(name): folder for folder in recipes_in(DEFS) for name in _names(folder)}
     found: dict[Path, ExtraRecipe] = {}
     for folder, fault in _listed_recipes().items():
         if folder.parent == DEFS:  # shown anyway
@@ -140,7 +162,8 @@ def extra_recipes() -> list[ExtraRecipe]:
 
 def _spare_name(folder: Path) -> str:
     """A name that no other folder has, where its own cannot be had."""
-    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', folder.name)}_{short(value_digest(str(folder)).hex())}"
+    digest = hashlib.sha256(os.fsencode(folder)).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_-]', '_', folder.name)}_{short(digest)}"
 
 
 def _names(folder: Path) -> list[str]:
@@ -158,9 +181,9 @@ def _listed_recipes() -> dict[Path, UsageError | None]:
     listed: dict[Path, UsageError | None] = {}
     for text in filter(None, os.environ.get("PEDIGREE_RECIPES", "").split(os.pathsep)):
         try:
-            listed |= dict.fromkeys(recipe_folders(text))
+            listed |= recipe_folders(text)
         except UsageError as gone:
-            listed[Path(text).resolve()] = UsageError(f"PEDIGREE_RECIPES: {gone}")
+            listed[Path(os.path.realpath(text))] = UsageError(f"PEDIGREE_RECIPES: {gone}")
     return listed
 
 
@@ -172,4 +195,4 @@ def _folder(text: str) -> Path | None:
     if Path(text).name == RECIPE_FILE:
         text = str(Path.cwd() / Path(text).parent)
     folders = (*([] if text.startswith(".") else [DEFS / text]), Path(text)) if text else ()
-    return next((folder.resolve() for folder in folders if (folder / RECIPE_FILE).is_file()), None)
+    return next((folder.resolve() for folder in folders if holds_recipe(folder)), None)

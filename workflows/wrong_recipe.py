@@ -16,8 +16,9 @@ _SECONDS_BETWEEN_TICKS = 60
 
 def stand_in(recipe: str, fault: UsageError) -> dg.Definitions:
     """For the recipe of that name, which `fault` keeps from being loaded."""
-    name = identifier(recipe)
-    assets = [_failing_asset(recipe, asset, str(fault)) for asset in GRAPH]
+    # Names of files may hold bytes that are no UTF-8, which would break the pages of all recipes.
+    name, told = identifier(recipe), str(fault).encode(errors="backslashreplace").decode()
+    assets = [_failing_asset(recipe, asset, told) for asset in GRAPH]
     jobs = [dg.define_asset_job(f"{name}_{job}", selection=assets) for job in ("retrain", "look")]
 
     @dg.sensor(
@@ -25,10 +26,10 @@ def stand_in(recipe: str, fault: UsageError) -> dg.Definitions:
         job=jobs[0],
         minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=str(fault),
+        description=told,
     )
     def failing_sensor() -> None:
-        raise RecipeError(str(fault))
+        raise RecipeError(told)
 
     return dg.Definitions(assets=assets, jobs=jobs, sensors=[failing_sensor])
 

@@ -3,7 +3,6 @@
 import datetime
 import errno
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -20,8 +19,8 @@ from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
 from workflows.component import DEFS
-from workflows.definitions import definitions_in, defs
-from workflows.recipes import extra_recipes, load_recipe
+from workflows.definitions import definitions_in
+from workflows.recipes import load_recipe
 from workflows.resources import services
 
 # Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
@@ -99,80 +98,6 @@ def test_an_installed_package_shows_the_recipes_it_is_told_of(tmp_path: Path):
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "['one', 'two']"
-
-
-def test_a_wrong_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whatever there is to run of it says what is wrong, by the names that runs and sensors which began before have for it."""
-    write_recipe(tmp_path / "right", ATTRIBUTES)
-    write_recipe(tmp_path / "not-right", {**ATTRIBUTES, "training": {"epoch": 3}})
-    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
-    told = "not-right/defs.yaml:12: training.epoch: there is no such field; did you mean `epochs`?"
-    assert_fails_alone("not-right", told, {"demo", "right"})
-
-
-def test_recipes_that_are_gone_and_recipes_of_one_name_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A folder of recipes that has none stands for those that were in it. Which of two of a name is meant nobody can say."""
-    places = [tmp_path / name for name in ("first", "second", "gone")]
-    for folder in (places[0] / "right", places[0] / "one-name", places[1] / "one_name"):
-        write_recipe(folder, ATTRIBUTES)
-    monkeypatch.setenv("PEDIGREE_RECIPES", ":".join(map(str, places)))
-    others = {"demo", "right", "one-name", "gone"}
-    told = f"PEDIGREE_RECIPES: '{places[2]}' is neither a recipe of this project (demo) nor a folder with a defs.yaml"
-    assert_fails_alone("gone", told, others - {"gone"})
-    told = f"one_name is the name of a recipe or a variant in {places[0]}/one-name and of one in {places[1]}/one_name"
-    assert_fails_alone("one-name", told, others - {"one-name"})
-
-
-def test_a_recipe_whose_variant_has_the_name_of_another_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Dagster would show one of the two without a word: nothing would tell that the other is never made."""
-    hot = {"variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
-    write_recipe(tmp_path / "first" / "mine", ATTRIBUTES | hot)
-    write_recipe(tmp_path / "second" / "mine-hot", ATTRIBUTES)
-    monkeypatch.setenv("PEDIGREE_RECIPES", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
-    told = f"mine-hot is the name of a recipe or a variant in {tmp_path}/second/mine-hot and of one in {tmp_path}/first/mine"
-    assert_fails_alone("mine", told, {"demo", "mine-hot"})
-
-
-def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
-    found, prefix = defs(), name.replace("-", "_")
-    assert {key.to_user_string() for key in found.resolve_asset_graph().get_all_asset_keys()} == {
-        f"{recipe}/{asset}" for recipe in (name, *others) for asset in EXPECTED
-    }
-    for job in (f"{prefix}_retrain", f"{prefix}_look"):
-        run = found.resolve_job_def(job).execute_in_process(raise_on_error=False)
-        failed = {
-            event.step_key: event.step_failure_data.error.cause.message for event in run.get_step_failure_events()
-        }
-        assert failed and all(told in message for message in failed.values())
-    [sensor] = [each for each in found.sensors if each.name == f"{prefix}_data_sensor"]
-    with pytest.raises(UsageError, match=re.escape(told)):
-        sensor(dg.build_sensor_context())
-    assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("right.bak", "the folder 'right.bak' gives the pipeline its name; expected letters, digits, _ and - only"),
-        ("demo", f"demo is the name of a recipe or a variant in {DEFS}/demo and of one in "),
-    ],
-)
-def test_a_recipe_that_cannot_have_its_name_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
-):
-    """A copy beside a recipe, say, is enough: both names of one key, or one that Dagster refuses, would stop all of them."""
-    for folder in ("right", name):
-        write_recipe(tmp_path / folder, ATTRIBUTES)
-    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
-    [spare] = [extra.name for extra in extra_recipes() if extra.folder.name == name]
-    assert re.fullmatch(f"{name.replace('.', '_')}_[0-9a-f]{{12}}", spare)
-    assert_fails_alone(spare, told, {"demo", "right"})
-
-
-def test_a_folder_that_is_gone_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path / "recipes.d"))
-    [extra] = extra_recipes()
-    assert_fails_alone(extra.name, f"PEDIGREE_RECIPES: '{tmp_path}/recipes.d' is neither", {"demo"})
 
 
 def test_the_graph_of_the_demo(demo):
@@ -273,6 +198,7 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{data: {sources: [{hub: a/b}]}, reference: {model: b}, release: {}}", "3: release.model_name: it is missing"),
         ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
         ("{%s, automation: {cron: every day}}", "`automation.cron: every day` .* expected five fields"),
+        ("{%s, automation: {cron: '0 6 31 2,4 *'}}", "`automation.cron: 0 6 31 2,4 .*` .* expected five fields"),
         ("{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}", "`automation.timezone: Mars`"),
         (
             "{%s, training: {loss: {type: sigmiod}}}",

@@ -36,7 +36,7 @@ def _text(given: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_text)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$")]
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")]
 # Part of the names of metrics, which MLflow takes for paths, of 250 characters at most.
 SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=100)]
 

@@ -7,6 +7,7 @@ appears or disappears in between never becomes part of an artifact whose key say
 import glob
 import gzip
 import json
+import os
 from io import BufferedReader
 from pathlib import Path, PurePath
 
@@ -63,6 +64,9 @@ def data_files(path: str) -> list[DataFile]:
         return _folder_files(place)
     folder = next(parent for parent in place.parents if parent.is_dir())  # whose own name may hold brackets
     pattern = str(place.relative_to(folder))
+    for above in reversed(PurePath(pattern).parents):
+        for name in glob.glob(str(above), root_dir=folder, recursive=True):
+            _demand_listable(folder / name)
     found = (folder / name for name in glob.glob(pattern, root_dir=folder, recursive=True))
     matches = sorted(path for path in found if path.is_file())
     if not matches:
@@ -113,16 +117,30 @@ def _folder_files(folder: Path) -> list[DataFile]:
         raise DataError(f"{folder} is a DatasetDict that was saved to disk; name one split of it: {', '.join(splits)}")
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         return _saved_files(folder)
-    found = [(path.relative_to(folder), path) for path in sorted(folder.rglob("*")) if path.is_file()]
-    files = [
-        DataFile(name=name.as_posix(), path=path)
-        for name, path in found
-        if is_readable(path) and not any(part.startswith(".") for part in name.parts)
-    ]
+    places = [(path.relative_to(folder), path) for path in (folder, *sorted(folder.rglob("*")))]
+    shown = [(name, path) for name, path in places if not any(part.startswith(".") for part in name.parts)]
+    for _, path in shown:
+        _demand_listable(path)
+    found = [(name, path) for name, path in places if path.is_file()]
+    files = [DataFile(name=name.as_posix(), path=path) for name, path in shown if is_readable(path) and path.is_file()]
     if not files:
         seen = ", ".join(str(name) for name, _ in found[:_NUMBER_OF_NAMES]) or "nothing"
         raise DataError(f"the folder {folder} has no file of the kinds {', '.join(SUFFIXES)}; it holds {seen}")
     return files
+
+
+def _demand_listable(place: Path) -> None:
+    """Raises DataError where a folder may not be looked into: a glob would leave its files out without a word."""
+    if place.name == "lost+found" or not place.is_dir():  # the former is the file system's own
+        return
+    try:
+        with os.scandir(place) as entries:
+            if (first := next(entries, None)) is not None:
+                first.stat(follow_symlinks=False)
+    except OSError as error:
+        raise DataError(
+            f"the folder {place} cannot be read: {error.strerror}; let the user of this process, or take the folder away"
+        ) from error
 
 
 def _saved_files(folder: Path) -> list[DataFile]:

@@ -183,6 +183,7 @@ MISTAKES = [
     ("tokenization: {max_length: 1}", "tokenization.max_length", "greater than or equal to 2"),
     ("tokenization: {over_length: cut}", "tokenization.over_length", "'truncate_prompt'"),
     ("release: {model_name: a/b}", "release.model_name", "pattern"),
+    ("release: {model_name: ..}", "release.model_name", "pattern"),
     ("release: {}", "release.model_name", "required"),
     ("compute: {device: tpu}", "compute.device", "'cpu'"),
     ("compute: {parallel: tensor}", "compute.parallel", "'fsdp'"),

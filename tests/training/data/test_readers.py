@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.privileges import without_privileges
 from training.contract.errors import DataError
 from training.contract.recipe_files import DataFile, data_files
 from training.data.quarantine import Reason
@@ -193,6 +194,25 @@ def test_folders_and_globs_are_read_in_name_order(tmp_path):
     assert [file.name for file in data_files(str(tmp_path))] == names
     assert [file.name for file in data_files(str(tmp_path / "*/*.jsonl"))] == [names[at] for at in (0, 2, 5)]
     assert [file.name for file in data_files(str(tmp_path / "**/[12].jsonl"))] == names[:2], "at any depth"
+
+
+@pytest.mark.parametrize("path", ["data", "data/**/*.jsonl", "data/*/*.jsonl", "d*/b/2.jsonl"])
+@pytest.mark.parametrize("mode", [0, 0o444, 0o111])
+def test_a_folder_that_may_not_be_read_is_not_left_out(path, mode):
+    """Training on fewer pairs, and taking them for all."""
+    with without_privileges() as folder:
+        for name in ("a/1.jsonl", "b/2.jsonl", ".hidden/3.jsonl", "lost+found/4"):
+            (folder / "data" / name).parent.mkdir(parents=True)
+            (folder / "data" / name).write_text("{}\n")
+        for name in (".hidden", "lost+found"):
+            (folder / "data" / name).chmod(0)
+        whole = [file.path.name for file in data_files(str(folder / path))]
+        (folder / "data" / "b").chmod(mode)
+        with pytest.raises(DataError, match=r"the folder .*/data/b cannot be read: Permission denied"):
+            data_files(str(folder / path))
+        for name in (".hidden", "lost+found", "b"):
+            (folder / "data" / name).chmod(0o755)
+    assert whole == (["2.jsonl"] if "/b/" in path else ["1.jsonl", "2.jsonl"])
 
 
 def test_the_folder_of_a_glob_may_have_brackets_in_its_own_name(tmp_path):
