@@ -5,7 +5,7 @@ with its name, so the names of all pipelines in one folder of recipes must diffe
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from assets.declare import declare_assets
 from assets.pipeline import Pipeline, identifier
-from training.contract.errors import RecipeError
+from training.contract.errors import RecipeError, UsageError
 from training.contract.variants import RecipeFile
 from workflows.automation import retraining
 from workflows.recipe_file import RECIPE_FILE, recipes_in, refuse_half_characters, refuse_repeated_keys, variant_names
@@ -68,7 +68,7 @@ def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
     if len(pipelines) == 1:
         return
     taken: dict[str, str] = {}
-    for place in recipes_in(folder.parent):
+    for place in _siblings(folder):
         name, variants = place.name, variant_names(place / RECIPE_FILE)
         taken[identifier(name)] = f"the recipe {name}"
         if name != folder.name:
@@ -82,3 +82,11 @@ def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
                 f"of {taken[pipeline.identifier]} (- and _ count as one): rename one of them"
             )
         taken[pipeline.identifier] = f"the variant {pipeline.variant}"
+
+
+def _siblings(folder: Path) -> Collection[Path]:
+    """The recipes beside that in `folder`, and itself; none where the folder around them may be entered, but not listed."""
+    try:
+        return recipes_in(folder.parent)
+    except UsageError:
+        return ()

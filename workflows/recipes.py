@@ -68,7 +68,13 @@ def recipe_folders(text: str) -> dict[Path, UsageError | None]:
     Where it is both, those inside are meant: the file above them, saved at the wrong place, would hide them. Raises UsageError
     if there is none.
     """
-    own, inside = _folder(text), recipes_in(_folder(text) or Path(text))
+    own = _folder(text)
+    try:
+        inside = recipes_in(own or Path(text))
+    except UsageError:
+        if own is None:
+            raise
+        inside = {}  # it may be entered, but not listed
     found = {Path(os.path.realpath(place)): fault for place, fault in inside.items()}
     if own is None:
         return found or {recipe_folder(text): None}

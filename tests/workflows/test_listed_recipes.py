@@ -17,7 +17,7 @@ from workflows import cli
 from workflows.component import DEFS
 from workflows.definitions import defs
 from workflows.recipe_file import variant_names
-from workflows.recipes import extra_recipes, recipe_folders, recipe_place
+from workflows.recipes import extra_recipes, load_recipes, recipe_folders, recipe_place
 
 
 def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
@@ -194,3 +194,16 @@ def test_a_place_with_a_colon_is_not_taken_for_two(tmp_path: Path):
     write_recipe(tmp_path / "a:b" / "small", ATTRIBUTES)
     done = CliRunner().invoke(cli.main, ["ui", str(tmp_path / "a:b")], env={"PEDIGREE_RECIPES": ""})
     assert done.exit_code == 2 and "has a ':' in it" in done.stderr
+
+
+def test_a_recipe_whose_folders_may_be_entered_and_not_listed_is_one():
+    """As those of others' homes often are."""
+    load_recipes(DEFS / "demo")  # imports what that user may not be able to read
+    with without_privileges() as folder:
+        place = write_recipe(folder / "home" / "small", {**ATTRIBUTES, "variants": {"hot": {"training": {"seed": 1}}}})
+        for closed in (place, place.parent):
+            closed.chmod(0o111)
+        assert recipe_folders(str(place)) == {place: None}
+        assert [loaded.pipeline.name for loaded in load_recipes(place)] == ["small", "small-hot"]
+        for closed in (place.parent, place):
+            closed.chmod(0o755)
