@@ -119,15 +119,16 @@ def test_nine_pairs_that_both_have_give_no_difference_and_a_note_says_why():
 
 
 def test_a_margin_is_the_log_ratios_in_nats_and_a_tie_is_no_success():
-    """(-10 + 12) - (-20 + 15) = 2 + 5; the reward's margin, beta times that, only counts by its sign."""
+    """(-10 + 12) - (-20 + 15) = 2 + 5. What the rewards of the loss say does not count: one without a reference has others."""
     row = {
         "policy_chosen_logprob": -10.0,
         "reference_chosen_logprob": -12.0,
         "policy_rejected_logprob": -20.0,
         "reference_rejected_logprob": -15.0,
+        "margin": -0.5,
     }
     assert margin(row) == 7.0
-    assert [accuracy({"margin": value}) for value in (0.7, 0.0, -0.7)] == [1.0, 0.0, 0.0]
+    assert [accuracy(row | {"policy_chosen_logprob": value}) for value in (-10.0, -17.0, -24.0)] == [1.0, 0.0, 0.0]
 
 
 def test_the_table_says_it_all_in_80_columns():
