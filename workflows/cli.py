@@ -270,10 +270,6 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     """
     home = pedigree_home()
     places = [recipe_place(text) for text in recipes]
-    if split := [place for place in places if os.pathsep in str(place)]:
-        raise UsageError(
-            f"{split[0]} has a {os.pathsep!r} in it, which separates folders in PEDIGREE_RECIPES: rename it"
-        )
     if places:
         os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(map(str, places))
     for extra in extra_recipes():

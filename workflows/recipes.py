@@ -88,9 +88,15 @@ def recipe_folders(text: str) -> dict[Path, UsageError | None]:
 
 
 def recipe_place(text: str) -> Path:
-    """The folder that `text` names, of one recipe or of several, in which there may be others later. Raises UsageError."""
+    """The folder that `text` names, of one recipe or of several, in which there may be others later, for PEDIGREE_RECIPES.
+
+    Raises UsageError if there is none, or if it cannot stand in that list.
+    """
     recipe_folders(text)
-    return _folder(text) or Path(text).resolve()
+    place = _folder(text) or Path(text).resolve()
+    if os.pathsep in str(place):
+        raise UsageError(f"{place} has a {os.pathsep!r} in it, which separates folders in PEDIGREE_RECIPES: rename it")
+    return place
 
 
 def load_recipe(folder: Path, variant: str | None = None) -> LoadedRecipe:
