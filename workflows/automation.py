@@ -82,7 +82,10 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
 
 
 def _demand_date(cron: str, timezone: str) -> None:
-    """Raises ValueError where no day is ever one of `cron`, as 31 April: Dagster's page of all schedules fails at one."""
+    """Raises ValueError where no day is ever one of `cron`, as 31 April: Dagster's page of all schedules fails at one.
+
+    What Dagster makes public of the dates of a schedule are the partitions that they would bound.
+    """
     days = dg.TimeWindowPartitionsDefinition(
         start=datetime.datetime(2000, 1, 1), cron_schedule=cron, timezone=timezone, fmt="%Y-%m-%dT%H:%M"
     )

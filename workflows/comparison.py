@@ -22,8 +22,6 @@ from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_pr
 from model_registry.records import flatten
 from training.contract.errors import PedigreeError, StoreError
 from training.contract.fingerprint import short, shortened
-from training.contract.loss import Loss
-from training.contract.store import Artifact
 from workflows.lineage import status
 
 MEASURES = {"accuracy": accuracy, "margin": margin, "loss": loss}
@@ -113,13 +111,16 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
         names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
         why = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
         return Evaluated(history.pipeline.name, notes=(why,))
-    stood_on = history.ancestry({"evaluation": fingerprint})
+    stood_on, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
+    notes = _edited(history.pipeline, services, history.instance)
+    if "reference_model" not in scale_of_loss:
+        notes += ("its loss has no reference: accuracy and margin are measured over the one that the recipe names",)
     return Evaluated(
         recipe=history.pipeline.name,
         settings=_settings(stood_on),
-        scale=scale(artifact),
+        scale=scale_of_loss,
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
-        notes=(*_without_reference(artifact), *_edited(history.pipeline, services, history.instance)),
+        notes=notes,
         prompts=prompts(rows, services.store.open("raw_preferences", stood_on["raw_preferences"].fingerprint)),
         reference=stood_on["reference_model"].fingerprint,
     )
@@ -162,13 +163,6 @@ def _settings(stood_on: Mapping[str, Ancestor]) -> dict[str, str]:
         settings = {k: v for k, v in stood_on[kind].derivation.settings.items() if (kind, k) != ("evaluation", "loss")}
         found |= flatten({section: settings})
     return {name: shortened(value) for name, value in found.items()}
-
-
-def _without_reference(evaluation: Artifact) -> Sequence[str]:
-    """Why accuracy and margin are not what the rewards of an evaluation say, where they are not."""
-    if Loss.model_validate(evaluation.derivation.settings["loss"]).needs_reference:
-        return ()
-    return ("its loss has no reference: accuracy and margin are measured over the one that the recipe names",)
 
 
 def _edited(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class ExtraRecipe:
 
 
 def extra_recipes() -> list[ExtraRecipe]:
-    """Those of PEDIGREE_RECIPES, which is separated like PATH. Of folders with one name the first stands for all."""
+    """The recipes in PEDIGREE_RECIPES, which is separated like PATH. Of folders with one name the first stands for all."""
     named = {identifier(name): folder for folder in recipes_in(DEFS) for name in _names(folder)}
     found: dict[Path, ExtraRecipe] = {}
     for folder, fault in _listed_recipes().items():

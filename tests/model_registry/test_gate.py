@@ -114,9 +114,8 @@ def test_one_pair_better_is_one_standard_error_whatever_floats_make_of_it():
     for count in range(MIN_PROMPTS, 300):
         candidate, champion = named([0.0] * count), named([1.0] + [0.0] * (count - 1))
         decision = decide(candidate, champion, measure=Measure.ERROR_RATE)
-        assert decision.figures["gain"] == pytest.approx(decision.figures["standard_error"]) and not decision.promote, (
-            count
-        )
+        assert decision.figures["gain"] == pytest.approx(decision.figures["standard_error"])
+        assert not decision.promote, count
 
 
 def test_the_first_candidate_is_promoted():

@@ -130,16 +130,18 @@ def _folder_files(folder: Path) -> list[DataFile]:
 
 
 def _demand_listable(place: Path) -> None:
-    """Raises DataError where a folder may not be looked into: a glob would leave its files out without a word."""
-    if place.name == "lost+found" or not place.is_dir():  # the former is the file system's own
+    """Raises DataError where a folder, or what a link leads to, may not be looked into: a glob leaves it out without a word."""
+    if place.name == "lost+found":  # the file system's own
         return
     try:
+        if not place.is_dir():
+            return
         with os.scandir(place) as entries:
             if (first := next(entries, None)) is not None:
                 first.stat(follow_symlinks=False)
     except OSError as error:
         raise DataError(
-            f"the folder {place} cannot be read: {error.strerror}; let the user of this process, or take the folder away"
+            f"{place} cannot be read: {error.strerror}; let the user of this process, or take it away"
         ) from error
 
 

@@ -208,11 +208,24 @@ def test_a_folder_that_may_not_be_read_is_not_left_out(path, mode):
             (folder / "data" / name).chmod(0)
         whole = [file.path.name for file in data_files(str(folder / path))]
         (folder / "data" / "b").chmod(mode)
-        with pytest.raises(DataError, match=r"the folder .*/data/b cannot be read: Permission denied"):
+        with pytest.raises(DataError, match=r"/data/b cannot be read: Permission denied"):
             data_files(str(folder / path))
         for name in (".hidden", "lost+found", "b"):
             (folder / "data" / name).chmod(0o755)
     assert whole == (["2.jsonl"] if "/b/" in path else ["1.jsonl", "2.jsonl"])
+
+
+def test_a_link_to_where_the_user_may_not_go_is_told():
+    with without_privileges() as folder:
+        for name in ("private", "data"):
+            (folder / name).mkdir()
+            (folder / name / "1.jsonl").write_text("{}\n")
+        (folder / "data" / "2.jsonl").symlink_to(folder / "private" / "1.jsonl")
+        assert len(data_files(str(folder / "data"))) == 2
+        (folder / "private").chmod(0)
+        with pytest.raises(DataError, match=r"/data/2\.jsonl cannot be read: Permission denied"):
+            data_files(str(folder / "data"))
+        (folder / "private").chmod(0o755)
 
 
 def test_the_folder_of_a_glob_may_have_brackets_in_its_own_name(tmp_path):
