@@ -119,9 +119,10 @@ def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache)
 
 def _local_model(named: NamedModel, registry: Registry, cache: HashCache | None = None) -> LocatedModel:
     """Raises ModelError for a registered model that is not the one which was released."""
-    folder = named.local_folder(registry)
+    version = registry.version_at(named.address) if named.is_registered else None
+    folder = named.local_folder(registry) if version is None else registry.folder(version)
     located = LocatedModel(folder, weights_identity(folder, cache))
-    promised = registry.version_at(named.address).weights if named.is_registered else None
+    promised = None if version is None else version.weights
     if promised not in (None, located.fingerprint):
         raise ModelError(
             f"{named.address} leads to {folder}, whose weights are {short(located.fingerprint)} where {short(promised)} were "
@@ -132,10 +133,9 @@ def _local_model(named: NamedModel, registry: Registry, cache: HashCache | None 
 
 def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel | None:
     """The champion of the recipe's own model; None as long as there is none. Raises RegistryError, ModelError."""
-    name = recipe.release.model_name
-    if registry.champion(name) is None:
+    if (champion := registry.champion(recipe.release.model_name)) is None:
         return None
-    folder = registry.resolve(f"models:/{name}@champion")
+    folder = registry.folder(champion)
     return LocatedModel(folder, weights_identity(folder, cache))
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import dagster as dg
@@ -9,6 +10,7 @@ import dagster as dg
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from training.contract.events import Event
+from training.contract.hash_cache import HashCache
 from training.contract.recipe import Recipe
 from training.contract.store import Store
 from training.launch.launcher import Launcher
@@ -68,3 +70,8 @@ class Services:
     tracker: Tracker
     registry: Registry
     listener: Listener = ignore
+
+    @cached_property
+    def hashes(self) -> HashCache:
+        """Hashes of files that were not written since: to look often, not to record or to compute."""
+        return HashCache(self.home / "hashes.json")

@@ -26,7 +26,6 @@ from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline, Services
 from assets.step import Step
 from assets.version_files import files_fault, put_back
-from assets.world import hash_cache
 from model_registry.connection import shown, through_restart
 from model_registry.gate import Decision, Measure, decide
 from model_registry.registry import Registry
@@ -108,7 +107,7 @@ def release_fault(services: Services, pipeline: Pipeline, key: str) -> str | Non
     known = services.registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
     if known is None or not _has_decision(known):
         return "its version is no longer in the registry"
-    return files_fault(services.registry, known, hash_cache(services))
+    return files_fault(services.registry, known, services.hashes)
 
 
 def demand_releases(
@@ -223,9 +222,9 @@ def _result(
     candidate: _Candidate, released: _Released, changes: list[str] | None, started: float
 ) -> dg.MaterializeResult:
     version, champion = released.version, candidate.registry.champion(released.version.name)
-    if champion is not None:
-        put_back(candidate.step.services, champion)
     is_champion = champion is not None and champion.number == version.number  # a person may have moved the alias since
+    if champion is not None and not is_champion:  # `_release` has seen to the files of `version`
+        put_back(candidate.step.services, champion)
     metadata: dict[str, Any] = {
         "outcome": released.outcome,
         "changes": shown_changes(changes),

@@ -7,7 +7,6 @@ And what spoils the weights of a policy in place spoils the version's, which are
 import logging
 
 from assets.pipeline import Services
-from assets.world import hash_cache
 from model_registry.files import local_path
 from model_registry.registry import Registry
 from model_registry.versions import MERGED, Version
@@ -26,7 +25,7 @@ def put_back(services: Services, version: Version) -> bool:
     with store.lock("released_model", fingerprint("version_files", version.source)):
         if version.fingerprint_of("policy") is None:  # it is another program's, and so are its files
             return False
-        if (fault := files_fault(registry, version, hash_cache(services))) is None:
+        if (fault := files_fault(registry, version, services.hashes)) is None:
             return False
         try:
             found = [store.open(kind, version.fingerprint_of(kind) or "").folder for kind in kinds]
@@ -50,8 +49,7 @@ def files_fault(registry: Registry, version: Version, cache: HashCache | None = 
     if version.weights is None or (cache is not None and local_path(version.source) is None):
         return None
     try:
-        folder = registry.resolve(f"models:/{version.name}/{version.number}")
-        found = weights_fingerprint(weights_identity(folder, cache))
+        found = weights_fingerprint(weights_identity(registry.folder(version), cache))
     except ModelError as error:
         return f"{whose} are no model any more ({error})"
     if found == version.weights:

@@ -128,11 +128,6 @@ def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCac
     return Found(derive(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields})
 
 
-def hash_cache(services: Services) -> HashCache:
-    """Hashes of files that were not written since: to look often, not to record or to compute."""
-    return HashCache(services.home / "hashes.json")
-
-
 def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
     """The preference sources. File names give the order and nothing else: a renamed or moved file is the same data."""
     sources = locate_sources(pipeline, cache)

@@ -9,6 +9,7 @@
     trained_model                            loading a model for training and writing what was trained
     checkpoint, saver, pieces                checkpoints: their files, saving in a thread, their format
     scored_pairs, proof, tails, memoized     log-probs without gradients: of pairs, compared with the table, from the memo
+    accuracy                                 how certain the share of pairs ranked rightly is
     generate, report, provenance             samples, the evaluation's page, what a job ran on
     distributed                              the processes of a job
 

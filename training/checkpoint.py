@@ -72,7 +72,7 @@ class State:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self._read(reader, f"{_WEIGHTS}/{name}"))
         states = [path for path in reader.shapes if not path.startswith(f"{_WEIGHTS}/")]
-        self.optimizer.restore({path: self._read(reader, path) for path in states})
+        self.optimizer.restore((path, self._read(reader, path)) for path in states)
 
     def _piece(self, path: str, tensor: Tensor, main: bool) -> Piece | None:
         name = path.split("/", 1)[1]
@@ -136,7 +136,6 @@ class Checkpoints:
                 place = self._place(step)
                 aside = _replace(place, place.with_name(place.name + _CORRUPT))
                 note(f"the checkpoint of step {step} is not used and was moved to {aside}: {problem}")
-            group.barrier()
         return None
 
     def read(self, step: int) -> Checkpoint:
@@ -159,7 +158,6 @@ class Checkpoints:
             verify_contents(place, manifest, sorted(manifest.files)[group.rank :: group.world])
         except CorruptArtifact as error:
             own = str(error)
-        group.barrier()
         return next(filter(None, group.gather_texts(own)), None)
 
     def _place(self, step: int, suffix: str = "") -> Path:

@@ -72,8 +72,7 @@ class Group:
         """The rows of every rank, in rank order, on every rank. Ranks may have unequal numbers of rows, also none."""
         if self.world == 1:
             return tensor
-        counts = self._gather(torch.tensor([len(tensor)], device=tensor.device))
-        rows = [int(count) for count in counts]
+        rows = torch.cat(self._gather(torch.tensor([len(tensor)], device=tensor.device))).tolist()
         # As bytes, since not every backend exchanges every dtype; padded, since all parts must be of one size.
         row_bytes = tensor.new_empty(1, *tensor.shape[1:]).nbytes
         padded = torch.zeros(max(rows) * row_bytes, dtype=torch.uint8, device=tensor.device)

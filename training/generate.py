@@ -67,7 +67,8 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_
     )
     ids_1T = torch.tensor([list(prompt)], device=model.device)
     out_1T = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=True)
-    return [int(token) for token in out_1T[0, len(prompt) :]]
+    tokens: list[int] = out_1T[0, len(prompt) :].tolist()
+    return tokens
 
 
 def answers(

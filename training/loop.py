@@ -187,8 +187,8 @@ class _Tuning:
             scored = self._score(self.masters.model, self.held_out)
             if step == 0 and self.starts_as_reference:
                 prove_zero_margin(scored, self.reference, self.settings.loss, "the held-out pairs")
-        self.record.facts["eval"] = scored.metrics()
-        self.events.emit("eval", step=step, **scored.metrics())
+        self.record.facts["eval"] = metrics = scored.metrics()
+        self.events.emit("eval", step=step, **metrics)
 
     def _score(self, model: PreTrainedModel, positions: Positions) -> ScoredPairs:
         """The pairs under `model` as it is now. Its progress is not shown: it would hide the training's."""

@@ -62,10 +62,10 @@ class DistinctSequences:
     def read(self, sequence: int) -> TokenSequence:
         return self.pairs.sequence(*self.where(sequence))
 
-    def prompts(self) -> Prompts:
-        """The prompt of each sequence, from the first pair that has it."""
-        pairs_S = self.first_S % len(self.pairs)
-        return Prompts(self.pairs.prompt_numbers(pairs_S), self.pairs.prompt_lengths[pairs_S].astype(np.int64))
+    def prompts(self, some_M: npt.NDArray[np.int64]) -> Prompts:
+        """The prompt of each of these sequences, from the first pair that has it."""
+        pairs_M = self.first_S[some_M] % len(self.pairs)
+        return Prompts(self.pairs.prompt_numbers(pairs_M), self.pairs.prompt_lengths[pairs_M].astype(np.int64))
 
     def name(self, sequence: int) -> str:
         pair, side = self.where(sequence)
@@ -106,7 +106,7 @@ def score_missing(
     events: EventWriter,
 ) -> None:
     """Score this rank's part of `missing_M` into the memo, and wait for the others. Raises TrainingError."""
-    found = shared_batches(sequences.lengths_S[missing_M], sequences.prompts().take(missing_M))
+    found = shared_batches(sequences.lengths_S[missing_M], sequences.prompts(missing_M))
     batches = [Batch(missing_M[batch.positions], batch.sizes) for batch in found]
     progress = Progress(events, int(sequences.lengths_S[missing_M].sum()), "tokens")
     shards = _Shards(memo)

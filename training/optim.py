@@ -18,7 +18,7 @@ one. After the warm-up it is what transformers' `get_scheduler` gives.
 """
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,10 +52,10 @@ class Optimizers:
         named = ((name, part.state[p]) for part, name, p in self._named() if p in part.state)
         return {f"{key}/{name}": value for name, state in named for key, value in state.items()}
 
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take what `tensors` of Optimizers built in the same way gave."""
+    def restore(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take what `tensors` of Optimizers built in the same way gave, one after the other."""
         owners = {name: (part, p) for part, name, p in self._named()}
-        for path, value in tensors.items():
+        for path, value in tensors:
             key, name = path.split("/", 1)
             part, parameter = owners[name]
             part.state[parameter][key] = value.to(parameter.device)

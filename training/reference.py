@@ -75,7 +75,6 @@ def _missing(memo: Memo, sequences: DistinctSequences, group: Group) -> npt.NDAr
     known_S = torch.zeros(len(sequences), dtype=torch.uint8)
     if group.is_main:
         known_S = torch.from_numpy(memo.lookup(sequences.keys_SK).found_Q.astype(np.uint8))
-    group.barrier()
     return np.flatnonzero(group.broadcast_(known_S.to(group.device)).cpu().numpy() == 0)
 
 

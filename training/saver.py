@@ -66,11 +66,9 @@ class Saver:
     def finish(self) -> None:
         """Wait until the last save is committed; every rank calls it. Raises StoreError on every rank if one failed."""
         self._sealed.wait()
-        self._group.barrier()
         self.demand_saved()
         if self._thread is not None:
             self._thread.join()
-        self._group.barrier()
         self.demand_saved()
 
     def demand_saved(self) -> None:

@@ -58,6 +58,7 @@ class Trainer:
                 progress.advance()
             with self._record.timed("checkpoints"):
                 self._saver.finish()
+            self._note_objective()
             self._stop_if_asked_since()
 
     def _step(self, step: int) -> Flags:
@@ -72,8 +73,6 @@ class Trainer:
             raise
         self._events.emit("step", step=step, **done.metrics)
         self._record.add_step(step, self._stepper.steps, done.metrics, self._stepper.batches.tokens(step))
-        if state := self._stepper.objective.state():
-            self._record.facts["objective"] = state
         return done.flags
 
     def _resume(self) -> int:
@@ -122,9 +121,15 @@ class Trainer:
         )
 
     def _save(self, step: int) -> None:
+        self._note_objective()
         with self._record.timed("checkpoints"):
             self._saver.start(step, self._state, self._record.facts)
         self._saved_step = step
+
+    def _note_objective(self) -> None:
+        """Among the facts, where they are kept and not in each step: on a GPU reading it waits for the whole step."""
+        if state := self._stepper.objective.state():
+            self._record.facts["objective"] = state
 
 
 @contextlib.contextmanager

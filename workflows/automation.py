@@ -24,7 +24,7 @@ from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.process import close_dead_runs
-from assets.world import Found, FoundTokenizer, find_root, hash_cache
+from assets.world import Found, FoundTokenizer, find_root
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.fingerprint import fingerprint
 from workflows.resources import build_services, pedigree_home
@@ -119,8 +119,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         history = History(context.instance, pipeline, services.store)
         if history.latest("preference_source").fingerprint is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
-        cache = hash_cache(services)
-        found = [find_root(pipeline, services, asset, cache) for asset in _LOOKED_AT]
+        found = [find_root(pipeline, services, asset, services.hashes) for asset in _LOOKED_AT]
         causes = _causes(history, found)
         if not causes:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -206,8 +207,9 @@ def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None
     """
     found = _find(recipes[0]) if len(recipes) == 1 else [_find(recipe)[0] for recipe in recipes]
     names = [loaded.pipeline.name for loaded in found]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{len(twice)} of the recipes to compare are called {twice[0]}; name each of them once")
+    name, times = Counter(names).most_common(1)[0]
+    if times > 1:
+        raise UsageError(f"{times} of the recipes to compare are called {name}; name each of them once")
     with dagster_instance() as instance:
         services = build_services(pedigree_home())
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance, source) for loaded in found])

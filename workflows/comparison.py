@@ -22,7 +22,8 @@ from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_pr
 from model_registry.records import flatten
 from training.contract.errors import PedigreeError, StoreError
 from training.contract.fingerprint import short, shortened
-from workflows.lineage import status
+from workflows.lineage import judge
+from workflows.outlook import outlook
 
 MEASURES = {"accuracy": accuracy, "margin": margin, "loss": loss}
 # Whose settings are which section of the recipe, and what stands there by its content, not by a path.
@@ -112,7 +113,7 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
         why = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
         return Evaluated(history.pipeline.name, notes=(why,))
     stood_on, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
-    notes = _edited(history.pipeline, services, history.instance)
+    notes = _edited(history, services)
     if "reference_model" not in scale_of_loss:
         notes += ("its loss has no reference: accuracy and margin are measured over the one that the recipe names",)
     return Evaluated(
@@ -165,10 +166,11 @@ def _settings(stood_on: Mapping[str, Ancestor]) -> dict[str, str]:
     return {name: shortened(value) for name, value in found.items()}
 
 
-def _edited(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> tuple[str, ...]:
-    """Whether a run would evaluate something else by now, in words."""
+def _edited(history: History, services: Services) -> tuple[str, ...]:
+    """Whether a run would evaluate something else by now, in words. The registry, which comes last, is not asked."""
     try:
-        [found] = [each for each in status(pipeline, services, instance) if each.asset == "evaluation"]
+        judged = judge(history, services, outlook(history.pipeline, services))
+        found = next(each for each in judged if each.asset == "evaluation")
     except PedigreeError as error:
         return (f"whether it is what the recipe says by now cannot be seen: {error}",)
     return (f"evaluated before this changed: {'; '.join(found.causes)}",) if found.causes else ()

@@ -9,7 +9,7 @@ import dagster as dg
 
 from training.contract.errors import RecipeError
 from workflows.component import DEFS
-from workflows.recipe_file import RECIPE_FILE, explained, refuse_foreign_parts
+from workflows.recipe_file import RECIPE_FILE, explained, is_foreign, refuse_foreign_parts
 from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault
 from workflows.resources import services
 from workflows.wrong_recipe import stand_in
@@ -31,9 +31,7 @@ def definitions_of(extra: ExtraRecipe) -> dg.Definitions:
         return stand_in(extra.name, extra.fault)
     try:
         return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(extra.folder)))
-    except RecipeError as wrong:
-        return stand_in(extra.name, wrong)
-    except Exception as error:  # whatever Dagster, or we, find out only when the assets are made
+    except Exception as error:  # ours, or whatever Dagster finds out only when the assets are made
         return stand_in(extra.name, RecipeError(explained(extra.folder / RECIPE_FILE, error)))
 
 
@@ -50,5 +48,5 @@ def definitions_in(folder: Path) -> dg.Definitions:
 
 
 def _fault(folder: Path) -> RecipeError | None:
-    files = sorted(folder.glob(f"defs/*/{RECIPE_FILE}"))
+    files = [file for file in sorted(folder.glob(f"defs/**/{RECIPE_FILE}")) if not is_foreign(file)]
     return next(filter(None, (recipe_fault(file.parent) for file in files)), None)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import get_args
@@ -96,7 +96,7 @@ class Sweep:
         self._services, self._store, self._instance = services, services.store, instance
         # Listed before their users are: what appears, or comes into use, later is no garbage.
         self._used = {found: self._store.used(*found) for found in self._artifacts()}
-        self._keys = {kind: keys_by_fingerprint(self._store, kind) for kind in _KINDS}
+        self._keys = cache(partial(keys_by_fingerprint, self._store))
         self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
         self._jobs = _folders((services.home / "jobs").resolve())
         self._since = self._oldest_unfinished_run()
@@ -128,9 +128,7 @@ class Sweep:
             case "download":
                 unused = self._oldest_unfinished_run() is None
                 return unused and self._services.registry.remove_download(item.fingerprint)
-        if item.kind not in self._keys:
-            self._keys[item.kind] = keys_by_fingerprint(self._store, item.kind)
-        keys = self._keys[item.kind].get(item.fingerprint, [])
+        keys = self._keys(item.kind).get(item.fingerprint, [])
         used = self._used[item.kind, item.fingerprint]
         return remove_artifact(self._store, item.kind, item.fingerprint, keys, used)
 

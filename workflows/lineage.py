@@ -45,21 +45,21 @@ class AssetStatus:
 
 def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[AssetStatus]:
     """The state of every asset, in the order of the graph. Raises what looking at the sources raises."""
-    return judge(pipeline, services, instance, outlook(pipeline, services))
+    history = History(instance, pipeline, services.store)
+    return list(judge(history, services, outlook(pipeline, services)))
 
 
-def judge(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, expected: Outlook) -> list[AssetStatus]:
-    """The state of every asset, if a run would give `expected`."""
-    judged = _Judge(pipeline, services, instance, expected)
-    return [judged.asset(asset) for asset in GRAPH]
+def judge(history: History, services: Services, expected: Outlook) -> Iterator[AssetStatus]:
+    """The state of every asset, if a run would give `expected`; the registry is asked last, for the released model."""
+    return map(_Judge(history, services, expected).asset, GRAPH)
 
 
 class _Judge:
     """Judges assets in the order of the graph: the causes of those above are known when those below ask for them."""
 
-    def __init__(self, pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, expected: Outlook):
-        self._pipeline, self._services, self._expected = pipeline, services, expected
-        self._history = History(instance, pipeline, services.store)
+    def __init__(self, history: History, services: Services, expected: Outlook):
+        self._history, self._pipeline = history, history.pipeline
+        self._services, self._expected = services, expected
         self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
 
     def asset(self, asset: str) -> AssetStatus:

@@ -10,9 +10,8 @@ from assets.changes import CORRUPT_RECORD
 from assets.graph import GRAPH, derive
 from assets.pipeline import Pipeline, Services
 from assets.realize import is_irreplaceable
-from assets.world import ROOTS, Found, find_root, hash_cache
+from assets.world import ROOTS, Found, find_root
 from training.contract.errors import CorruptArtifact, CorruptRecord
-from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation, read_manifest
 from training.contract.store import Store
 
@@ -36,21 +35,20 @@ Outlook = dict[str, Expected]
 def outlook(pipeline: Pipeline, services: Services) -> Outlook:
     """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises."""
     expected: Outlook = {}
-    cache = hash_cache(services)
     for asset in GRAPH:
         if asset in ROOTS:
-            expected[asset] = _root(asset, pipeline, services, cache)
+            expected[asset] = _root(asset, pipeline, services)
         else:
             how = _derivation(asset, pipeline, expected)
-            expected[asset] = Expected(None, None) if how is None else _look_up(services, how, cache)
+            expected[asset] = Expected(None, None) if how is None else _look_up(services, how)
     return expected
 
 
-def _root(asset: str, pipeline: Pipeline, services: Services, cache: HashCache) -> Expected:
-    found = find_root(pipeline, services, asset, cache)
+def _root(asset: str, pipeline: Pipeline, services: Services) -> Expected:
+    found = find_root(pipeline, services, asset, services.hashes)
     if found.fingerprint is not None:
         return Expected(found.derivation, found.fingerprint, found)
-    return replace(_look_up(services, found.derivation, cache), found=found)
+    return replace(_look_up(services, found.derivation), found=found)
 
 
 def _derivation(asset: str, pipeline: Pipeline, above: Outlook) -> Derivation | None:
@@ -64,11 +62,11 @@ def _derivation(asset: str, pipeline: Pipeline, above: Outlook) -> Derivation | 
     return derive(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
 
 
-def _look_up(services: Services, how: Derivation, cache: HashCache) -> Expected:
+def _look_up(services: Services, how: Derivation) -> Expected:
     if how.kind == "released_model":
         return Expected(how, how.key)
     try:
-        artifact = services.store.find(how.kind, how.key, cache=cache)
+        artifact = services.store.find(how.kind, how.key, cache=services.hashes)
     except CorruptRecord:
         return Expected(how, None, fault=CORRUPT_RECORD)
     except CorruptArtifact as error:

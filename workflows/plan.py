@@ -18,6 +18,7 @@ import numpy as np
 from assets.changes import CORRUPT_RECORD
 from assets.data import demand_splits, pairs_checks, pairs_work, preferences_work, rows_checks
 from assets.graph import GRAPH
+from assets.materialized import History
 from assets.pipeline import Pipeline, Services
 from assets.realize import Realized, find_sound, make, publish_found
 from assets.reference import point_to_base_model
@@ -54,7 +55,8 @@ def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -
     cheap = _Cheap.made(pipeline, services)
     expected = _mended(pipeline, services)
     planner = _Planner(pipeline, services, cheap, expected)
-    return [planner.planned(judged) for judged in judge(pipeline, services, instance, expected)]
+    history = History(instance, pipeline, services.store)
+    return [planner.planned(judged) for judged in judge(history, services, expected)]
 
 
 def _mended(pipeline: Pipeline, services: Services) -> Outlook:

@@ -9,6 +9,7 @@ import re
 import stat
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -66,6 +67,13 @@ def refuse_no_recipe(file: Path) -> None:
         return
     found = f"holds {types.count(TYPE)} of them" if TYPE in types else f"has {', '.join(types) or 'nothing in it'}"
     raise RecipeError(f"{file}: expected one document with `type: {TYPE}` and the recipe in `attributes:`; it {found}")
+
+
+def is_foreign(file: Path) -> bool:
+    """Whether the file holds components of other packages that are installed, which are for Dagster to judge."""
+    packages = [_type(document).partition(".")[0] for document in _documents(file)]
+    ours = TYPE.partition(".")[0]
+    return bool(packages) and all(name != ours and name.isidentifier() and find_spec(name) for name in packages)
 
 
 def refuse_foreign_parts(file: Path) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from mlflow import MlflowClient
 from mlflow.exceptions import RestException
+from sqlalchemy import make_url
 
 from model_registry.database import is_database_away, sole_maker, without_secrets
 from training.contract.durable import share_databases
@@ -125,8 +126,7 @@ def _sole_opener(uri: str) -> Iterator[None]:
     if is_database(uri):
         with sole_maker(uri):
             yield
-    elif uri.startswith(_SQLITE):
-        database = Path(uri.removeprefix(_SQLITE))
+    elif database := _sqlite_file(uri):
         lock = database.with_name(f"{database.name}.lock")
         with locked(lock):
             if not database.exists():
@@ -134,6 +134,11 @@ def _sole_opener(uri: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    """The file of a SQLite database, whose address may end in options such as `?timeout=60`; None for other addresses."""
+    return Path(make_url(uri).database or "") if uri.startswith(_SQLITE) else None
 
 
 def _make_tables(database: Path, lock: Path) -> None:
@@ -242,8 +247,8 @@ def note_address(uri: str, address: str) -> None:
 
 
 def _note_of_address(uri: str) -> Path | None:
-    path = uri.removeprefix(_SQLITE)
-    return None if path == uri else Path(path).with_name("served-at.txt")
+    database = _sqlite_file(uri)
+    return None if database is None else database.with_name("served-at.txt")
 
 
 def shown(uri: str) -> str:

@@ -1,8 +1,8 @@
 """The registry: policies as versions of a registered model, found by their tags and named by two aliases.
 
 `candidate` is the latest policy that was evaluated, `champion` the one in use. A version carries the fingerprints of its
-whole lineage as tags and is found by them, so registering a policy twice gives the same version. A new champion records
-the version it replaces, so a rollback needs no record outside the registry.
+whole lineage as tags, and that of its release, by which it is found: repeating a release gives the same version, another gate
+for the same policy another one. A new champion records the version it replaces, so a rollback needs no record elsewhere.
 """
 
 import re
@@ -199,13 +199,16 @@ class Registry:
 
     def resolve(self, address: str) -> Path:
         """The local folder of the Hugging Face model behind an address as `version_at` takes it."""
-        version = self.version_at(address)
+        return self.folder(self.version_at(address))
+
+    def folder(self, version: Version) -> Path:
+        """The local folder of the Hugging Face model that a version holds; what lies on a server is downloaded."""
         local = local_path(version.source)
         folder = local / MODEL_FOLDER if local else self._downloaded(version)
         if not (folder / "config.json").is_file():
             raise RegistryError(
-                f"{address} leads to {version.source}/{MODEL_FOLDER}, which has no config.json; expected a Hugging Face model. "
-                "If a recipe released it, a run of that recipe puts its files back"
+                f"version {version.number} of {version.name} leads to {version.source}/{MODEL_FOLDER}, which has no "
+                "config.json; expected a Hugging Face model. If a recipe released it, a run of that recipe puts its files back"
             )
         return folder
 

@@ -81,7 +81,7 @@ def _again(model: PreTrainedModel, row: Row) -> float:
     for kept in (0, budget.kept):
         with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
             inputs = hidden_NH.clone().requires_grad_()
-            token_logprobs(inputs, row.targets_N, head, Budget(budget.tile, kept)).sum().backward()
+            token_logprobs(inputs, row.targets_N, head, budget=Budget(budget.tile, kept))[0].sum().backward()
         totals.append(counter.get_total_flops())
     model.zero_grad()
     return float(totals[0] - totals[1])

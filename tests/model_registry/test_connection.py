@@ -261,6 +261,13 @@ def test_permissions_of_what_is_there_stay_as_they_are(tmp_path: Path, migrated_
     assert [path.stat().st_mode & 0o777 for path in private] == [0o600] * 3
 
 
+def test_the_address_of_a_file_may_have_options(tmp_path: Path):
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}?timeout=60"
+    assert [each.name for each in connect(uri).search_experiments()] == ["Default"]
+    note_address(uri, "http://127.0.0.1:41234")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mlflow.db", "mlflow.db.lock", "served-at.txt"]
+
+
 def test_tables_that_a_killed_process_did_not_finish_are_made_again(tmp_path: Path):
     """SIGKILL while MLflow makes its tables, of about 950 kB."""
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"

@@ -330,7 +330,7 @@ def test_an_optimizer_goes_on_as_if_it_had_not_stopped():
     optimizers = [build_optimizer(settings, parameters, {}) for parameters in (straight, first, second)]
     take(optimizers[0], straight, range(4))
     take(optimizers[1], first, range(2))
-    optimizers[2].restore({name: t.clone() for name, t in optimizers[1].tensors().items()})
+    optimizers[2].restore((name, t.clone()) for name, t in optimizers[1].tensors().items())
     for name, parameter in second.items():
         parameter.data.copy_(first[name])
     take(optimizers[2], second, range(2, 4))

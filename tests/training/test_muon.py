@@ -192,7 +192,7 @@ def test_muon_goes_on_as_if_it_had_not_stopped():
         f"{state}/{name}" for state in ("step", "exp_avg", "exp_avg_sq") for name in SHAPES.keys() - set(MATRICES)
     }
     assert set(saved) == moments | {f"momentum_buffer/{name}" for name in MATRICES}
-    optimizers[2].restore(saved)
+    optimizers[2].restore(saved.items())
     for name, parameter in second.items():
         parameter.data.copy_(first[name])
     take(optimizers[2], second, range(3, 6))

@@ -351,7 +351,7 @@ def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_worl
 def test_a_sequence_knows_the_prompt_of_its_own_pair(tiny_world):
     """Which ends where its mask begins; the two responses of each pair share theirs, and no others do."""
     sequences = memoized.DistinctSequences.of(Pairs.open(tiny_world.pairs))
-    prompts, read = sequences.prompts(), [sequences.read(at) for at in range(len(sequences))]
+    prompts, read = sequences.prompts(np.arange(len(sequences))), [sequences.read(at) for at in range(len(sequences))]
     assert prompts.lengths_S.tolist() == [int(sequence.mask_T.int().argmax()) for sequence in read]
     texts = [tuple(s.ids_T[:end].tolist()) for s, end in zip(read, prompts.lengths_S.tolist(), strict=True)]
     assert (
@@ -412,7 +412,7 @@ def test_batches_hold_every_sequence_once_within_the_budget_and_survive_a_kill()
     assert sum(costs) < 1.05 * least, "all responses of a prompt stand together, but for those that do not fit"
     kept = [b for n, b in enumerate(batches) if n % 3]
     left = np.sort(np.concatenate([b.positions for b in kept]))
-    again = shared_batches(lengths[left], prompts.take(left), 4096)
+    again = shared_batches(lengths[left], Prompts(prompts.numbers_S[left], prompts.lengths_S[left]), 4096)
     assert [(left[b.positions].tolist(), b.sizes) for b in again] == [(b.positions.tolist(), b.sizes) for b in kept]
 
 

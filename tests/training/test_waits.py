@@ -35,8 +35,10 @@ from training.model.routing import ExpertBalance, routing_of
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import build_masters
 from training.parallel.models import TrainableModel
+from training.run_record import RunRecord
 from training.sft import ResponseObjective
 from training.stepper import Stepper
+from training.trainer import Trainer
 
 aten = torch.ops.aten
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -189,6 +191,16 @@ def test_with_any_loss_a_step_waits_in_its_middle_alone(world: Any, loss: dict[s
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_however_it_trains_a_step_waits_in_its_middle_alone(world: Any, way: dict[str, Any]):
     take_steps(stepper_of(world, CPU, **way))
+
+
+def test_between_its_steps_a_run_waits_for_nothing(world: Any):
+    """What `bco_pair` remembers of its steps is asked for where it is kept."""
+    job, stepper = world.job("policy", {}), stepper_of(world, CPU, loss={"type": "bco_pair"})
+    trainer = Trainer(job, SILENT, stepper, RunRecord(job, stepper.group, SILENT, ("loss",)))
+    for step in (1, 2):
+        with NoNumbers(), NoWaiting(agreement.agree) as watch:
+            trainer._step(step)
+        assert watch.operators > 500
 
 
 def test_a_row_each_it_waits_where_transformers_makes_its_masks_too(dropping: Any):

@@ -131,6 +131,38 @@ def test_afterwards_everything_is_fresh(materialized, small_recipe):
     assert [(a["asset"], a["state"], a["causes"]) for a in found] == [(name, "fresh", []) for name in ASSETS]
 
 
+@pytest.mark.parametrize("command", ["status", "plan", "verify"])
+def test_a_person_is_told_of_each_asset_what_a_program_is(command, materialized, small_recipe):
+    home = materialized[0]
+    found = home.look(command, str(small_recipe))
+    lines = home.invoke(command, str(small_recipe)).stdout.splitlines()
+    assets = found["artifacts" if command == "verify" else "assets"]
+    verdict = {"status": "fresh", "plan": "reuse", "verify": "ok"}[command]
+    assert [asset["asset"] for asset in assets] == ASSETS
+    for asset in assets:
+        [line] = [line for line in lines if line.startswith(f"│ {asset['asset']} ")]
+        assert verdict in line and asset.get("fingerprint", "")[:12] in line
+    for row in found.get("rescored", []):
+        assert any(f"{row['chosen']['live']:.5f}" in line and f"│ {row['row']} " in line for line in lines)
+
+
+def test_a_person_is_told_of_pairs_what_a_program_is(materialized, small_recipe):
+    home, report = materialized
+    [compared] = home.look("compare", str(small_recipe))["recipes"]
+    [line] = [
+        each for each in home.invoke("compare", str(small_recipe)).stdout.splitlines() if each.startswith(" small ")
+    ]
+    assert line.split()[1:] == [f"{mean:.3f}" for mean in compared["means"].values()]
+    assert float(line.split()[1]) == pytest.approx(report["metrics"]["eval/rewards/accuracies"], abs=6e-4)
+    row = home.look("inspect", str(small_recipe), "--row", "3")
+    text = home.invoke("inspect", str(small_recipe), "--row", "3").stdout
+    for name in ("chosen", "rejected"):
+        assert f"{name}: {len(row[name]['token_ids'])} tokens, {sum(row[name]['mask'])} of them trained" in text
+        assert f"reference log-prob {row[name]['reference_logprob']:.4f}" in text
+    kept = home.look("gc")["kept"]
+    assert f"{kept} artifacts are kept" in home.invoke("gc").stdout
+
+
 def test_a_comparison_is_of_all_pairs_or_of_those_of_a_source(materialized, small_recipe):
     home, report = materialized
     [whole] = home.look("compare", str(small_recipe))["recipes"]

@@ -289,8 +289,13 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
 def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
     """What Dagster reads by itself too, from the folder `defs` of the project: without its own words for it."""
     write_recipe(tmp_path / "defs" / "right", ATTRIBUTES)
-    write_recipe(tmp_path / "defs" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
-    with pytest.raises(RecipeError, match=r"wrong/defs.yaml:\d+: training.epoch: .* did you mean `epochs`") as error:
+    write_recipe(tmp_path / "defs" / "group" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
+    another = tmp_path / "defs" / "another" / "defs.yaml"
+    another.parent.mkdir()
+    another.write_text("type: dagster.DefinitionsComponent\nattributes: {path: code.py}\n")
+    with pytest.raises(
+        RecipeError, match=r"group/wrong/defs.yaml:\d+: training.epoch: .* did you mean `epochs`"
+    ) as error:
         definitions_in(tmp_path)
     assert error.value.__cause__ is None and error.value.__suppress_context__
 

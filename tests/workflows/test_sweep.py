@@ -3,7 +3,9 @@
 import json
 import re
 import shutil
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +19,7 @@ import model_registry.files
 from assets.graph import GRAPH
 from assets.materialized import latest
 from model_registry.package import package
+from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
@@ -152,6 +155,18 @@ def test_the_accuracy_is_that_of_the_evaluation(ground: Ground, comparison: Comp
         assert beta * each.means["margin"] == pytest.approx(metrics["eval/rewards/margins"].value, abs=1e-6)
 
 
+def test_a_comparison_asks_no_registry(ground: Ground, reports: list[RunReport]):
+    """Of one that is away it would wait for an answer, once for each recipe, and need none."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent = Registry(f"http://127.0.0.1:{server.getsockname()[1]}", ground.home / "downloads")
+        services = replace(ground.services, registry=silent)
+        for loaded in load_recipes(ground.folders["sweep"]):
+            assert last_evaluated(loaded.pipeline, services, ground.instance).notes == ()
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
 def test_an_edited_variant_is_compared_as_it_was_evaluated(ground: Ground, reports: list[RunReport]):
     folder = ground.folders["sweep"]
     before = (folder / "defs.yaml").read_text()
@@ -251,3 +266,19 @@ def test_the_gate_compares_the_losses_of_one_loss_only(
         assert (ours["reference_chosen_logprob"] - theirs["reference_chosen_logprob"]).abs().min() > 1e-3
     versions = [v for v in ground.services.registry.versions() if v.name == name]
     assert re.match(compared, max(versions, key=lambda version: version.number).tags["pedigree.reasons"])
+
+
+def test_one_whose_loss_has_no_reference_is_measured_over_the_recipes(ground: Ground, comparison: Comparison):
+    folder = ground.folders["sweep"]
+    before = (folder / "defs.yaml").read_text()
+    try:
+        write_recipe(folder, {**SWEEP, "variants": {"cpo": {"training": {"loss": {"type": "cpo"}}}}})
+        assert materialize(load_recipe(folder, "cpo"), ground.services, ground.instance).succeeded
+        loaded = load_recipes(folder)
+        found = compare([last_evaluated(each.pipeline, ground.services, ground.instance) for each in loaded])
+    finally:
+        (folder / "defs.yaml").write_text(before)
+    own, other = found.recipes
+    assert own.means == comparison.recipes[0].means and not own.notes
+    note = "its loss has no reference: accuracy and margin are measured over the one that the recipe names"
+    assert (other.notes, set(other.means), set(other.differences)) == ([note], *[{"accuracy", "margin"}] * 2)

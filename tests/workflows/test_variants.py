@@ -155,9 +155,9 @@ def test_one_that_fails_does_not_stop_the_others(home, tmp_path):
 
 def test_what_is_compared_has_names_that_differ(home, folder):
     """They would be one pipeline: the same asset keys, so the same evaluation twice."""
-    done = home.invoke("compare", str(folder), f"{folder}/hinge", f"{folder}/hinge/")
+    done = home.invoke("compare", str(folder), f"{folder}/hinge", str(folder), f"{folder}/hinge", f"{folder}/hinge/")
     assert done.exit_code == 2
-    assert "2 of the recipes to compare are called sweep-hinge; name each of them once" in done.stderr
+    assert "3 of the recipes to compare are called sweep-hinge; name each of them once" in done.stderr
 
 
 class _CtrlC:

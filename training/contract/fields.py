@@ -21,7 +21,6 @@ NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(
 TWO_NUMBERS = {"type": "array", "items": NUMERIC, "minItems": 2, "maxItems": 2}
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False), WithJsonSchema(NUMERIC)]
 # A larger count can only be a typing error, and might not fit where counts are stored.
 MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
@@ -54,6 +53,7 @@ def _number(given: Any) -> Any:
 
 
 Share = Annotated[float, BeforeValidator(_number), Field(ge=0, le=1), WithJsonSchema(NUMERIC)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1), WithJsonSchema(NUMERIC)]
 
 
 def _date(given: Any) -> datetime.date:

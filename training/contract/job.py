@@ -90,6 +90,11 @@ class Job(Frozen):
         return self.folder / "error.json"
 
     @property
+    def rendezvous(self) -> Path:
+        """Where the ranks of one machine find each other."""
+        return self.folder / "rendezvous"
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 

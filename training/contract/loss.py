@@ -73,7 +73,7 @@ class LossType(StrEnum):
     MIXTURE = "mixture", Traits(("of",))
 
 
-_OWN = {"label_smoothing", "gamma", "tau", "of"}  # the fields below that only some types use
+_OWN = {name for kind in LossType for name in kind.traits.own_settings}  # the fields below that only some types use
 
 
 class TypedLoss(Section):

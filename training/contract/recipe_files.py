@@ -121,10 +121,10 @@ def _folder_files(folder: Path) -> list[DataFile]:
     shown = [(name, path) for name, path in places if not any(part.startswith(".") for part in name.parts)]
     for _, path in shown:
         _demand_listable(path)
-    found = [(name, path) for name, path in places if path.is_file()]
     files = [DataFile(name=name.as_posix(), path=path) for name, path in shown if is_readable(path) and path.is_file()]
     if not files:
-        seen = ", ".join(str(name) for name, _ in found[:_NUMBER_OF_NAMES]) or "nothing"
+        found = [str(name) for name, path in places if path.is_file()]
+        seen = ", ".join(found[:_NUMBER_OF_NAMES]) or "nothing"
         raise DataError(f"the folder {folder} has no file of the kinds {', '.join(SUFFIXES)}; it holds {seen}")
     return files
 

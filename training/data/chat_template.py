@@ -74,14 +74,11 @@ class ChatTemplate:
                 "file, or `tokenization.tokenizer` to a tokenizer that has one"
             )
         self.text, self.template_kwargs, self.date = tokenizer.chat_template, template_kwargs, date
+        # Whether it marks what the assistant wrote by {% generation %}.
+        self.marks_turns = _GENERATION.search(self.text) is not None
         self._names = {**tokenizer.special_tokens_map, **template_kwargs}
         self._clock = "" if date is None else _clock_at(datetime.fromisoformat(date))
         self._in_parts = not self._writes(in_parts=False) and self._writes(in_parts=True)
-
-    @property
-    def marks_turns(self) -> bool:
-        """Whether it marks what the assistant wrote by {% generation %}."""
-        return _GENERATION.search(self.text) is not None
 
     def render(
         self,

@@ -22,7 +22,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from training.contract.fingerprint import sequence_key
 from training.data.chat_template import ChatTemplate, Rejected, Rendered
 from training.data.completeness import Completeness
 from training.data.conversation import spelled_out
@@ -83,9 +82,6 @@ class EncodedPair:
 
     def mask(self, response: Response) -> list[bool]:
         return [False] * len(self.prompt) + response.mask
-
-    def key(self, response: Response) -> bytes:
-        return sequence_key(self.ids(response), self.mask(response))
 
     @property
     def longest(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported
+from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported, text_of
 from training.data.tools import calls_text
 
 # `role` and `content`; of an assistant, where given, `reasoning_content` and `tool_calls`; of a tool `tool_call_id` and `name`.
@@ -113,14 +113,14 @@ def _message(item: Any, place: str, style: MessageStyle) -> Message:
     if not isinstance(item, Mapping):
         raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected a message")
     refuse_unsupported(item, _UNSUPPORTED_FIELDS, place)
-    given = clean_text(field_of(item, style.role, f"{place}."), f"{place}.{style.role}")
+    given = text_of(item, style.role, f"{place}.")
     if given not in style.roles:
         expected = ", ".join(style.roles)
         raise Quarantined(Reason.UNKNOWN_ROLE, f"`{place}` is from {given[:40]!r}, expected one of {expected}")
     role, others = style.roles[given], _others(item, place, style.roles[given])
     if given == style.calling:
         refuse_unsupported(item, ("tool_calls",), place)
-        text = clean_text(field_of(item, style.content, f"{place}."), f"{place}.{style.content}")
+        text = text_of(item, style.content, f"{place}.")
         return message(role, "") | others | _called(text, f"{place}.{style.content}")
     only_calls = "tool_calls" in others and item.get(style.content) is None
     content = "" if only_calls else _content(field_of(item, style.content, f"{place}."), f"{place}.{style.content}")
@@ -137,9 +137,9 @@ def _others(item: Row, place: str, role: str) -> Message:
     """What a message holds beside its content: the assistant's reasoning and calls; which call a tool answers."""
     refuse_unsupported(item, [name for name, whose in _ONLY_OF.items() if whose != role], place)
     if role == "tool":
-        return {name: clean_text(item[name], f"{place}.{name}") for name in _OF_RESULTS if item.get(name)}
+        return {name: text_of(item, name, f"{place}.") for name in _OF_RESULTS if item.get(name)}
     given = next((name for name in _REASONING if item.get(name)), None)
-    reasoning = {"reasoning_content": clean_text(item[given], f"{place}.{given}")} if given else {}
+    reasoning = {"reasoning_content": text_of(item, given, f"{place}.")} if given else {}
     calls = calls_text(item.get("tool_calls"), f"{place}.tool_calls")
     return reasoning | ({"tool_calls": calls} if calls else {})
 
@@ -152,5 +152,5 @@ def _content(value: Any, place: str) -> str:
     for index, part in enumerate(value):
         if not isinstance(part, Mapping) or part.get("type") != "text":
             raise Quarantined(Reason.UNSUPPORTED_FIELD, f"`{place}[{index}]` is not a part of type text")
-        parts.append(clean_text(field_of(part, "text", f"{place}[{index}]."), f"{place}[{index}].text"))
+        parts.append(text_of(part, "text", f"{place}[{index}]."))
     return "".join(parts)

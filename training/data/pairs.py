@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from training.contract.errors import DataError, TemplateError
 from training.contract.events import EventWriter, Progress
-from training.contract.fingerprint import canonical_json, fingerprint_of_stream, short, value_digest
+from training.contract.fingerprint import canonical_json, fingerprint_of_stream, sequence_key, short, value_digest
 from training.contract.job import Job
 from training.contract.store import Made
 from training.data.chat_template import ChatTemplate
@@ -174,8 +174,8 @@ def _lines(rows: list[SourceRow], encoder: PairEncoder, tally: _Tally) -> Iterat
 def _line(row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
     line: dict[str, Any] = {"row": row["row"], "split": row["split"], "prompt_length": len(pair.prompt)}
     for side, response in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
-        line[f"{side}_ids"], line[f"{side}_mask"] = pair.ids(response), pair.mask(response)
-        line[f"{side}_key"] = pair.key(response)
+        ids, mask = pair.ids(response), pair.mask(response)
+        line |= {f"{side}_ids": ids, f"{side}_mask": mask, f"{side}_key": sequence_key(ids, mask)}
     return line
 
 

@@ -53,8 +53,8 @@ def field_of(row: Row, name: str, place: str = "") -> Any:
     return found
 
 
-def text_of(row: Row, name: str) -> str:
-    return clean_text(field_of(row, name), name)
+def text_of(row: Row, name: str, place: str = "") -> str:
+    return clean_text(field_of(row, name, place), f"{place}{name}")
 
 
 def optional_text(row: Row, name: str) -> str:

@@ -11,7 +11,6 @@ The file is a plain Arrow IPC stream, so `datasets.Dataset.from_file` opens it t
 the requested sequences are read; columns with one number a pair are read whole.
 """
 
-import bisect
 from pathlib import Path
 from typing import Literal, Self, TypeVar
 
@@ -54,7 +53,6 @@ class Pairs:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        self._starts = list(np.cumsum([0] + [len(chunk) for chunk in table.column("row").chunks]))
         self.prompt_lengths: NDArray[np.int32] = table.column("prompt_length").to_numpy()
 
     @classmethod
@@ -93,8 +91,7 @@ class Pairs:
 
     def indices(self, split: str) -> NDArray[np.int64]:
         """The positions of the pairs of a split, ascending."""
-        splits = self._table.column("split").to_numpy(zero_copy_only=False)
-        return np.flatnonzero(splits == split)
+        return np.flatnonzero(pc.equal(self._table.column("split"), split))
 
     def sequence(self, index: int, side: Side) -> TokenSequence:
         ids = self._list(f"{side}_ids", index)
@@ -134,15 +131,10 @@ class Pairs:
     def _list(self, column: str, index: int) -> NDArray[np.generic]:
         if not 0 <= index < len(self):
             raise IndexError(f"pair {index} of {len(self)}")
-        chunk = bisect.bisect_right(self._starts, index) - 1
-        values = self._table.column(column).chunk(chunk)[int(index - self._starts[chunk])].values
-        found: NDArray[np.generic] = values.to_numpy(zero_copy_only=False)
+        found: NDArray[np.generic] = self._table.column(column)[int(index)].values.to_numpy(zero_copy_only=False)
         return found
 
 
 def _sums(lists: pa.ListArray) -> NDArray[np.int64]:
     """How many values of each list of booleans are true."""
-    values = lists.values.to_numpy(zero_copy_only=False)
-    true_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(values, dtype=np.int64)])
-    sums: NDArray[np.int64] = np.diff(true_before[lists.offsets.to_numpy()])
-    return sums
+    return np.bincount(pc.list_parent_indices(lists).filter(lists.flatten()), minlength=len(lists))

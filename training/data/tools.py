@@ -21,7 +21,7 @@ from typing import Any
 
 from training.contract.nulls import without_nulls
 from training.contract.recipe import RESERVED
-from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, strict_json
+from training.data.quarantine import Quarantined, Reason, Row, clean_text, strict_json, text_of
 
 Item = dict[str, Any]  # a tool or a call
 
@@ -87,7 +87,7 @@ def _checked(item: Any, place: str) -> Row:
     function = function_of(item)
     if not isinstance(function, Mapping):
         raise Quarantined(Reason.WRONG_TYPE, f"`{place}.function` is {type(function).__name__}, expected an object")
-    clean_text(field_of(function, "name", f"{place}."), f"{place}.name")
+    text_of(function, "name", f"{place}.")
     return function
 
 

@@ -8,7 +8,6 @@ are ended, here and there, and the lock of the key is free only then. One node t
 ends the others and says why. The log has the lines of all nodes, each with the number of its node.
 """
 
-import hashlib
 import os
 import select
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from training.contract.errors import NodesError
+from training.contract.fingerprint import hash_file
 from training.contract.job import Failure, Job
 from training.launch.local import LocalHandle, LocalLauncher, start_process
 from training.launch.node import Order, Word, software
@@ -72,7 +72,7 @@ def _orders(nodes: Nodes, module: str, job: Job) -> list[Order]:
         port=nodes.port,
         module=module,
         job=job.path,
-        sha256=hashlib.sha256(job.path.read_bytes()).hexdigest(),
+        sha256=hash_file(job.path),
         software=software(),
         environment={name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)},
     )

@@ -59,13 +59,12 @@ class LocalLauncher:
         self._module = module
 
     def start(self, job: Job, lock: BinaryIO | None = None) -> LocalHandle:
-        rendezvous = job.folder / "rendezvous"
         work = ["-m", self._module, str(job.path)]
         command = [sys.executable, *work]
         if job.processes > 1:
-            command = [*torchrun(job.processes, job.grace_seconds, rendezvous), *_rendezvous_in(rendezvous), *work]
+            command = [*torchrun(job), *_rendezvous_in(job.rendezvous), *work]
         supervisor = [sys.executable, "-m", "training.launch.supervisor", str(job.grace_seconds)]
-        ours = {**_LOOPBACK, RENDEZVOUS: str(rendezvous / "ranks")}
+        ours = {**_LOOPBACK, RENDEZVOUS: str(job.rendezvous / "ranks")}
         return start_process(job, [*supervisor, *command], {**environment(os.environ, job.processes), **ours}, lock)
 
 
@@ -74,11 +73,10 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
 
     The folder of the ranks' rendezvous is made anew: files of ranks that were killed would confuse the next ones.
     """
-    rendezvous = job.folder / "rendezvous"
-    shutil.rmtree(rendezvous, ignore_errors=True)
-    if rendezvous.exists():  # torchrun makes folders of 0700 there: another user who shares the home cannot empty them
-        rendezvous.rename(job.folder / f"rendezvous-{secrets.token_hex(8)}")
-    rendezvous.mkdir(parents=True)
+    shutil.rmtree(job.rendezvous, ignore_errors=True)
+    if job.rendezvous.exists():  # torchrun makes folders of 0700 there: another user of the home cannot empty them
+        job.rendezvous.rename(job.folder / f"rendezvous-{secrets.token_hex(8)}")
+    job.rendezvous.mkdir(parents=True)
     with open(job.log, "wb") as log:
         process = subprocess.Popen(
             command,
@@ -89,14 +87,14 @@ def start_process(job: Job, command: list[str], environment: dict[str, str], loc
             pass_fds=[lock.fileno()] if lock else [],
             start_new_session=True,
         )
-    return LocalHandle(process, job.log, rendezvous)
+    return LocalHandle(process, job.log, job.rendezvous)
 
 
-def torchrun(processes: int, grace: int, logs: Path) -> list[str]:
-    """The beginning of a command for `processes` ranks here; the caller adds their rendezvous and what they run."""
+def torchrun(job: Job) -> list[str]:
+    """The beginning of a command for the ranks of `job` here; the caller adds their rendezvous and what they run."""
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)),
-        *("--log-dir", str(logs), "--shutdown-timeout", str(grace)),
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(job.processes)),
+        *("--log-dir", str(job.rendezvous), "--shutdown-timeout", str(job.grace_seconds)),
     ]
 
 

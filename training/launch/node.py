@@ -131,7 +131,7 @@ def _read_job(order: Order) -> Job:
 def _torchrun(order: Order, job: Job) -> list[str]:
     """With a static rendezvous, in which ranks follow the order of the nodes: node 0 has the first ones."""
     return [
-        *torchrun(job.processes, job.grace_seconds, job.folder / "rendezvous"),
+        *torchrun(job),
         *("--nnodes", str(len(order.addresses)), "--node-rank", str(order.node), "--local-addr"),
         *(order.addresses[order.node], "--rdzv-backend", "static", "--rdzv-id", job.derivation.key),
         *("--rdzv-endpoint", f"[{order.addresses[0]}]:{order.port}"),

@@ -33,7 +33,7 @@ from training.model.head import head_of
 from training.model.prefix import Row, TokenSequence, build_row
 from training.model.routing import Routing, routing_of, total
 from training.model.sharing import rope_by_length, why_not_shared
-from training.model.tiles import token_logprobs, token_logprobs_and_collisions
+from training.model.tiles import token_logprobs
 
 _HOOKED = "_pedigree_tokens"
 
@@ -166,9 +166,7 @@ def _tokens(
     hidden_NH = torch.cat([hidden_NH for hidden_NH, _ in parts] + discarded)
     hidden_NH = hidden_NH.to(head.weight_VH.dtype)  # mamba's are float32; its own head rounds them too
     routed = total([of_row for _, of_row in parts if of_row is not None]) if routing else None
-    if collisions:
-        return *token_logprobs_and_collisions(hidden_NH, targets_N, head), routed
-    return token_logprobs(hidden_NH, targets_N, head), None, routed
+    return *token_logprobs(hidden_NH, targets_N, head, collisions), routed
 
 
 def _most(count: int, group: Group) -> int:

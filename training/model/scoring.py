@@ -36,9 +36,6 @@ class Prompts:
     numbers_S: Positions
     lengths_S: Positions
 
-    def take(self, positions: Positions) -> "Prompts":
-        return Prompts(self.numbers_S[positions], self.lengths_S[positions])
-
 
 @dataclass(frozen=True)
 class Batch:

@@ -57,27 +57,16 @@ class Budget:
         return cls(TILE_BYTES[kind], KEPT_BYTES[kind])
 
 
-def token_logprobs(hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None) -> Tensor:
-    """The log-prob in nats of `targets_N[n]` given `hidden_NH[n]`, float32 (float64 for operands of that dtype)."""
-    return _walk(hidden_NH, targets_N, head, budget, with_collisions=False)[0]
-
-
-def token_logprobs_and_collisions(
-    hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None = None
-) -> tuple[Tensor, Tensor]:
-    """The log-probs, and the logarithm of the sum of squared probabilities of the vocabulary, which has no gradient."""
-    logprobs_N, collisions_N = _walk(hidden_NH, targets_N, head, budget, with_collisions=True)
-    assert collisions_N is not None
-    return logprobs_N, collisions_N
-
-
-def _walk(
-    hidden_NH: Tensor, targets_N: Tensor, head: Head, budget: Budget | None, with_collisions: bool
+def token_logprobs(
+    hidden_NH: Tensor, targets_N: Tensor, head: Head, collisions: bool = False, budget: Budget | None = None
 ) -> tuple[Tensor, Tensor | None]:
+    """The log-prob in nats of `targets_N[n]` given `hidden_NH[n]`, float32 (float64 for operands of that dtype).
+
+    With `collisions` also the logarithm of the sum of squared probabilities of the vocabulary, which has no gradient.
+    """
     budget = budget or Budget.of(hidden_NH.device)
-    kept = budget.kept if torch.is_grad_enabled() else 0
-    if not torch.is_grad_enabled():  # scores, which are compared with the reference's, are exact
-        head = replace(head, options=replace(head.options, float8=False))
+    if not torch.is_grad_enabled():  # nothing is kept; and scores, which are compared with the reference's, are exact
+        budget, head = replace(budget, kept=0), replace(head, options=replace(head.options, float8=False))
     low_NR = head.low_rank.project(hidden_NH) if head.low_rank else None
     up_VR = head.low_rank.up_VR if head.low_rank else None
     walked: tuple[Tensor, Tensor | None] = _TokenLogProbs.apply(
@@ -88,8 +77,8 @@ def _walk(
         up_VR,
         targets_N,
         head,
-        Budget(budget.tile, kept),
-        with_collisions,
+        budget,
+        collisions,
     )
     return walked
 

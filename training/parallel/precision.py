@@ -33,10 +33,10 @@ class Precision:
 
     def modules_apart(self, model: PreTrainedModel) -> dict[Module, torch.dtype]:
         """The modules whose weights run in an unusual dtype. Raises ModelError for one that has others as well."""
-        unlike = {name: dtype for name, dtype in self._of_weights(model).items() if dtype != self.usual}
-        apart = {name.rpartition(".")[0]: dtype for name, dtype in unlike.items()}
+        dtypes = {name: self.dtypes[name] for name, _ in model.named_parameters() if name in self.dtypes}
+        apart = {name.rpartition(".")[0]: dtype for name, dtype in dtypes.items() if dtype != self.usual}
         for owner, dtype in apart.items():
-            found = {of for name, of in self._of_weights(model).items() if name.startswith(f"{owner}.")}
+            found = {of for name, of in dtypes.items() if name.startswith(f"{owner}.")}
             if found != {dtype}:
                 raise ModelError(
                     f"{owner} of {type(model).__name__} has weights of {' and '.join(sorted(map(str, found)))}, which cannot "
@@ -53,9 +53,6 @@ class Precision:
         """Buffers have no masters: they are kept as they run."""
         for name, buffer in model.named_buffers():
             buffer.data = buffer.data.to(self.dtypes.get(name, buffer.dtype))
-
-    def _of_weights(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
-        return {name: self.dtypes[name] for name, _ in model.named_parameters() if name in self.dtypes}
 
 
 AS_LOADED = Precision()

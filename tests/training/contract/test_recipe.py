@@ -191,6 +191,8 @@ MISTAKES = [
     ("evaluation: {samples: -1}", "evaluation.samples", "greater than or equal to 0"),
     ("training: {batch_size: yes}", "training.batch_size", "expected a number, found true"),
     ("training: {optimizer: {learning_rate: on}}", "training.optimizer.learning_rate", "found true"),
+    ("training: {optimizer: {betas: [no, 0.99]}}", "training.optimizer.betas.0", "expected a number, found false"),
+    ("training: {optimizer: {betas: [.nan, 0.99]}}", "training.optimizer.betas.0", "greater than or equal to 0"),
     ("compute: {nodes: true}", "compute.nodes", "found true"),
     ("training: {max_steps: on}", "training.max_steps", "expected a number, found true"),
     ("release: {model_name: on}", "release.model_name", "expected text, in quotes, found true"),

@@ -12,13 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import T5Config, T5ForConditionalGeneration
 
 from training.contract.errors import ModelError
+from training.model import tiles
 from training.model.head import Head, LowRank, head_of
-from training.model.tiles import Budget, token_logprobs, token_logprobs_and_collisions
+from training.model.tiles import Budget
 
 ROWS, HIDDEN, VOCABULARY = 23, 16, 101
 TINY_TILE = Budget(tile=ROWS * 4 * 7, kept=0)  # 7 entries of the vocabulary, 3 in the last one
 SOME_KEPT = Budget(tile=ROWS * 4 * 7, kept=ROWS * 4 * 7 * 5)
 ALL_KEPT = Budget(tile=1 << 20, kept=1 << 20)
+
+
+def token_logprobs(hidden: Tensor, targets: Tensor, head: Head, budget: Budget) -> Tensor:
+    return tiles.token_logprobs(hidden, targets, head, budget=budget)[0]
 
 
 def operands(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -84,7 +89,7 @@ def test_entries_that_a_bias_rules_out_have_no_part(budget: Budget):
     hidden, weight, _, targets = operands(torch.float64)
     half, targets = VOCABULARY // 2, targets % (VOCABULARY // 2)
     bias = torch.where(torch.arange(VOCABULARY) < half, 0.0, -torch.inf).double()
-    found, collisions = token_logprobs_and_collisions(hidden, targets, Head(weight, bias), budget)
+    found, collisions = tiles.token_logprobs(hidden, targets, Head(weight, bias), True, budget)
     expected = (hidden @ weight[:half].T).log_softmax(-1)
     torch.testing.assert_close(found, expected.gather(1, targets[:, None])[:, 0])
     torch.testing.assert_close(collisions, (2 * expected).logsumexp(-1))
@@ -98,7 +103,7 @@ def test_collisions_are_those_of_float64_and_change_nothing_else(budget: Budget,
     """log sum p^2 over the vocabulary; log-probs and their gradients are the same bits as without."""
     hidden, weight, bias, targets = operands()
     head = Head(weight, bias, **KINDS[kind])
-    found, collisions = token_logprobs_and_collisions(hidden, targets, head, budget)
+    found, collisions = tiles.token_logprobs(hidden, targets, head, True, budget)
     everything = torch.stack(
         [plainly(hidden, weight, bias, torch.full_like(targets, v), head) for v in range(VOCABULARY)]
     )
