@@ -1,5 +1,6 @@
 """What is said of a recipe between an edit and the end of the next run, and of content that was made in two ways."""
 
+import json
 import math
 import re
 import shutil
@@ -26,7 +27,7 @@ from tests.workflows import edits
 from tests.workflows.edits import Edit, World, data_lines, field, fields, retokenizer, template
 from tests.workflows.homes import flip
 from tests.workflows.in_process import Ground, run_in
-from tests.workflows.test_truth_table import HELD_OUT, PLAIN
+from tests.workflows.test_truth_table import HELD_OUT, PLAIN, TRAINED
 from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
@@ -153,6 +154,22 @@ def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world
     assert (found.split, found.chosen.policy_logprob, found.rejected.policy_logprob) == ("validation", None, None)
     with pytest.raises(UsageError, match="reference_logprobs is of other pairs than plain/tokenized_pairs"):
         inspect_row(pipeline, ground.services, ground.instance, HELD_OUT, score=True)
+
+
+def test_a_row_that_was_dropped_has_nothing_to_show(ground: Ground, world: World):
+    """Its answer is of more tokens than `max_length` allows; the pairs before and after it are found all the same."""
+
+    def too_long(lines: list[str]) -> list[str]:
+        row = json.loads(lines[TRAINED])
+        row["rejected"][0]["content"] *= 128
+        return [*lines[:TRAINED], json.dumps(row) + "\n", *lines[TRAINED + 1 :]]
+
+    data_lines(too_long)(world)
+    pipeline = run(ground, world, "reference_logprobs").pipeline
+    where = (pipeline, ground.services, ground.instance)
+    with pytest.raises(UsageError, match=f"row {TRAINED} has no tokens: it was dropped when the pairs were tokenized"):
+        inspect_row(*where, TRAINED)
+    assert [inspect_row(*where, TRAINED + step).row for step in (-1, 1)] == [TRAINED - 1, TRAINED + 1]
 
 
 def test_a_policy_that_was_not_evaluated_has_no_log_prob_of_the_one_before(ground: Ground, world: World):

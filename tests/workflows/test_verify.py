@@ -55,6 +55,12 @@ def test_what_lies_outside_the_store(looking):
     }
 
 
+def test_what_is_no_longer_outside_the_store(looking):
+    (looking.folder / "preferences.jsonl").unlink()
+    [(asset, fault)] = faults(looking).items()
+    assert asset == "preference_source" and "preferences.jsonl" in fault and "does not exist" in fault
+
+
 def test_what_was_released_under_another_name_is_still_whole(looking):
     edit(looking, {**ATTRIBUTES, "release": {"model_name": "renamed"}})
     assert faults(looking) == {}
