@@ -17,8 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "transformers", "datasets"]
 # Each group is imported in one process, in this order: starting one costs seconds.
 LIGHT_MODULES = [
-    ["mlflow", "training.contract", "training.launch"],
-    ["model_registry", "model_registry.gate", "model_registry.registry", "model_registry.tracking"],
+    ["mlflow", "model_registry", "model_registry.gate", "model_registry.registry", "model_registry.tracking"],
     ["workflows.definitions"],
 ]
 IMPORT_ALL = """

@@ -4,6 +4,7 @@ import gzip
 import tracemalloc
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from assets.counting import count_rows
@@ -20,6 +21,12 @@ def _stream() -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def _parquet() -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"a": [1, 2, 3]}), sink)
+    return sink.getvalue().to_pybytes()
+
+
 CONTENTS = {
     "a.jsonl": JSON_LINES,
     "b.json": b'[{"a": 1}, {"a": 2}]',
@@ -27,6 +34,7 @@ CONTENTS = {
     "one.json": b'{"a": 1, "b": 2}',
     "d.CSV": b'a,b\n1,"x\ny"\n2,z\n',
     "e.arrow": _stream(),
+    "f.parquet": _parquet(),
 }
 
 

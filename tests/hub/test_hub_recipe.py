@@ -19,6 +19,8 @@ from tests.hub.conftest import TOKEN, Resident, environment
 from tests.hub.server import Fault, Hub
 from tests.workflows.homes import PEDIGREE
 
+pytestmark = pytest.mark.slow  # all but the last are about what the first has run
+
 CARD = """---
 configs:
 - config_name: good
@@ -54,7 +56,7 @@ def folder_files(folder: Path) -> dict[str, bytes]:
 def made(
     hub: Hub, resident: Resident, inputs: Path, rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A recipe of three data sets and a model in shards, with a tokenizer of its own, planned and run once."""
+    """A recipe of three data sets and a model in shards, with a tokenizer of its own, on the hub."""
     place = tmp_path_factory.mktemp("made")
     model = AutoModelForCausalLM.from_pretrained(inputs / "base")
     model.save_pretrained(place / "sharded", max_shard_size="8KB")
@@ -79,7 +81,6 @@ def whole(recipe: Callable[..., Path]) -> Path:
     return recipe("org/sharded", SOURCES, tokenization={"tokenizer": "org/tokenizer"})
 
 
-@pytest.mark.slow
 def test_a_whole_recipe(hub: Hub, resident: Resident, made: Path, whole: Path):
     """Rows by hand: 6 + 4 of one config's split, 10 of a Parquet file, 4 + 1 of a CSV file, where `null` is a text."""
     looked = resident.found("status", whole)
@@ -214,7 +215,6 @@ def test_without_a_network_what_is_cached_serves(
     assert hub.asked() == []
 
 
-@pytest.mark.slow
 def test_a_token_opens_what_is_private_and_is_written_nowhere(
     hub: Hub, rows: list[dict[str, Any]], recipe: Callable[..., Path], tmp_path: Path
 ):

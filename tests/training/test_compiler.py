@@ -30,11 +30,14 @@ def scoring(tiny_world, tmp_path) -> Job:
     return job
 
 
-@pytest.mark.parametrize("kind", ["training", "scoring"])  # which may take hours, before a training that then fails
 @pytest.mark.parametrize(
-    ("compiler", "told"),
-    [(None, "No working C++ compiler found"), (NO_HEADERS, "fatal error: Python.h: No such file or directory")],
-    ids=["no compiler", "no headers"],
+    ("kind", "compiler", "told"),
+    [
+        ("training", None, "No working C++ compiler found"),
+        # which may take hours, before a training that then fails
+        ("scoring", NO_HEADERS, "fatal error: Python.h: No such file or directory"),
+    ],
+    ids=["training", "scoring"],
 )
 def test_what_compiling_lacks_is_told_with_what_to_do(request, tmp_path, kind, compiler, told):
     if compiler is not None:

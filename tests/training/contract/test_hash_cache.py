@@ -39,10 +39,10 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "home" / "hashes.json"
 
 
-def look(place: Path, *files: Path, settle: float = SETTLE) -> list[str]:
+def look(place: Path, *files: Path) -> list[str]:
     """Ask a new cache, as another process would; what it had to read. Its answers must be the truth."""
     hasher = Counting()
-    assert HashCache(place, settle).digests("bytes", files, hasher) == [hash_file(file) for file in files]
+    assert HashCache(place, SETTLE).digests("bytes", files, hasher) == [hash_file(file) for file in files]
     return hasher.read
 
 
