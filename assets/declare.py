@@ -54,7 +54,12 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         sign(context, services.home)
         claim_name(services.home, pipeline)
         step = Step(pipeline, services, context)
-        made: dg.MaterializeResult = _BODIES[asset](step)._replace(tags=step.provenance())
-        return made
+        made = _BODIES[asset](step)
+        return dg.MaterializeResult(
+            metadata=made.metadata,
+            check_results=made.check_results,
+            data_version=made.data_version,
+            tags=step.provenance(),
+        )
 
     return materialize

@@ -167,7 +167,7 @@ def _settings(stood_on: Mapping[str, Ancestor]) -> dict[str, str]:
 
 
 def _edited(history: History, services: Services) -> tuple[str, ...]:
-    """Whether a run would evaluate something else by now, in words. The registry, which comes last, is not asked."""
+    """Whether a run would evaluate something else by now, in words. The release, which comes last, is not looked at."""
     try:
         judged = judge(history, services, outlook(history.pipeline, services))
         found = next(each for each in judged if each.asset == "evaluation")

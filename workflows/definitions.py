@@ -3,13 +3,15 @@
 Where this was installed as a package, there are no recipes beside it, and no project of Dagster's around it.
 """
 
+import os
+from importlib import import_module
 from pathlib import Path
 
 import dagster as dg
 
 from training.contract.errors import RecipeError
 from workflows.component import DEFS
-from workflows.recipe_file import RECIPE_FILE, explained, is_foreign, refuse_foreign_parts
+from workflows.recipe_file import RECIPE_FILE, TYPE, explained, refuse_foreign_parts, types_in
 from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault
 from workflows.resources import services
 from workflows.wrong_recipe import stand_in
@@ -37,7 +39,7 @@ def definitions_of(extra: ExtraRecipe) -> dg.Definitions:
 
 def definitions_in(folder: Path) -> dg.Definitions:
     """What the folder `defs` in `folder` declares. Raises RecipeError in our words, where Dagster's would be pydantic's."""
-    for file in folder.glob(f"defs/**/{RECIPE_FILE}"):
+    for file in _files(folder):
         refuse_foreign_parts(file)
     try:
         return dg.load_from_defs_folder(path_within_project=folder)
@@ -48,5 +50,21 @@ def definitions_in(folder: Path) -> dg.Definitions:
 
 
 def _fault(folder: Path) -> RecipeError | None:
-    files = [file for file in sorted(folder.glob(f"defs/**/{RECIPE_FILE}")) if not is_foreign(file)]
+    """What is wrong with the first of the recipes, or of what is meant to be one."""
+    files = [file for file in _files(folder) if not ((types := types_in(file)) and all(map(_is_foreign, types)))]
     return next(filter(None, (recipe_fault(file.parent) for file in files)), None)
+
+
+def _files(folder: Path) -> list[Path]:
+    """What Dagster reads, which follows links; a glob would not."""
+    places = os.walk(folder / "defs", followlinks=True)
+    return sorted(Path(place) / RECIPE_FILE for place, _, names in places if RECIPE_FILE in names)
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether `name` is the type of a component that is not ours: those are for Dagster to judge."""
+    module, _, of_class = name.rpartition(".")
+    try:
+        return name != TYPE and issubclass(getattr(import_module(module), of_class), dg.Component)
+    except Exception:  # whatever importing it does; Dagster has tried that before
+        return False

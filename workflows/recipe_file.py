@@ -9,7 +9,6 @@ import re
 import stat
 from collections.abc import Iterator
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 
 import yaml
@@ -62,18 +61,16 @@ def recipes_in(folder: Path) -> dict[Path, UsageError | None]:
 
 def refuse_no_recipe(file: Path) -> None:
     """Raises RecipeError unless exactly one document of the file is a recipe: one of another type, or none, is told so."""
-    types = [_type(document) for document in _documents(file)]
+    types = types_in(file)
     if types.count(TYPE) == 1:
         return
     found = f"holds {types.count(TYPE)} of them" if TYPE in types else f"has {', '.join(types) or 'nothing in it'}"
     raise RecipeError(f"{file}: expected one document with `type: {TYPE}` and the recipe in `attributes:`; it {found}")
 
 
-def is_foreign(file: Path) -> bool:
-    """Whether the file holds components of other packages that are installed, which are for Dagster to judge."""
-    packages = [_type(document).partition(".")[0] for document in _documents(file)]
-    ours = TYPE.partition(".")[0]
-    return bool(packages) and all(name != ours and name.isidentifier() and find_spec(name) for name in packages)
+def types_in(file: Path) -> list[str]:
+    """The `type` of each document, or what says that it has none. Raises RecipeError where the file cannot be read."""
+    return [_type(document) for document in _documents(file)]
 
 
 def refuse_foreign_parts(file: Path) -> None:

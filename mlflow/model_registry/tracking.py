@@ -18,6 +18,7 @@ from typing import Any
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
+from sqlalchemy import make_url
 
 from model_registry.connection import Connection, is_server, page, shown, unrepeated
 from model_registry.records import DatasetUsed, flatten, is_finite, tags_of
@@ -36,7 +37,14 @@ def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
 
     Raises UsageError for an address that can never answer. One that is only away is noticed when it is asked.
     """
-    uri = environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{home.absolute() / 'mlflow' / 'mlflow.db'}"
+    database = home.absolute() / "mlflow" / "mlflow.db"
+    own = f"sqlite:///{database}"
+    if make_url(own).database != str(database):
+        raise UsageError(
+            f"PEDIGREE_HOME is {home}; a `?`, or a `%` before two hexadecimal digits, means something else in the address of "
+            "a database: name another folder"
+        )
+    uri = environ.get("MLFLOW_TRACKING_URI") or own
     if uri.partition("://")[0].partition("+")[0] not in _KINDS and not environ.get("MLFLOW_ALLOW_FILE_STORE"):
         raise UsageError(
             f"MLFLOW_TRACKING_URI is {shown(uri)!r}; expected a server's or a database's address, such as http://host:5000 or "

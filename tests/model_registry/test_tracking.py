@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 import mlflow
 import pytest
 from mlflow import MlflowClient
+from sqlalchemy import make_url
 
 from model_registry.records import DatasetUsed
 from model_registry.run import Points
@@ -51,6 +52,14 @@ def test_the_default_place_is_under_home_and_the_environment_names_another(tmp_p
     assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": ""}) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
     assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": "http://tracking:5000"}) == "http://tracking:5000"
     assert artifact_root(tmp_path) == tmp_path / "mlflow" / "artifacts"
+
+
+@pytest.mark.parametrize("name", ["what?", "a%20b"])
+def test_a_home_that_the_address_of_a_database_would_change_is_refused(tmp_path: Path, name: str):
+    with pytest.raises(UsageError, match=r"PEDIGREE_HOME is .*; a `\?`, or a `%` .*: name another folder"):
+        tracking_uri(tmp_path / name, {})
+    for fine in ("100%", "a b", "a#b", "ä@b:c"):
+        assert make_url(tracking_uri(tmp_path / fine, {})).database == str(tmp_path / fine / "mlflow/mlflow.db")
 
 
 @pytest.mark.parametrize("uri", ["127.0.0.1:5000", "localhost:5000", "./mlruns", "databricks", "file:///runs"])

@@ -286,10 +286,12 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
         load_recipe(folder)
 
 
-def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
+@pytest.mark.parametrize("link", [False, True])
+def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path, link):
     """What Dagster reads by itself too, from the folder `defs` of the project: without its own words for it."""
     write_recipe(tmp_path / "defs" / "right", ATTRIBUTES)
-    write_recipe(tmp_path / "defs" / "group" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
+    wrong = write_recipe(tmp_path / "group" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
+    (tmp_path / "defs" / "group").symlink_to(wrong.parent) if link else wrong.parent.rename(tmp_path / "defs" / "group")
     another = tmp_path / "defs" / "another" / "defs.yaml"
     another.parent.mkdir()
     another.write_text("type: dagster.DefinitionsComponent\nattributes: {path: code.py}\n")
@@ -298,6 +300,16 @@ def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path):
     ) as error:
         definitions_in(tmp_path)
     assert error.value.__cause__ is None and error.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "name", ["pedigree.PreferenceTuning", "workflow.PreferenceTuning", "__main__.X", "dagster.Nothing"]
+)
+def test_the_web_servers_tell_of_a_type_that_there_is_not(tmp_path, name):
+    file = write_recipe(tmp_path / "defs" / "wrong", ATTRIBUTES) / "defs.yaml"
+    file.write_text(file.read_text().replace("workflows.PreferenceTuning", name))
+    with pytest.raises(RecipeError, match=rf"wrong/defs.yaml: expected one document with .*; it has {name}"):
+        definitions_in(tmp_path)
 
 
 RENDERED = (

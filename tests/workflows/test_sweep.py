@@ -155,8 +155,8 @@ def test_the_accuracy_is_that_of_the_evaluation(ground: Ground, comparison: Comp
         assert beta * each.means["margin"] == pytest.approx(metrics["eval/rewards/margins"].value, abs=1e-6)
 
 
-def test_a_comparison_asks_no_registry(ground: Ground, reports: list[RunReport]):
-    """Of one that is away it would wait for an answer, once for each recipe, and need none."""
+def test_a_comparison_does_not_ask_for_the_release(ground: Ground, reports: list[RunReport]):
+    """Of a registry that is away it would wait for an answer, once for each recipe, and need none."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         silent = Registry(f"http://127.0.0.1:{server.getsockname()[1]}", ground.home / "downloads")
         services = replace(ground.services, registry=silent)
