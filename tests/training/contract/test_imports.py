@@ -35,7 +35,8 @@ def test_what_was_imported_before_stays_as_it_is(tmp_path: Path, monkeypatch: py
     assert frozen >= 100_000
     later: list[list[int]] = [[]]  # may be garbage one day
     assert import_uncollected(name) is first
-    assert gc.get_freeze_count() == frozen and any(found is later for found in gc.get_objects())
+    # Fewer where something that was imported for good is given up all the same: a thread that ends, say.
+    assert gc.get_freeze_count() <= frozen and any(found is later for found in gc.get_objects())
 
 
 def test_the_collector_is_back_after_a_module_that_cannot_be_imported(
