@@ -5,6 +5,7 @@ library that is being imported.
 """
 
 import os
+import platform
 import signal
 import sys
 
@@ -12,6 +13,7 @@ from training.contract.imports import import_uncollected
 
 
 def main() -> None:
+    demand_linux()
     open_standard_streams()
     is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
     if is_pythons:
@@ -20,6 +22,15 @@ def main() -> None:
     if is_pythons:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
+
+
+def demand_linux() -> None:
+    """Exit where no job could be started: that none outlives its launcher is the kernel's doing (launch/processes.py)."""
+    if sys.platform != "linux":
+        sys.exit(
+            f"Error: Pedigree runs on Linux, and this is {platform.system()}: a job's processes are ended by means that only "
+            "Linux has. In a Linux container or virtual machine (on Windows WSL 2) it runs here too"
+        )
 
 
 def open_standard_streams() -> None:

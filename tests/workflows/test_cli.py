@@ -110,6 +110,14 @@ def test_ctrl_c_ends_the_imports_without_a_word():
     assert process.communicate(timeout=60) == (b"", b"") and process.returncode == -signal.SIGINT
 
 
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_on_another_system_the_first_word_is_where_it_runs(system):
+    source = f"import sys, pedigree; sys.platform = {system!r}; sys.argv = ['pedigree', 'run', 'demo']; pedigree.main()"
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: Pedigree runs on Linux") and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_no_file_takes_the_place_of_a_stream_that_is_closed(tmp_path, closed):
     """It would have the lowest number that is free."""
