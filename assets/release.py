@@ -26,7 +26,7 @@ from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline, Services
 from assets.step import Step
 from assets.version_files import files_fault, put_back
-from model_registry.connection import shown, through_restart
+from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, shown, through_restart
 from model_registry.gate import Decision, Measure, decide
 from model_registry.registry import Registry
 from model_registry.versions import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
@@ -119,8 +119,9 @@ def demand_releases(
     if (releases := released.keys() - {None}) and not releases & registered:
         names = ", ".join(sorted(released[release] for release in releases))
         raise RegistryError(
-            f"{shown(registry.tracking_uri)} has no version that {names} released, so what the registry keeps is unknown: set "
-            "MLFLOW_TRACKING_URI to the one that has them, run one of these recipes, or wipe their assets in Dagster"
+            f"{shown(registry.uri)} has no version that {names} released, so what the registry keeps is unknown: set "
+            f"{TRACKING_VARIABLE} or {REGISTRY_VARIABLE} to the one that has them, run one of these recipes, or wipe their "
+            "assets in Dagster"
         )
 
 

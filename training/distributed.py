@@ -101,7 +101,7 @@ ALONE = Group(0, 1, torch.device("cpu"))  # one process, for work on data: torch
 def group(device: DeviceName) -> Iterator[Group]:
     """Join the processes that torchrun started, or be the only one; `auto` takes a GPU if there is one.
 
-    Raises TrainingError if `cuda` is asked for and there is none for this rank.
+    Raises TrainingError if `cuda` is asked for and there is none for this rank, or if OMP_NUM_THREADS is no number.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -154,4 +154,7 @@ def _compute_deterministically() -> None:
     torch.use_deterministic_algorithms(True)  # which imports torch's compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs 4% of a step
     if threads := os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(int(threads))
+        outermost = threads.partition(",")[0].strip()  # OpenMP takes a list, a number for each level of nested regions
+        if not (outermost.isdecimal() and int(outermost)):
+            raise TrainingError(f"OMP_NUM_THREADS is {threads!r}; expected a number of threads, such as 4, or unset it")
+        torch.set_num_threads(int(outermost))

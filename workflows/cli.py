@@ -280,13 +280,14 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         if extra.folder in places:
             raise wrong
         people.print(f"{wrong}\nThe runs of {extra.name} fail until that is mended.", markup=False, soft_wrap=True)
-    tracking = build_services(home).tracker.tracking_uri
+    registry = build_services(home).registry
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance() as instance:
-        connect(tracking)
+        for address in {registry.tracking_uri, registry.uri}:
+            connect(address)
         close_dead_runs(instance, home)
         warn_of_unlimited_gpu(instance)
-    with web_servers(home, tracking, port, mlflow_port, people.print) as (dagster, mlflow):
+    with web_servers(home, registry, port, mlflow_port, people.print) as (dagster, mlflow):
         results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()

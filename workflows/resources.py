@@ -16,7 +16,7 @@ from yaml import YAMLError
 from assets.pipeline import Listener, Services, ignore
 from model_registry.moved import follow_move
 from model_registry.registry import Registry
-from model_registry.tracking import Tracker, artifact_root, tracking_uri
+from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
 from training.contract.durable import share_databases, write_durably
 from training.contract.errors import StoreError
 from training.contract.locks import locked
@@ -118,7 +118,7 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
         store=Store(home / "store"),
         launcher=NodesLauncher(home / NODES_FILE),
         tracker=Tracker(address, artifact_root(home)),
-        registry=Registry(address, home / "mlflow" / "downloads"),
+        registry=Registry(address, home / "mlflow" / "downloads", registry_uri(home, os.environ)),
         listener=listener,
     )
 

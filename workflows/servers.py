@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from model_registry.connection import is_server, note_address, page
+from model_registry.registry import Registry
 from model_registry.tracking import artifact_root
 from training.contract.errors import PedigreeError
 from training.launch.processes import die_with_parent
@@ -64,33 +65,35 @@ def _dagster_server(home: Path, port: int) -> _Server:
     return _Server("Dagster", command, address, f"{address}/server_info", home / "dagster" / "webserver.log")
 
 
-def _mlflow_server(home: Path, tracking_uri: str, port: int) -> _Server:
+def _mlflow_server(home: Path, registry: Registry, port: int) -> _Server:
     command = [sys.executable, "-m", "mlflow", "server"]
     command += ["--default-artifact-root", artifact_root(home).as_uri(), "--no-serve-artifacts"]
     command += ["--host", _HOST, "--port", str(port), "--workers", "1"]
     command += ["--uvicorn-opts", shlex.join(["--app-dir", str(_SOURCE_ROOT)])]
     address = f"http://{_HOST}:{port}"
     # A command can be seen by every user of the machine, and the address of a database may hold a password.
-    store = {"MLFLOW_BACKEND_STORE_URI": tracking_uri}
-    return _Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log", store)
+    stores = {"MLFLOW_BACKEND_STORE_URI": registry.tracking_uri}
+    if not is_server(registry.uri):
+        stores["MLFLOW_REGISTRY_STORE_URI"] = registry.uri
+    return _Server("MLflow", command, address, f"{address}/health", home / "mlflow" / "server.log", stores)
 
 
 @contextmanager
 def web_servers(
-    home: Path, tracking_uri: str, port: int, mlflow_port: int, tell: Callable[[str], None]
+    home: Path, registry: Registry, port: int, mlflow_port: int, tell: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
     """Run the servers over `home`, Dagster's alone where runs are tracked on a server; gives the addresses of their pages."""
     servers = [_dagster_server(home, _usable(port, tell))]
-    pages = tracking_uri
-    if not is_server(tracking_uri):
-        servers.append(_mlflow_server(home, tracking_uri, _usable(mlflow_port, tell)))
+    pages = registry.tracking_uri
+    if not is_server(registry.tracking_uri):
+        servers.append(_mlflow_server(home, registry, _usable(mlflow_port, tell)))
         # Only beside a file can it be noted where its pages are: the runs that Dagster starts are told.
         pages = os.environ.get("PEDIGREE_MLFLOW_UI") or servers[1].address
         servers[0] = replace(servers[0], environment={"PEDIGREE_MLFLOW_UI": pages})
     tell("Starting the web servers; this takes about half a minute.")
     with _serving(servers):
         if len(servers) > 1:
-            note_address(tracking_uri, servers[1].address)
+            note_address(registry.tracking_uri, servers[1].address)
         yield servers[0].address, page(pages, "experiments")
 
 

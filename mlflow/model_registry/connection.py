@@ -40,6 +40,7 @@ _FILES_AWAY = re.compile(r"(Could not connect to the|timeout on|valid response f
 _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
+TRACKING_VARIABLE, REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"
 _ENVIRONMENT = threading.RLock()
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -109,15 +110,13 @@ def connect(uri: str) -> MlflowClient:
     """
     try:
         with _sole_opener(uri):
-            return MlflowClient(uri)
+            return MlflowClient(uri, registry_uri=uri)  # by itself it would take the registry of the environment
     except ValueError as error:
-        raise RegistryError(
-            f"MLFLOW_TRACKING_URI is {shown(uri)!r}, which is no address of a database: {error}"
-        ) from None
+        raise RegistryError(f"{_variable(uri)} is {shown(uri)!r}, which is no address of a database: {error}") from None
     except ModuleNotFoundError as error:
         raise RegistryError(
             f"{shown(uri)} needs the package {error.name}, which is not installed here: install it, or name another database "
-            "or server in MLFLOW_TRACKING_URI"
+            f"or server in {_variable(uri)}"
         ) from error
 
 
@@ -251,6 +250,12 @@ def _note_of_address(uri: str) -> Path | None:
     return None if database is None else database.with_name("served-at.txt")
 
 
+def _variable(uri: str) -> str:
+    """Where a person names the address."""
+    given = {os.environ.get(variable): variable for variable in (REGISTRY_VARIABLE, TRACKING_VARIABLE)}
+    return given.get(uri, TRACKING_VARIABLE)
+
+
 def shown(uri: str) -> str:
     """The address for messages and logs: without user name and password."""
     if is_database(uri):
@@ -275,5 +280,5 @@ def reason(error: Exception, uri: str, seconds: float) -> str:
         return text
     return (
         f"no good answer in {seconds:.1f} s ({why}); nothing that was computed is lost: run again once it "
-        "answers, or name another server in MLFLOW_TRACKING_URI"
+        f"answers, or name another server in {_variable(uri)}"
     )

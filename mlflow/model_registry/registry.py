@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
 
-from model_registry.connection import Connection, page, shown, unrepeated
+from model_registry.connection import Connection, is_server, page, shown, unrepeated
 from model_registry.files import MODEL_FOLDER, holds_model, local_path, move_into_place, packaged, put_files, scratch
 from model_registry.records import tags_of
 from model_registry.versions import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
@@ -27,14 +27,15 @@ _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<numbe
 
 
 class Registry:
-    """The model registry of a tracking server or database. Its methods raise RegistryError.
+    """The model registry of a server or database. Its methods raise RegistryError.
 
+    `tracking_uri` is where the runs are, and with them the files of versions; `uri`, by default the same, has the registry.
     `downloads` is a folder for what goes to and comes from a remote artifact store.
     """
 
-    def __init__(self, tracking_uri: str, downloads: Path) -> None:
-        self.tracking_uri, self.downloads = tracking_uri, downloads
-        self._connection = Connection(tracking_uri)
+    def __init__(self, tracking_uri: str, downloads: Path, uri: str | None = None) -> None:
+        self.tracking_uri, self.uri, self.downloads = tracking_uri, uri or tracking_uri, downloads
+        self._connection, self._runs = Connection(self.uri), Connection(tracking_uri)
 
     def register(
         self,
@@ -57,8 +58,9 @@ class Registry:
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
             return found
-        with self._connection.asking(f"find a place for the files of {name}") as client:
+        with self._runs.asking(f"find a place for the files of {name}") as client:
             source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
+        with self._connection.asking(f"look for versions of {name}") as client:
             taken = {version.source for version in client.search_model_versions(f"name = '{name}'")}
         if source not in taken:  # what a version points at is kept
             self.store_files(name, source, policy, tokenizer or policy, evaluation)
@@ -79,14 +81,14 @@ class Registry:
         # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
         parent = local.parents[1] if local else self.downloads
         with (
-            self._connection.asking(f"store the files of {name}", patient=True),
+            self._runs.asking(f"store the files of {name}", patient=True),
             packaged(f"models:/{name}", policy, tokenizer, parent, evaluation) as folder,
         ):
             put_files(folder, source, self.tracking_uri)
 
     def has_files(self, version: Version) -> bool:
         """Whether its model is where the version says. What lies in a cloud, with keys of its own, is taken to be there."""
-        with self._connection.asking(f"look for the files of {version.name}/{version.number}"):
+        with self._runs.asking(f"look for the files of {version.name}/{version.number}"):
             return holds_model(version.source, self.tracking_uri)
 
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
@@ -108,7 +110,8 @@ class Registry:
 
     def link(self, version: Version) -> str:
         """The page of a version."""
-        return page(self.tracking_uri, f"models/{version.name}/versions/{version.number}")
+        served = self.uri if is_server(self.uri) else self.tracking_uri
+        return page(served, f"models/{version.name}/versions/{version.number}")
 
     def champion(self, name: str) -> Version | None:
         with self._connection.asking(f"look for the champion of {name}") as client:
@@ -138,7 +141,7 @@ class Registry:
 
     def fetch(self, version: Version, part: str, into: Path) -> Path:
         """Download a folder of the version's files into the folder `into`; gives its place there."""
-        with self._connection.asking(f"download {part} of {version.name}/{version.number}", patient=True):
+        with self._runs.asking(f"download {part} of {version.name}/{version.number}", patient=True):
             source = f"{version.source}/{part}"
             return Path(download_artifacts(artifact_uri=source, dst_path=str(into), tracking_uri=self.tracking_uri))
 
@@ -155,9 +158,7 @@ class Registry:
         champion = self.champion(name)
         if champion is None:
             self._demand_registered(name)
-            raise RegistryError(
-                f"{name} has no champion in {shown(self.tracking_uri)}, so there is nothing to roll back"
-            )
+            raise RegistryError(f"{name} has no champion in {shown(self.uri)}, so there is nothing to roll back")
         previous = champion.tags.get(PREVIOUS_TAG)
         if previous is None:
             raise RegistryError(
@@ -234,7 +235,7 @@ class Registry:
         with self._connection.asking(f"look for {name}") as client:
             aliases = _registered(client, name)
             others = sorted(model.name for model in client.search_registered_models()) if aliases is None else []
-        place = shown(self.tracking_uri)
+        place = shown(self.uri)
         if aliases is None:
             raise UnknownModel(
                 f"no model {name} is registered in {place}, where there is {', '.join(others) or 'none'}; name one of "

@@ -5,7 +5,8 @@ Training writes events to a file and knows nothing of MLflow; whoever follows th
 when it answers again, and `replay` logs a whole events file later. A run is found again by the tag `pedigree.key`,
 which holds the key of the policy's derivation, and continued: a resumed training adds the steps that are missing.
 
-By default everything lies in SQLite and a folder under the home of Pedigree; MLFLOW_TRACKING_URI names another place.
+By default everything lies in SQLite and a folder under the home of Pedigree; MLFLOW_TRACKING_URI names another place, for
+the registry alone MLFLOW_REGISTRY_URI.
 """
 
 import logging
@@ -20,7 +21,15 @@ from mlflow.entities import Metric, Run
 from mlflow.exceptions import MlflowException
 from sqlalchemy import make_url
 
-from model_registry.connection import Connection, is_server, page, shown, unrepeated
+from model_registry.connection import (
+    REGISTRY_VARIABLE,
+    TRACKING_VARIABLE,
+    Connection,
+    is_server,
+    page,
+    shown,
+    unrepeated,
+)
 from model_registry.records import DatasetUsed, flatten, is_finite, tags_of
 from model_registry.run import RunPlan, TrackedRun
 from training.contract.errors import RegistryError, UsageError
@@ -44,10 +53,19 @@ def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
             f"PEDIGREE_HOME is {home}; a `?`, or a `%` before two hexadecimal digits, means something else in the address of "
             "a database: name another folder"
         )
-    uri = environ.get("MLFLOW_TRACKING_URI") or own
-    if uri.partition("://")[0].partition("+")[0] not in _KINDS and not environ.get("MLFLOW_ALLOW_FILE_STORE"):
+    return _address(TRACKING_VARIABLE, environ) or own
+
+
+def registry_uri(home: Path, environ: Mapping[str, str]) -> str:
+    """MLFLOW_REGISTRY_URI where it is set, else what holds the runs holds the registry too. Raises as `tracking_uri`."""
+    return _address(REGISTRY_VARIABLE, environ) or tracking_uri(home, environ)
+
+
+def _address(variable: str, environ: Mapping[str, str]) -> str:
+    uri = environ.get(variable, "")
+    if uri and uri.partition("://")[0].partition("+")[0] not in _KINDS and not environ.get("MLFLOW_ALLOW_FILE_STORE"):
         raise UsageError(
-            f"MLFLOW_TRACKING_URI is {shown(uri)!r}; expected a server's or a database's address, such as http://host:5000 or "
+            f"{variable} is {shown(uri)!r}; expected a server's or a database's address, such as http://host:5000 or "
             "sqlite:////folder/mlflow.db"
         )
     return uri

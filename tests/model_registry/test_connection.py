@@ -294,9 +294,9 @@ def test_a_database_is_opened_by_one_process_at_a_time(
     shutil.copy(migrated_database, tmp_path / "mlflow.db")
     held: list[bool] = []
 
-    def opened(uri: str) -> MlflowClient:
+    def opened(uri: str, registry_uri: str) -> MlflowClient:
         held.append(is_held(tmp_path / "mlflow.db.lock"))
-        return MlflowClient(uri)
+        return MlflowClient(uri, registry_uri)
 
     monkeypatch.setattr("model_registry.connection.MlflowClient", opened)
     connect(f"sqlite:///{tmp_path / 'mlflow.db'}")

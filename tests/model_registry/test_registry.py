@@ -238,6 +238,35 @@ def test_a_version_is_promoted_only_over_the_champion_it_was_compared_with(
     assert PREVIOUS_TAG not in registry.find_version("demo", third.tags).tags
 
 
+def test_a_registry_elsewhere_has_the_versions_and_the_runs_keep_the_files(
+    uri: str, tracker: Tracker, migrated_database: Path, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is the one that is named: whatever the environment says, for MLflow's own client, is not asked."""
+    shutil.copy(migrated_database, tmp_path / "models.db")
+    models = f"sqlite:///{tmp_path / 'models.db'}"
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", models)
+    run_id = new_run(tracker)
+    elsewhere, beside = Registry(uri, tmp_path / "downloads", models), Registry(uri, tmp_path / "downloads")
+    version = elsewhere.register("demo", policy, run_id, identity=IDENTITY, tags={})
+    assert elsewhere.promote(version, over=None)
+    assert (elsewhere.versions(), beside.versions()) == ([elsewhere.champion("demo")], [])
+    assert MlflowClient(models, models).get_model_version("demo", "1").source == version.source
+    assert version.source.startswith(MlflowClient(uri).get_run(run_id).info.artifact_uri)
+    assert elsewhere.has_files(version)
+    assert weights_identity(elsewhere.resolve("models:/demo@champion")) == weights_identity(policy)
+
+
+def test_of_a_registry_elsewhere_that_is_away_its_own_address_is_told(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    address = "http://me:secret@127.0.0.1:9"
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", address)
+    with pytest.raises(RegistryError, match=r"MLflow at http://127\.0\.0\.1:9 cannot look for the champion") as told:
+        Registry(uri, tmp_path, address).champion("demo")
+    assert str(told.value).endswith("or name another server in MLFLOW_REGISTRY_URI")
+    assert "secret" not in str(told.value)
+
+
 def test_what_is_not_there_is_said(registry: Registry, tracker: Tracker):
     with pytest.raises(UnknownModel, match=r"no model demo is registered in .*, where there is none; "):
         registry.rollback("demo")

@@ -20,7 +20,7 @@ from sqlalchemy import make_url
 
 from model_registry.records import DatasetUsed
 from model_registry.run import Points
-from model_registry.tracking import Tracker, artifact_root, tracking_uri
+from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
 from training.contract.errors import UsageError
 
 ABOUT: dict[str, Any] = {
@@ -52,6 +52,15 @@ def test_the_default_place_is_under_home_and_the_environment_names_another(tmp_p
     assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": ""}) == f"sqlite:///{tmp_path}/mlflow/mlflow.db"
     assert tracking_uri(tmp_path, {"MLFLOW_TRACKING_URI": "http://tracking:5000"}) == "http://tracking:5000"
     assert artifact_root(tmp_path) == tmp_path / "mlflow" / "artifacts"
+
+
+def test_the_registry_is_where_the_runs_are_unless_the_environment_names_another_place(tmp_path: Path):
+    runs, models = {"MLFLOW_TRACKING_URI": "http://runs:5000"}, {"MLFLOW_REGISTRY_URI": "http://models:5000"}
+    assert registry_uri(tmp_path, {}) == tracking_uri(tmp_path, {}) == tracking_uri(tmp_path, models)
+    assert registry_uri(tmp_path, runs) == "http://runs:5000"
+    assert registry_uri(tmp_path, runs | models) == "http://models:5000"
+    with pytest.raises(UsageError, match="MLFLOW_REGISTRY_URI is 'databricks-uc'; expected a server's or a database's"):
+        registry_uri(tmp_path, {"MLFLOW_REGISTRY_URI": "databricks-uc"})
 
 
 @pytest.mark.parametrize("name", ["what?", "a%20b"])

@@ -68,6 +68,23 @@ def test_a_group_without_torchrun_is_this_process() -> None:
         assert torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize("threads", ["0", "-1", "four", "2.5"])
+def test_a_number_of_threads_that_is_none_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch, threads: str) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(TrainingError, match=rf"OMP_NUM_THREADS is '{threads}'; expected a number"), group("cpu"):
+        pass
+
+
+def test_of_the_threads_of_nested_regions_the_outermost_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,3")
+    before = torch.get_num_threads()
+    try:
+        with group("cpu"):
+            assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_no_switch_adds_up_gradients_unless_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL compares whole names (tuning.cc, parseList); its authors call such sums not deterministic (NVIDIA/nccl, 1497)."""
     monkeypatch.setenv("NCCL_ALGO", "Tree")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from model_registry.registry import Registry
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, write_recipe
 from tests.workflows.test_recipes import EXPECTED
 from workflows import servers as web
@@ -220,7 +221,11 @@ def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monk
 
     monkeypatch.setattr(web, "_serving", serving)
     port = free_port(0)
-    with web.web_servers(tmp_path, "postgresql://me:secret@db/runs", free_port(0), port, print) as (_, mlflow):
+    runs, models = "postgresql://me:secret@db/runs", "postgresql://me:secret@db/models"
+    registry = Registry(runs, tmp_path, models)
+    with web.web_servers(tmp_path, registry, free_port(0), port, print) as (_, mlflow):
         assert mlflow.startswith(f"http://127.0.0.1:{port}/#/experiments?")
     assert started[0].environment == {"PEDIGREE_MLFLOW_UI": f"http://127.0.0.1:{port}"}
+    stores = {"MLFLOW_BACKEND_STORE_URI": runs, "MLFLOW_REGISTRY_STORE_URI": models}
+    assert started[1].environment == stores
     assert "secret" not in " ".join(word for server in started for word in server.command)
