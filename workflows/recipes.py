@@ -16,7 +16,7 @@ import dagster as dg
 from assets.declare import declare_assets
 from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
-from training.contract.fingerprint import short
+from training.contract.fingerprint import demand_text, short
 from workflows.automation import retraining
 from workflows.component import DEFS, NAME, PreferenceTuning
 from workflows.recipe_file import (
@@ -111,8 +111,9 @@ def load_recipe(folder: Path, variant: str | None = None) -> LoadedRecipe:
 def load_recipes(folder: Path) -> list[LoadedRecipe]:
     """The recipe in `folder` and its variants, in the order of the file.
 
-    Raises RecipeError with file, line and field of what is wrong.
+    Raises RecipeError with file, line and field of what is wrong, UsageError where the folder's path is not text.
     """
+    demand_text(folder)
     refuse_no_recipe(folder / RECIPE_FILE)
     refuse_foreign_parts(folder / RECIPE_FILE)
     place = ModuleType(folder.name)

@@ -19,6 +19,7 @@ from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
 from training.contract.durable import share_databases, write_durably
 from training.contract.errors import StoreError
+from training.contract.fingerprint import demand_text
 from training.contract.locks import locked
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
@@ -38,8 +39,13 @@ run_monitoring:
 
 
 def pedigree_home() -> Path:
-    """The folder that holds store, jobs, and Dagster's and MLflow's records: PEDIGREE_HOME, or .pedigree right here."""
-    return Path(os.environ.get("PEDIGREE_HOME") or ".pedigree").absolute()
+    """The folder that holds store, jobs, and Dagster's and MLflow's records: PEDIGREE_HOME, or .pedigree right here.
+
+    Raises UsageError where its path is not text.
+    """
+    home = Path(os.environ.get("PEDIGREE_HOME") or ".pedigree").absolute()
+    demand_text(home)
+    return home
 
 
 def prepare_home(home: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -162,6 +163,19 @@ def test_a_home_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
     done = Home(tmp_path / "home").invoke("status", "demo")
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert f"{tmp_path / 'home'} cannot be used" in done.stderr and "set PEDIGREE_HOME" in done.stderr
+
+
+def test_a_path_that_is_not_text_is_refused_with_its_bytes(home, tmp_path):
+    """A name in Latin-1, say, which no JSON can hold."""
+    latin = Path(os.fsdecode(os.fsencode(tmp_path) + b"/w\xe4chentlich"))
+    recipe = write_recipe(tmp_path / "recipe", {**ATTRIBUTES, "data": {"sources": [{"path": "*.jsonl"}]}})
+    (recipe / f"{latin.name}.jsonl").touch()
+    write_recipe(latin, ATTRIBUTES)
+    for used, folder, place in ((home, latin, tmp_path), (Home(latin), recipe, tmp_path), (home, recipe, recipe)):
+        done = used.invoke("plan", str(folder), "--json")
+        assert done.exit_code == 2
+        told = json.loads(done.stdout)["error"]
+        assert re.search(rf"{place}/w\\xe4chentlich(\.jsonl)? has bytes that are not utf-8; rename it", told)
 
 
 @pytest.mark.parametrize("words", ["unable to open database file", "file is not a database"])

@@ -7,14 +7,17 @@ hold all 64.
 
 import hashlib
 import json
+import os
 import re
 import struct
+import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from training.contract.errors import UsageError
 from training.contract.machine import cores
 
 SCHEMA_VERSION = 1
@@ -29,6 +32,18 @@ def canonical_json(value: Any) -> bytes:
     Raises ValueError for a non-finite number and TypeError for what JSON cannot hold.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def demand_text(path: Path) -> None:
+    """Raises UsageError where a path is not text, and so can be in no JSON."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        legible = os.fsencode(path).decode(errors="backslashreplace")
+        raise UsageError(
+            f"{legible} has bytes that are not {sys.getfilesystemencoding()}; rename it, or, where it is UTF-8, set a locale "
+            "such as LC_ALL=C.UTF-8"
+        ) from error
 
 
 def value_digest(value: Any) -> bytes:

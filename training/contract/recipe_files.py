@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 
 from training.contract.errors import DataError
 from training.contract.fields import Frozen
-from training.contract.fingerprint import hash_file, short
+from training.contract.fingerprint import demand_text, hash_file, short
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"
@@ -55,8 +55,15 @@ def data_files(path: str) -> list[DataFile]:
 
     Of a folder that `datasets` saved to disk, the files its state names, in that order.
 
-    Raises DataError where there is nothing, or a file of a kind that is not read.
+    Raises DataError where there is nothing, or a file of a kind that is not read; UsageError where a name is not text.
     """
+    found = _found(path)
+    for file in found:
+        demand_text(file.path)
+    return found
+
+
+def _found(path: str) -> list[DataFile]:
     place = Path(path)
     if place.is_file():
         return [_readable(place.name, place)]
