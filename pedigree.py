@@ -8,6 +8,7 @@ import os
 import platform
 import signal
 import sys
+from io import TextIOWrapper
 
 from training.contract.imports import import_uncollected
 
@@ -34,7 +35,7 @@ def demand_linux() -> None:
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that a caller has closed, to nowhere.
+    """Have standard streams that take everything: those that a caller has closed lead nowhere.
 
     Else the next file that is opened, a database say, has the number of one of them, and a library prints into it.
     """
@@ -43,6 +44,8 @@ def open_standard_streams() -> None:
             nowhere = open(os.devnull, mode, encoding="utf-8")
             os.set_inheritable(nowhere.fileno(), True)
             setattr(sys, name, nowhere)
+    if isinstance(sys.stdout, TextIOWrapper):  # what it has no letter for is escaped, as it is in stderr
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,8 @@ def print_error(message: str) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    sys.stdout.write(json.dumps(value, ensure_ascii=not is_unicode) + "\n")
 
 
 def _foreign_database() -> Path | None:

@@ -134,6 +134,20 @@ def test_no_file_takes_the_place_of_a_stream_that_is_closed(tmp_path, closed):
     assert (done.stdout, done.stderr) == ("" if ">&- 2" in closed else "out\n", "" if "2" in closed else "err\n")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_a_terminal_has_no_letter_for_is_escaped(encoding):
+    """By Python's rules for stderr; in JSON by its own, so that a program reads what was written."""
+    source = (
+        "import pedigree; from workflows.reporting import print_json; "
+        "pedigree.open_standard_streams(); print('é漢'); print_json({'a': 'é漢😀'})"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, env=environment, capture_output=True, check=True)
+    text, told = done.stdout.decode(encoding).splitlines()
+    assert json.loads(told) == {"a": "é漢😀"}
+    assert text == "é漢".encode(encoding, "backslashreplace").decode(encoding)
+
+
 def test_an_unknown_asset_is_wrong_use(home):
     done = home.invoke("run", "demo", "--select", "polcy")
     assert done.exit_code == 2
