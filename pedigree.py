@@ -29,7 +29,7 @@ def demand_linux() -> None:
     """Exit where no job could be started: that none outlives its launcher is the kernel's doing (launch/processes.py)."""
     if sys.platform != "linux":
         sys.exit(
-            f"Error: Pedigree runs on Linux, and this is {platform.system()}: a job's processes are ended by means that only "
+            f"error: Pedigree runs on Linux, and this is {platform.system()}: a job's processes are ended by means that only "
             "Linux has. In a Linux container or virtual machine (on Windows WSL 2) it runs here too"
         )
 

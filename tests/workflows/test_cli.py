@@ -116,7 +116,7 @@ def test_on_another_system_the_first_word_is_where_it_runs(system):
     source = f"import sys, pedigree; sys.platform = {system!r}; sys.argv = ['pedigree', 'run', 'demo']; pedigree.main()"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("Error: Pedigree runs on Linux") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: Pedigree runs on Linux") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("closed", ["<&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
