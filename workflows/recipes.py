@@ -111,9 +111,9 @@ def load_recipe(folder: Path, variant: str | None = None) -> LoadedRecipe:
 def load_recipes(folder: Path) -> list[LoadedRecipe]:
     """The recipe in `folder` and its variants, in the order of the file.
 
-    Raises RecipeError with file, line and field of what is wrong, UsageError where the folder's path is not text.
+    Raises RecipeError with file, line and field of what is wrong.
     """
-    demand_text(folder)
+    demand_text(folder, RecipeError)
     refuse_no_recipe(folder / RECIPE_FILE)
     refuse_foreign_parts(folder / RECIPE_FILE)
     place = ModuleType(folder.name)

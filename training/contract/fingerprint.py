@@ -34,16 +34,16 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
-def demand_text(path: Path) -> None:
-    """Raises UsageError where a path is not text, and so can be in no JSON."""
+def demand_text(path: Path, kind: type[UsageError] = UsageError) -> None:
+    """Raises an error of this `kind` where a path is not text, and so can be in no JSON."""
     try:
         str(path).encode()
-    except UnicodeEncodeError as error:
+    except UnicodeEncodeError:
         legible = os.fsencode(path).decode(errors="backslashreplace")
-        raise UsageError(
+        raise kind(
             f"{legible} has bytes that are not {sys.getfilesystemencoding()}; rename it, or, where it is UTF-8, set a locale "
             "such as LC_ALL=C.UTF-8"
-        ) from error
+        ) from None
 
 
 def value_digest(value: Any) -> bytes:
