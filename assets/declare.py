@@ -1,5 +1,6 @@
 """The Dagster assets of a pipeline: declared by `GRAPH` and the checks, materialized by one body each."""
 
+import time
 from collections.abc import Callable
 
 import dagster as dg
@@ -7,11 +8,13 @@ import dagster as dg
 from assets import data, evaluation, policy, reference, release, sources, specs
 from assets.checks import check_specs
 from assets.conditions import ON_CONTENT
+from assets.event_log import with_log
 from assets.graph import GRAPH
 from assets.names import claim_name
-from assets.pipeline import Pipeline, Services
+from assets.pipeline import Pipeline, Services, emitting
 from assets.process import sign
 from assets.step import Step
+from training.contract.hashing import telling
 
 _OWNER = "team:preference-tuning"
 _BODIES: dict[str, Callable[[Step], dg.MaterializeResult]] = {
@@ -54,9 +57,11 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         sign(context, services.home)
         claim_name(services.home, pipeline)
         step = Step(pipeline, services, context)
-        made = _BODIES[asset](step)
+        started = time.monotonic()
+        with telling(emitting(with_log(services, context.log, asset).listener, asset)):
+            made = _BODIES[asset](step)
         return dg.MaterializeResult(
-            metadata=made.metadata,
+            metadata={**(made.metadata or {}), "seconds": round(time.monotonic() - started, 3)},
             check_results=made.check_results,
             data_version=made.data_version,
             tags=step.provenance(),

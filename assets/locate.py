@@ -22,9 +22,10 @@ from assets.written import written
 from model_registry.registry import Registry
 from training.contract.data_source import DataSource
 from training.contract.errors import DataError, ModelError
+from training.contract.events import Emit
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache, file_hashes
-from training.contract.hub import CARD, CARD_FILES, Emit, Repository
+from training.contract.hub import CARD, CARD_FILES, Repository
 from training.contract.recipe import Recipe
 from training.contract.recipe_files import (
     TOKENIZER_FILES,

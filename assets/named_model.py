@@ -6,7 +6,8 @@ from pathlib import Path
 
 from model_registry.registry import Registry
 from training.contract.errors import HubError, ModelError
-from training.contract.hub import Emit, Repository
+from training.contract.events import Emit
+from training.contract.hub import Repository
 
 
 @dataclass(frozen=True)

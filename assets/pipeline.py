@@ -1,5 +1,6 @@
 """A recipe under its name, and the services it is run with: they store, launch, track and register."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,7 @@ import dagster as dg
 
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
-from training.contract.events import Event
+from training.contract.events import Emit, Event
 from training.contract.hash_cache import HashCache
 from training.contract.recipe import Recipe
 from training.contract.store import Store
@@ -58,6 +59,11 @@ Listener = Callable[[Event], None]
 
 def ignore(event: Event) -> None:
     """A listener that does nothing."""
+
+
+def emitting(listener: Listener, asset: str) -> Emit:
+    """An `Emit` by which work in this process tells `listener` what a job writes into its events."""
+    return lambda event, **fields: listener({"event": event, "time": time.time(), "asset": asset, **fields})
 
 
 @dataclass(frozen=True)

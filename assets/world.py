@@ -3,10 +3,8 @@
 Their bodies, `pedigree status` and `pedigree plan` all ask here, so that they agree on what they see.
 """
 
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from assets.locate import (
     locate_sources,
     locate_tokenizer,
 )
-from assets.pipeline import Listener, Pipeline, Services
+from assets.pipeline import Pipeline, Services, emitting
 from training.contract.fingerprint import fingerprint
 from training.contract.hash_cache import HashCache
 from training.contract.hub import check_files
@@ -139,7 +137,7 @@ def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
 
 def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundModel:
     if cache is None:
-        emit = partial(_emit, services.listener)
+        emit = emitting(services.listener, "base_model")
         located: LocatedModel | AbsentModel = locate_base_model(pipeline, services.registry, emit)
     else:
         located = glimpse_base_model(pipeline, services.registry, cache)
@@ -166,8 +164,3 @@ def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:
             name = f"{own} ({repeated[own] + 1})"
         named[name] = entry
     return named
-
-
-def _emit(listener: Listener, event: str, **fields: Any) -> None:
-    """Report the download of a base model as a job reports its work."""
-    listener({"event": event, "time": time.time(), "asset": "base_model", **fields})

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from training.contract.durable import free_bytes, lacks_room, write_error
 from training.contract.errors import PedigreeError, TrainingError
 from training.contract.events import EventWriter
+from training.contract.hashing import telling
 from training.contract.imports import import_uncollected
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.store import Made, Store
@@ -70,13 +71,14 @@ def make(job: Job, members: "Group") -> None:
         job.staging.mkdir(parents=True)
     about = import_uncollected("training.provenance").provenance(members)
     members.barrier()
-    made: Made = import_uncollected(WORK[job.kind]).run(job, members, events)
-    members.barrier()
-    if members.is_main:
-        made = replace(made, details=made.details | {"provenance": about})
-        Store(job.store).publish(job.staging, job.derivation, made)
-        shutil.rmtree(job.staging, ignore_errors=True)  # still there if the same contents were published before
-        shutil.rmtree(job.checkpoints, ignore_errors=True)  # nothing resumes from them any more
+    with telling(events.emit):
+        made: Made = import_uncollected(WORK[job.kind]).run(job, members, events)
+        members.barrier()
+        if members.is_main:
+            made = replace(made, details=made.details | {"provenance": about})
+            Store(job.store).publish(job.staging, job.derivation, made)
+            shutil.rmtree(job.staging, ignore_errors=True)  # still there if the same contents were published before
+            shutil.rmtree(job.checkpoints, ignore_errors=True)  # nothing resumes from them any more
 
 
 def _bind_to_launcher() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from training.checkpoint import Checkpoints, State
 from training.contract.durable import free_bytes, sync_folder
 from training.contract.errors import StoreError
-from training.contract.fingerprint import hash_file
+from training.contract.hashing import hash_file
 from training.contract.manifest import FileEntry
 from training.distributed import Group
 from training.pieces import Piece, write_pieces

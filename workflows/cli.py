@@ -29,7 +29,7 @@ from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as find_status
 from workflows.plan import plan as make_plan
-from workflows.progress import ProgressBars
+from workflows.progress import at_work
 from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, recipe_fault, recipe_place
 from workflows.reporting import (
     REFUSALS,
@@ -117,8 +117,8 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
 
 
 def _run(loaded: LoadedRecipe, select: str | None) -> RunReport:
-    with ProgressBars(people) as progress, dagster_instance() as instance:
-        return materialize(loaded, build_services(pedigree_home(), progress.hear), instance, select)
+    with at_work() as (services, instance):
+        return materialize(loaded, services, instance, select)
 
 
 def _json_of(report: RunReport) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def _json_of(report: RunReport) -> dict[str, Any]:
 def status(recipe: str, as_json: bool) -> None:
     """Which assets are fresh, stale or missing at this moment, and why."""
     loaded = _find(recipe)[0]
-    with dagster_instance() as instance:
-        found = find_status(loaded.pipeline, build_services(pedigree_home()), instance)
+    with at_work() as (services, instance):
+        found = find_status(loaded.pipeline, services, instance)
     if as_json:
         print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
     else:
@@ -147,8 +147,8 @@ def status(recipe: str, as_json: bool) -> None:
 def plan(recipe: str, as_json: bool) -> None:
     """What a run would compute and reuse, with counts. Rows and tokens are made for it; no model runs."""
     loaded = _find(recipe)[0]
-    with ProgressBars(people) as progress, dagster_instance() as instance:
-        planned = make_plan(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance)
+    with at_work() as (services, instance):
+        planned = make_plan(loaded.pipeline, services, instance)
     if as_json:
         print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
     else:
@@ -163,8 +163,8 @@ def plan(recipe: str, as_json: bool) -> None:
 def verify(recipe: str, rows: int, as_json: bool) -> None:
     """Hash everything the recipe is made from, and score some pairs again."""
     loaded = _find(recipe)[0]
-    with ProgressBars(people) as progress, dagster_instance() as instance:
-        found = do_verify(loaded.pipeline, build_services(pedigree_home(), progress.hear), instance, rows)
+    with at_work() as (services, instance):
+        found = do_verify(loaded.pipeline, services, instance, rows)
     if as_json:
         print_json(asdict(found))
     else:
@@ -183,8 +183,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
 def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool) -> None:
     """One pair: its messages, tokens, trained tokens and log-probs."""
     loaded = _find(recipe)[0]
-    with ProgressBars(people) as progress, dagster_instance() as instance:
-        services = build_services(pedigree_home(), progress.hear)
+    with at_work() as (services, instance):
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:
         people.print(f"Written: {write_page(html, inspection_page(loaded.pipeline, found)).absolute()}", markup=False)
@@ -210,8 +209,7 @@ def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None
     name, times = Counter(names).most_common(1)[0]
     if times > 1:
         raise UsageError(f"{times} of the recipes to compare are called {name}; name each of them once")
-    with dagster_instance() as instance:
-        services = build_services(pedigree_home())
+    with at_work() as (services, instance):
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance, source) for loaded in found])
     if as_json:
         print_json(asdict(comparison))
@@ -248,8 +246,8 @@ def gc(delete: bool, as_json: bool) -> None:
 
     Registered versions, latest materializations, and unfinished runs and jobs keep what they refer to.
     """
-    with dagster_instance() as instance:
-        found = collect(build_services(pedigree_home()), instance, delete)
+    with at_work() as (services, instance):
+        found = collect(services, instance, delete)
     if as_json:
         print_json(asdict(found))
     else:

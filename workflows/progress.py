@@ -1,16 +1,33 @@
 """What people see in the terminal while jobs run: bars, or plain lines where stderr is no terminal."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
+import dagster as dg
 from rich import progress
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column
 
 from assets.event_log import EventLines
+from assets.pipeline import Services, emitting
 from training.contract.events import Event
+from training.contract.hashing import telling
+from workflows.reporting import people
+from workflows.resources import build_services, dagster_instance, pedigree_home
 
 _SECONDS_BETWEEN_LINES = 60.0
+_NO_ASSET = "files"
+_WHAT_IS_LEFT = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # of the line's width: figures come before words
+
+
+@contextmanager
+def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
+    """What most commands work with. How far their jobs are is shown meanwhile, and how far files are hashed beside them."""
+    with ProgressBars(people) as progress, dagster_instance() as instance, telling(emitting(progress.hear, _NO_ASSET)):
+        yield build_services(pedigree_home(), progress.hear), instance
 
 
 class ProgressBars:
@@ -24,9 +41,11 @@ class ProgressBars:
         self._lines: dict[str, EventLines] = {}
         self._bars = progress.Progress(
             progress.TextColumn("{task.description:<20}"),
-            progress.BarColumn(bar_width=24),
+            progress.BarColumn(bar_width=16),
             progress.MofNCompleteColumn(),
-            progress.TextColumn("{task.fields[unit]}  {task.fields[left]}  {task.fields[detail]}"),
+            progress.TextColumn("{task.fields[unit]}  {task.fields[left]}"),
+            progress.TextColumn("{task.fields[detail]}", table_column=_WHAT_IS_LEFT),
+            expand=True,
             console=console,
             disable=not console.is_terminal,
         )

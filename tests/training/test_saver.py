@@ -14,7 +14,7 @@ import pytest
 from tests.training.runs import losses, settings, told, tune
 from tests.training.test_checkpoint import JOB, Toy
 from training.checkpoint import Checkpoints
-from training.contract.fingerprint import hash_files
+from training.contract.hashing import hash_files
 from training.distributed import ALONE
 from training.saver import Saver, _seal
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from training import main
-from training.contract.fingerprint import hash_file
+from training.contract.hashing import hash_file
 from training.contract.job import Input, Job, JobKind
 from training.contract.recipe import Compute
 from training.contract.recipe_files import DataFile, data_files, tokenizer_files

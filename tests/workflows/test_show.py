@@ -111,6 +111,18 @@ def test_in_a_terminal_one_line_tells_how_far_it_is():
     assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
 
+def test_in_a_narrow_terminal_words_give_way_to_figures():
+    """80 columns: of a path only the beginning is shown."""
+    console = Console(force_terminal=True, color_system=None, width=80, file=(written := io.StringIO()))
+    figures = {"event": "progress", "done": 12_345, "total": 140_000, "unit": "MB", "seconds_left": 1234.0}
+    with ProgressBars(console) as progress:
+        for event in ({"event": "phase", "phase": "hashing /models/" + "long/" * 20}, figures):
+            progress.hear({**event, "asset": "reference_logprobs", "time": 1.0})
+    last = written.getvalue().rpartition("reference_logprobs ")[2]
+    assert all(words in last for words in ("━", "12345/140000", "MB", "1234 s left", "hashing", "…"))
+    assert "long/" not in last
+
+
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_text_of_others_commands_no_terminal(is_terminal):
     """Sequences of ECMA-48 and xterm: name the window, clear it, fill the clipboard, colour (CSI as one character), return."""

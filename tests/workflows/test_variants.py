@@ -17,7 +17,7 @@ from tests.workflows.homes import ATTRIBUTES, Home, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
-from workflows import cli
+from workflows import progress
 from workflows.component import DEFS
 from workflows.recipes import find_recipes, load_recipe, load_recipes, recipe_folder
 from workflows.resources import services
@@ -174,7 +174,7 @@ def test_ctrl_c_stops_all_of_them(home, tmp_path, monkeypatch, demo_maker):
 
     folder = write_recipe(tmp_path / "sweep", SWEEP)
     write_inputs(folder, demo_maker)
-    monkeypatch.setattr(cli, "build_services", interrupted)
+    monkeypatch.setattr(progress, "build_services", interrupted)
     done = home.invoke("run", str(folder), "--variants", "--select", "raw_preferences")
     assert done.exit_code == 1
     assert "1 of 3 were run, 1 failed: sweep" in done.stderr and "interrupted" in done.stdout

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from assets.changes import CORRUPT_RECORD
 from tests.workflows.homes import ATTRIBUTES, Home, edit, flip
 from training.contract.errors import UsageError
-from training.contract.fingerprint import hash_file
 from training.contract.hash_cache import file_hashes
+from training.contract.hashing import hash_file
 from training.contract.logprob_table import LogProbTable
 from training.contract.manifest import MANIFEST, read_manifest
 from workflows.verify import agrees, verify

@@ -13,7 +13,7 @@ line in the making.
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from training.contract.durable import write_durably
 
 Event = dict[str, Any]
+Emit = Callable[..., None]  # `EventWriter.emit` or a stand-in
 
 
 class EventWriter:
@@ -80,9 +81,14 @@ class Progress:
         if now - self._last < 0.5 and self._done < self._total:
             return
         self._last = now
-        here = self._done - self._before
-        left = (now - self._started) / here * (self._total - self._done) if here else None
+        left = seconds_left(self._started, self._done, self._total, self._before)
         self._writer.emit("progress", done=self._done, total=self._total, unit=self._unit, seconds_left=left)
+
+
+def seconds_left(started: float, done: float, total: float, before: float = 0) -> float | None:
+    """The estimate, if what was done since `started` by the monotonic clock goes on as fast; `before` was done earlier."""
+    here = done - before
+    return (time.monotonic() - started) / here * (total - done) if here else None
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -1,4 +1,4 @@
-"""Fingerprints: sha256 over canonical JSON, or over the bytes of a file.
+"""Fingerprints: sha256 over canonical JSON. (Of the bytes of files: training.contract.hashing.)
 
 An identity is always `fingerprint(kind, content)`: the kind and the schema version are part of what is hashed, so two
 artifacts of different kinds never share one, and a change of format starts a new family. People see 12 digits, files
@@ -12,17 +12,13 @@ import re
 import struct
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from training.contract.errors import UsageError
-from training.contract.machine import cores
 
 SCHEMA_VERSION = 1
 KEY_BYTES = 32  # of the identity of a sequence
-_MOST_HASHERS = 16
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
 
 
@@ -72,29 +68,6 @@ def sequence_key(ids: Sequence[int], mask: Sequence[bool]) -> bytes:
     digest.update(struct.pack(f"<{len(ids)}i", *ids))
     digest.update(bytes(mask))
     return digest.digest()
-
-
-def hash_file(path: Path) -> str:
-    """sha256 of the file's bytes."""
-    return digest_file(path, hashlib.sha256())
-
-
-def digest_file(path: Path, digest: "hashlib._Hash") -> str:
-    """`digest` updated with the file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: digest).hexdigest()
-
-
-def hash_files(paths: Sequence[Path]) -> list[str]:
-    """`hash_file` of each path, as many at once as there are cores; hashing a block lets the other threads run."""
-    with ThreadPoolExecutor(hashers()) as pool:
-        return list(pool.map(hash_file, paths))
-
-
-@cache
-def hashers() -> int:
-    """How many threads hash at once: one a core, up to 16, beyond which a disk is the bottleneck."""
-    return min(_MOST_HASHERS, cores())
 
 
 def short(full: str | None) -> str:

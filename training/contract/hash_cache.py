@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from training.contract.durable import write_durably
-from training.contract.fingerprint import canonical_json, hash_files, value_digest
+from training.contract.fingerprint import canonical_json, value_digest
+from training.contract.hashing import hash_files
 from training.contract.locks import locked
 
 SETTLE_SECONDS = 2.0

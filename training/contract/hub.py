@@ -5,7 +5,7 @@ the commit that a branch or a tag points at now, and for what the cache lacks. I
 answer, a server error), the last known commit of a branch is taken, with a warning.
 
 Errors come early: the hub's client retries for minutes, so one request with a time limit shows first that the hub answers
-and has what is wanted. The cache names a file by its hash, SHA-256 for a large one, Git's for a small one; `check_file`
+and has what is wanted. The cache names a file by its hash, SHA-256 for a large one, Git's for a small one; `check_files`
 compares. Authentication is the client's: HF_TOKEN, or `hf auth login`.
 """
 
@@ -13,8 +13,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,9 +35,9 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
-from training.contract.fingerprint import digest_file, hashers, short
-
-Emit = Callable[..., None]  # `EventWriter.emit` or a stand-in
+from training.contract.events import Emit, seconds_left
+from training.contract.fingerprint import short
+from training.contract.hashing import Count, digest_file, in_threads
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 0.5
@@ -210,16 +209,14 @@ def asking_once() -> Iterator[None]:
 
 
 def check_files(paths: Sequence[Path]) -> None:
-    """`check_file` for each, in threads."""
-    with ThreadPoolExecutor(hashers()) as pool:
-        list(pool.map(check_file, paths))
-
-
-def check_file(path: Path) -> None:
-    """Raises HubError unless the bytes of `path`, a file of a snapshot, have the hash by which the cache names it.
+    """Raises HubError unless the bytes of `paths`, files of a snapshot, have the hashes by which the cache names them.
 
     In a cache without symbolic links there are no such names, and nothing is compared.
     """
+    in_threads(_check_file, paths, paths)
+
+
+def _check_file(path: Path, count: Count) -> None:
     name = path.readlink().name if path.is_symlink() else ""
     if len(name) == _SHA256_DIGITS:
         digest = hashlib.sha256()
@@ -227,7 +224,7 @@ def check_file(path: Path) -> None:
         digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
     else:
         return
-    if (found := digest_file(path, digest)) != name:
+    if (found := digest_file(path, digest, count)) != name:
         raise HubError(
             f"{path} is corrupt: its bytes give {short(found)}, and the hub promised {short(name)}; remove "
             f"{path.resolve()} and run again, which downloads it again"
@@ -254,7 +251,7 @@ def _reporting(emit: Emit) -> type[tqdm]:
             if not self._counts_bytes or now - self._reported < _REPORT_SECONDS:
                 return
             self._reported = now
-            left = (now - self._began) / self._done * (self.total - self._done) if self._done else None
+            left = seconds_left(self._began, self._done, self.total)
             done, total = round(self._done / _MEGABYTE), round(self.total / _MEGABYTE)
             emit("progress", done=done, total=total, unit="MB", seconds_left=left)
 

@@ -18,8 +18,9 @@ from pydantic import field_validator
 
 from training.contract.errors import CorruptArtifact, UnreadableArtifact
 from training.contract.fields import Frozen
-from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, hash_files, short
+from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, short
 from training.contract.hash_cache import HashCache, file_hashes
+from training.contract.hashing import hash_files
 from training.contract.sealed import Sealed
 from training.contract.software import library_versions
 

@@ -13,7 +13,8 @@ from pathlib import Path, PurePath
 
 from training.contract.errors import DataError
 from training.contract.fields import Frozen
-from training.contract.fingerprint import demand_text, hash_file, short
+from training.contract.fingerprint import demand_text, short
+from training.contract.hashing import hash_file
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"

@@ -19,13 +19,13 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from training.contract.errors import ModelError
-from training.contract.fingerprint import canonical_json, fingerprint, hashers
+from training.contract.fingerprint import canonical_json, fingerprint
 from training.contract.hash_cache import HashCache
+from training.contract.hashing import Count, in_threads
 from training.contract.tensor_file import TensorPlace, read_places
 
 _BLOCK_BYTES = 1 << 20
@@ -82,6 +82,7 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
     With a `cache`, files that did not change since they were hashed are not read. Raises ModelError.
     """
     files = weight_files(folder)
+    config = _read_object(folder / "config.json", "a model's config")
     tables = cache.digests("tensors", files, hash_tensors) if cache else hash_tensors(files)
     owners: dict[str, Path] = {}
     digests: dict[str, str] = {}
@@ -97,7 +98,6 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
         "tensors": len(digests),
         "bytes": sum(table["bytes"] for table in tables),
     }
-    config = _read_object(folder / "config.json", "a model's config")
     return {"config": _function_fields(config), "weights": merged}
 
 
@@ -123,8 +123,7 @@ def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
     work = [(file, tensor) for file in files for tensor in _places(file)]
     with contextlib.ExitStack() as stack:
         opened = {file: stack.enter_context(open(file, "rb", buffering=0)).fileno() for file in files}
-        with ThreadPoolExecutor(hashers()) as pool:
-            digests = list(pool.map(lambda of: _hash_tensor(opened[of[0]], *of), work))
+        digests = in_threads(lambda of, count: _hash_tensor(opened[of[0]], *of, count), work, files)
     tables: dict[Path, dict[str, Any]] = {file: {"tensors": {}, "bytes": 0} for file in files}
     for (file, tensor), digest in zip(work, digests, strict=True):
         tables[file]["tensors"][tensor.name] = digest
@@ -132,7 +131,7 @@ def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [tables[file] for file in files]
 
 
-def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace) -> str:
+def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace, count: Count) -> str:
     digest = hashlib.sha256(canonical_json([tensor.name, tensor.dtype, tensor.shape]))
     at = tensor.begin
     while at < tensor.end:
@@ -142,6 +141,7 @@ def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace) -> str:
                 f"{file} ends at byte {at}, inside the tensor {tensor.name}; it was truncated while it was read"
             )
         digest.update(block)
+        count(len(block))
         at += len(block)
     return digest.hexdigest()
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from training.contract.errors import NodesError
-from training.contract.fingerprint import hash_file
+from training.contract.hashing import hash_file
 from training.contract.job import Failure, Job
 from training.launch.local import LocalHandle, LocalLauncher, start_process
 from training.launch.node import Order, Word, software

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from training.contract.fingerprint import hash_file, hash_files
 from training.contract.hash_cache import HashCache
+from training.contract.hashing import hash_file, hash_files
 
 SETTLE = 0.1  # seconds; far above the tick of this machine's filesystems (milliseconds)
 
@@ -229,7 +229,7 @@ def test_a_missing_file_is_the_callers_matter(place, tmp_path):
 WRITER = """
 import sys
 from pathlib import Path
-from training.contract.fingerprint import hash_files
+from training.contract.hashing import hash_files
 from training.contract.hash_cache import HashCache
 for path in sorted(Path(sys.argv[2]).iterdir()):
     HashCache(Path(sys.argv[1]), 0.1).digests("bytes", [path], hash_files)

@@ -214,7 +214,7 @@ def test_a_cache_spares_reading_what_nobody_wrote(folder, tmp_path_factory, monk
     time.sleep(0.2)
     verify_files(folder, manifest, cache=cache)
     with monkeypatch.context() as unread:
-        unread.setattr("training.contract.fingerprint.hash_file", None)
+        unread.setattr("training.contract.hashing.digest_file", None)
         verify_files(folder, manifest, cache=cache)
     said = (folder / "weights.bin").stat()
     flip_bit(folder)

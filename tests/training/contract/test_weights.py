@@ -311,6 +311,17 @@ def test_a_config_that_cannot_be_read_is_refused_by_name(model, content):
         identity(model)
 
 
+def test_a_missing_config_is_told_before_gigabytes_are_read(model):
+    """The tensor is a hole of 2 TB: to read it takes a quarter of an hour."""
+    header = json.dumps({"w": {"dtype": "U8", "shape": [2 * 10**12], "data_offsets": [0, 2 * 10**12]}}).encode()
+    with open(model / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * 10**12)
+    (model / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: No such file"):
+        weights_identity(model)
+
+
 @pytest.mark.parametrize(
     "config",
     [

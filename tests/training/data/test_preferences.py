@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.contract.errors import DataError
-from training.contract.fingerprint import hash_file, value_digest
+from training.contract.fingerprint import value_digest
+from training.contract.hashing import hash_file
 from training.contract.recipe_files import data_files
 from training.data.collector import is_drawn, split_of
 

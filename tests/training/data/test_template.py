@@ -11,7 +11,7 @@ from transformers.utils import chat_template_utils
 from assets.locate import LocatedTokenizer
 from assets.tokenizer_changes import template_text
 from training.contract.errors import DataError, TemplateError
-from training.contract.fingerprint import hash_file
+from training.contract.hashing import hash_file
 from training.contract.recipe_files import tokenizer_files
 from training.data.chat_template import PROBES, ChatTemplate, Rejected
 from training.data.template import _write, read_spec

@@ -16,7 +16,7 @@ from transformers import tokenization_utils_base as library
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
-from training.contract.fingerprint import hash_files
+from training.contract.hashing import hash_files
 from training.contract.recipe_files import TOKENIZER_FILES, VOCABULARIES, tokenizer_files
 from training.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_fingerprint
 
