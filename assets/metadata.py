@@ -15,13 +15,12 @@ from training.contract.store import Artifact
 _SIZE_INCHES = (7.0, 3.0)
 
 
-def artifact_metadata(artifact: Artifact, seconds: float) -> dict[str, Any]:
+def artifact_metadata(artifact: Artifact) -> dict[str, Any]:
     """What every asset shows: what it was made from, its identity, where its files are and their size."""
     return {
         "made_from": inputs_table(artifact.derivation),
         "fingerprint": artifact.fingerprint,
         "key": artifact.derivation.key,
-        "seconds": round(seconds, 3),
         "bytes": sum(entry.bytes for entry in artifact.manifest.files.values()),
         "dagster/uri": artifact.folder.as_uri(),
         "folder": dg.MetadataValue.path(str(artifact.folder)),

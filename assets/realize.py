@@ -4,7 +4,6 @@ Dagster executes every explicit materialization, so it is the body that must fin
 The key's lock is held from the question to the answer, and by the job's own processes as long as one of them lives.
 """
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -35,14 +34,13 @@ _LOG = getLogger(__name__)
 
 @dataclass(frozen=True)
 class Realized:
-    """An artifact, whether it was there already, and the seconds it took to have it.
+    """An artifact, and whether it was there already.
 
     `changes`: in words, what differs from the latest materialization; None for the first one.
     """
 
     artifact: Artifact
     reused: bool
-    seconds: float
     changes: Sequence[str] | None = None
 
     def result(self, metadata: Mapping[str, Any], checks: Sequence[dg.AssetCheckResult] = ()) -> dg.MaterializeResult:
@@ -50,7 +48,7 @@ class Realized:
         why = {"outcome": "reused" if self.reused else "computed", "changes": shown_changes(self.changes)}
         return dg.MaterializeResult(
             data_version=dg.DataVersion(self.artifact.fingerprint),
-            metadata={**why, **metadata, **artifact_metadata(self.artifact, self.seconds)},
+            metadata={**why, **metadata, **artifact_metadata(self.artifact)},
             check_results=checks,
         )
 
@@ -86,7 +84,7 @@ def make(
 
     Inputs, and the base model where it lies, are read and hashed only if a job is to read them.
     """
-    started, how = time.monotonic(), derive(asset, dict(inputs), work.settings)
+    how = derive(asset, dict(inputs), work.settings)
     with services.store.lock(asset, how.key) as lock:
         known = artifact = find_sound(services, how, log)
         if artifact is None:
@@ -94,13 +92,13 @@ def make(
             job = describe_job(pipeline, services, asset, work, verified)
             log.info(f"{asset}: nothing of key {short(how.key)} in the store; job in {job.folder}")
             artifact = run_work(services, job, work, lock, log)
-    return Realized(artifact, reused=known is not None, seconds=time.monotonic() - started)
+    return Realized(artifact, reused=known is not None)
 
 
 def publish_found(services: Services, found: Found) -> Realized:
     """What was found as an artifact of a few small JSON files, without a job; Dagster is told nothing."""
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
-    started, derivation = time.monotonic(), found.derivation
+    derivation = found.derivation
     with services.store.lock(derivation.kind, derivation.key):
         known = artifact = find_sound(services, derivation, _LOG)
         if artifact is None:
@@ -108,7 +106,7 @@ def publish_found(services: Services, found: Found) -> Realized:
                 for name, content in found.files.items():
                     write_json(staging / name, content)
                 artifact = services.store.publish(staging, derivation, Made(found.fingerprint, found.details()))
-    return Realized(artifact, reused=known is not None, seconds=time.monotonic() - started)
+    return Realized(artifact, reused=known is not None)
 
 
 def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:

@@ -5,7 +5,6 @@ it, and write the decision onto the version last. A version without a decision i
 a person has rolled back stays so: no run promotes it again. An adapter is registered merged into its base.
 """
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -41,12 +40,11 @@ _REASONS_TAG = "pedigree.reasons"
 
 
 def released_model(step: Step) -> dg.MaterializeResult:
-    started = time.monotonic()
     candidate = _Candidate(step, step.inputs())
     changes = input_changes(step)
 
     def release() -> dg.MaterializeResult:
-        return _result(candidate, _release(candidate), changes, started)
+        return _result(candidate, _release(candidate), changes)
 
     return through_restart(release, partial(tell, step.services, step.context.log, "released_model"))
 
@@ -219,9 +217,7 @@ def _unless_rolled_back(candidate: _Candidate, decision: Decision) -> Decision:
     return replace(decision, promote=False, reasons=[reason, *decision.reasons])
 
 
-def _result(
-    candidate: _Candidate, released: _Released, changes: list[str] | None, started: float
-) -> dg.MaterializeResult:
+def _result(candidate: _Candidate, released: _Released, changes: list[str] | None) -> dg.MaterializeResult:
     version, champion = released.version, candidate.registry.champion(released.version.name)
     is_champion = champion is not None and champion.number == version.number  # a person may have moved the alias since
     if champion is not None and not is_champion:  # `_release` has seen to the files of `version`
@@ -238,7 +234,6 @@ def _result(
         "made_from": inputs_table(candidate.derivation),
         "fingerprint": candidate.derivation.key,
         "key": candidate.derivation.key,
-        "seconds": round(time.monotonic() - started, 3),
         "derivation": dg.MetadataValue.json(candidate.derivation.model_dump(mode="json")),
     }
     return dg.MaterializeResult(data_version=dg.DataVersion(candidate.derivation.key), metadata=metadata)
