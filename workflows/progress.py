@@ -65,7 +65,8 @@ class ProgressBars:
         task = self._task(event["asset"])
         match event["event"]:
             case "phase":
-                self._bars.update(task, completed=0, total=None, unit="", left="", detail=escape(event["phase"]))
+                self._bars.tasks[task].total = None  # for `update` it would mean: as before
+                self._bars.update(task, completed=0, unit="", left="", detail=escape(event["phase"]))
             case "note":
                 self._bars.console.print(f"{event['asset']}: {escape(event['text'])}")
             case "step":

@@ -111,6 +111,19 @@ def test_in_a_terminal_one_line_tells_how_far_it_is():
     assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
 
 
+def test_a_new_phase_begins_with_nothing_known_of_its_end():
+    console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
+    told: list[dict[str, Any]] = [
+        {"event": "progress", "done": 10, "total": 10, "unit": "steps", "seconds_left": 0.0},
+        {"event": "phase", "phase": "saving"},
+    ]
+    with ProgressBars(console) as progress:
+        for event in told:
+            progress.hear({**event, "asset": "policy", "time": 1.0})
+    last = written.getvalue().rpartition("policy ")[2]
+    assert "0/?" in last and "saving" in last and "steps" not in last
+
+
 def test_in_a_narrow_terminal_words_give_way_to_figures():
     """80 columns: of a path only the beginning is shown."""
     console = Console(force_terminal=True, color_system=None, width=80, file=(written := io.StringIO()))
