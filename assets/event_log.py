@@ -49,7 +49,7 @@ def with_log(services: Services, log: Logger, asset: str) -> Services:
     return replace(services, listener=hear)
 
 
-def begin(services: Services, log: Logger, asset: str, phase: str) -> None:
+def tell_phase(services: Services, log: Logger, asset: str, phase: str) -> None:
     """Tell a person what is done now, where no job does it, in the same places as the events of a job."""
     with_log(services, log, asset).listener({"event": "phase", "phase": phase})
 

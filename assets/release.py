@@ -17,7 +17,7 @@ from assets.adapters import plain_model
 from assets.champion import compared
 from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
-from assets.event_log import begin, tell
+from assets.event_log import tell, tell_phase
 from assets.graph import GRAPH, derive
 from assets.held_out import measured, rows_by_pair
 from assets.materialized import Materialization
@@ -157,7 +157,7 @@ def _register(candidate: _Candidate) -> Version:
             "adds what is missing and computes nothing again"
         )
     model = plain_model(step, policy)
-    begin(step.services, step.context.log, "released_model", f"storing the files of a version of {candidate.name}")
+    tell_phase(step.services, step.context.log, "released_model", f"storing the files of a version of {candidate.name}")
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     return registry.register(
         candidate.name,

@@ -19,7 +19,7 @@ from workflows.recipes import load_recipe
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each file takes long."""
-    monkeypatch.setattr(hashing, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(hashing, "_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(hashing, "_BETWEEN_SECONDS", 0.0)
 
 

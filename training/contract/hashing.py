@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 Count = Callable[[int], None]  # is called with the bytes that were read since it was last called
 
-PATIENCE_SECONDS = 2.0  # what takes no longer is not worth a word
+_PATIENCE_SECONDS = 2.0  # what takes no longer is not worth a word
 _BETWEEN_SECONDS = 0.5
 _MEGABYTE = 10**6
 _MOST_HASHERS = 16
@@ -48,7 +48,7 @@ def hash_file(path: Path) -> str:
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
     """`hash_file` of each path."""
-    return in_threads(lambda path, count: digest_file(path, hashlib.sha256(), count), paths, paths)
+    return hash_in_threads(lambda path, count: digest_file(path, hashlib.sha256(), count), paths, paths)
 
 
 def digest_file(path: Path, digest: "hashlib._Hash", count: Count) -> str:
@@ -57,13 +57,15 @@ def digest_file(path: Path, digest: "hashlib._Hash", count: Count) -> str:
         return hashlib.file_digest(_Counted(file, count), lambda: digest).hexdigest()
 
 
-def in_threads(hash_one: Callable[[Item, Count], Result], items: Sequence[Item], files: Sequence[Path]) -> list[Result]:
+def hash_in_threads(
+    hash_one: Callable[[Item, Count], Result], items: Sequence[Item], files: Sequence[Path]
+) -> list[Result]:
     """`hash_one` of each item, of all bytes of `files` together; hashing a block lets the other threads run.
 
     Of several errors the first in order is raised. It, or Ctrl-C, ends what is still under way at the next block.
     """
     meter = _Meter(_EMIT.get(None), files)
-    with ThreadPoolExecutor(hashers()) as pool:
+    with ThreadPoolExecutor(_threads()) as pool:
         try:
             results = list(pool.map(lambda item: hash_one(item, meter.count), items))
         except BaseException:
@@ -74,7 +76,7 @@ def in_threads(hash_one: Callable[[Item, Count], Result], items: Sequence[Item],
 
 
 @cache
-def hashers() -> int:
+def _threads() -> int:
     """How many threads hash at once: one a core, up to 16, beyond which a disk is the bottleneck."""
     return min(_MOST_HASHERS, cores())
 
@@ -91,7 +93,7 @@ class _Meter:
         self._emit, self._files = emit, files
         self._lock, self._has_told = threading.Lock(), False
         self._began, self._done = time.monotonic(), 0
-        self._told = self._began + PATIENCE_SECONDS - _BETWEEN_SECONDS
+        self._speaks_at = self._began + _PATIENCE_SECONDS
 
     @cached_property
     def _total(self) -> int:
@@ -102,9 +104,10 @@ class _Meter:
             raise _Stopped
         with self._lock:
             self._done += size
-            if self._emit is None or time.monotonic() - self._told < _BETWEEN_SECONDS:
+            now = time.monotonic()
+            if self._emit is None or now < self._speaks_at:
                 return
-            self._told = time.monotonic()
+            self._speaks_at = now + _BETWEEN_SECONDS
             if not self._has_told:
                 self._has_told = True
                 self._emit("phase", phase=f"hashing {os.path.commonpath([file.absolute() for file in self._files])}")

@@ -37,7 +37,7 @@ from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
 from training.contract.events import Emit, seconds_left
 from training.contract.fingerprint import short
-from training.contract.hashing import Count, digest_file, in_threads
+from training.contract.hashing import Count, digest_file, hash_in_threads
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 0.5
@@ -213,7 +213,7 @@ def check_files(paths: Sequence[Path]) -> None:
 
     In a cache without symbolic links there are no such names, and nothing is compared.
     """
-    in_threads(_check_file, paths, paths)
+    hash_in_threads(_check_file, paths, paths)
 
 
 def _check_file(path: Path, count: Count) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 from training.contract.errors import ModelError
 from training.contract.fingerprint import canonical_json, fingerprint
 from training.contract.hash_cache import HashCache
-from training.contract.hashing import Count, in_threads
+from training.contract.hashing import Count, hash_in_threads
 from training.contract.tensor_file import TensorPlace, read_places
 
 _BLOCK_BYTES = 1 << 20
@@ -123,7 +123,7 @@ def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
     work = [(file, tensor) for file in files for tensor in _places(file)]
     with contextlib.ExitStack() as stack:
         opened = {file: stack.enter_context(open(file, "rb", buffering=0)).fileno() for file in files}
-        digests = in_threads(lambda of, count: _hash_tensor(opened[of[0]], *of, count), work, files)
+        digests = hash_in_threads(lambda of, count: _hash_tensor(opened[of[0]], *of, count), work, files)
     tables: dict[Path, dict[str, Any]] = {file: {"tensors": {}, "bytes": 0} for file in files}
     for (file, tensor), digest in zip(work, digests, strict=True):
         tables[file]["tensors"][tensor.name] = digest

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from training.contract import hashing
-from training.contract.hashing import Count, hash_file, hash_files, in_threads, telling
+from training.contract.hashing import Count, hash_file, hash_files, hash_in_threads, telling
 
 MEGABYTE = 10**6
 BLOCK = 1 << 18  # of hashlib
@@ -21,7 +21,7 @@ BLOCK = 1 << 18  # of hashlib
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each block is worth a word."""
-    monkeypatch.setattr(hashing, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(hashing, "_PATIENCE_SECONDS", 0.0)
     monkeypatch.setattr(hashing, "_BETWEEN_SECONDS", 0.0)
 
 
@@ -92,7 +92,7 @@ def test_a_file_that_grows_meanwhile_is_never_more_than_done(tmp_path: Path, imp
             count(MEGABYTE)
 
     with telling(lambda event, **fields: told.append({"event": event, **fields})):
-        in_threads(read_more, [tmp_path / "file"], [tmp_path / "file"])
+        hash_in_threads(read_more, [tmp_path / "file"], [tmp_path / "file"])
     assert [word["done"] for word in told[1:]] == [1, 2, 2, 2, 2, 2]
 
 
@@ -108,7 +108,7 @@ def test_an_error_ends_the_others_at_their_next_block():
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        in_threads(hash_one, [False, True], [])
+        hash_in_threads(hash_one, [False, True], [])
 
 
 INTERRUPTED = """
