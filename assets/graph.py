@@ -21,7 +21,8 @@ GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says o
 
 
 def _data(recipe: Recipe) -> Settings:
-    return {**settings_of_sources(recipe.data.sources), "validation_fraction": recipe.data.validation_fraction}
+    data = recipe.data
+    return settings_of_sources(data.sources) | data.model_dump(include={"validation_fraction", "duplicates"})
 
 
 def _dumped(section: Section, *later: str, exclude: Collection[str] = ()) -> Settings:
@@ -115,7 +116,7 @@ GRAPH: dict[str, Node] = {
         "Preference pairs in one schema, each in its split; rows that are none, with reasons, in quarantine.",
         needs=("preference_source",),
         reads=_data,
-        version="5",
+        version="6",
     ),
     "tokenized_pairs": Node(
         "data",

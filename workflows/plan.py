@@ -144,7 +144,8 @@ class _Planner:
                 return {"files": len(rows), "rows": None if None in rows else sum(rows)}
             case "raw_preferences":
                 rows_read = self.cheap.rows.artifact.details["counts"]
-                return {"rows": rows_read["pairs"], "quarantined": rows_read["quarantined"]}
+                told = ("quarantined", "duplicates", "conflicting")
+                return {"rows": rows_read["pairs"], **{name: rows_read[name] for name in told}}
             case "tokenized_pairs":
                 return {"rows": counts["pairs"], "dropped": counts["dropped"]}
             case "reference_model" if recipe.reference.sft is not None:

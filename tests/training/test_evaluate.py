@@ -192,7 +192,8 @@ def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expecte
     cuts, names = (0, 11, 20, 30, len(lines)), ("old", "new", None, "old")
     for n, (start, end) in enumerate(itertools.pairwise(cuts)):
         (tmp_path / f"{n}.jsonl").write_text("".join(lines[start:end]))
-    settings = {"formats": ["auto"] * 4, "held_out": [False] * 4, "validation_fraction": 0.4, "names": list(names)}
+    settings = {"formats": ["auto"] * 4, "held_out": [False] * 4, "names": list(names)}
+    settings |= {"validation_fraction": 0.4, "duplicates": "keep"}
     where = locations_of([{"path": str(tmp_path / f"{n}.jsonl")} for n in range(4)])
     raw = world.workshop.do(world.workshop.job("preferences", "raw_preferences", {}, settings, where))
     assert world.tokenized(raw).fingerprint == world.pairs.fingerprint

@@ -33,7 +33,8 @@ def make_job(tmp_path: Path) -> MakeJob:
     def make(validation_fraction: float | str = 0.1) -> Job:
         source = tmp_path / "pairs.jsonl"
         source.write_text(json.dumps(PAIR) + "\n")
-        settings = {"formats": ["auto"], "held_out": [False], "validation_fraction": validation_fraction}
+        settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
+        settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(source)}])
         job: Job = Workshop(tmp_path).job("preferences", "raw_preferences", {}, settings, where)
         return job

@@ -50,7 +50,8 @@ class Workshop:
 
     def read(self, rows: Path, validation_fraction: float) -> Artifact:
         """The preferences in the file `rows`."""
-        settings = {"formats": ["auto"], "held_out": [False], "validation_fraction": validation_fraction}
+        settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
+        settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(rows), "format": "auto"}])
         return self.do(self.job("preferences", "raw_preferences", {}, settings, where))
 

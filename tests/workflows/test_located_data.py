@@ -42,15 +42,15 @@ def test_the_job_gets_the_files_that_were_hashed_with_their_hashes(tmp_path):
     ],
 )
 def test_what_is_asked_of_one_source_is_told_with_the_others(tmp_path, asked, told_as_well):
-    """Where nothing is asked nothing is told, as before these fields came, so that such data keeps its key."""
+    """Where nothing is asked of it nothing is told, so that such data keeps its key."""
     sources = [{"path": "a.jsonl"}, {"path": "b.jsonl", **asked}]
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "data": {"sources": sources}})
     for name in ("a.jsonl", "b.jsonl"):
         (folder / name).write_text("{}\n")
     pipeline = load_recipe(folder).pipeline
     told = preferences_work(pipeline, find_data(pipeline)).settings
-    before = {"formats": ["auto", "auto"], "held_out": [False, False], "validation_fraction": 0.1}
-    assert told == {**before, **told_as_well}
+    always = {"formats": ["auto", "auto"], "held_out": [False, False], "validation_fraction": 0.1, "duplicates": "keep"}
+    assert told == {**always, **told_as_well}
 
 
 @pytest.mark.parametrize("paths", [["rows"], ["rows/1.jsonl", "rows/2.jsonl"]], ids=["a folder", "two files"])

@@ -148,7 +148,7 @@ CODE_VERSIONS = {
     "tokenization_spec": "1-ae782c9ff1ed",
     "training_spec": "1-b343bf3cd062",
     "evaluation_spec": "1-7d6b65356284",
-    "raw_preferences": "5-c0f4dfffbb96",
+    "raw_preferences": "6-eb4c85cd1786",
     "tokenized_pairs": "2-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
@@ -162,9 +162,9 @@ def test_what_a_store_has_of_a_recipe_is_found_again():
     """As it was when stores were filled; a field that is added leaves the key as it is at its default, or comes with a version.
 
     With version 4 of `raw_preferences` rows may hold arguments for the template, and with version 5 transcripts may begin in
-    `prompt`, and `history` counts beside all plain text, so they have to be read again anyway; with version 2 of
-    `tokenized_pairs` a pair is dropped of which the template leaves out a message. `disable_dropout` counts at its default too,
-    since before it policies were trained with the dropout of their config.
+    `prompt`, and `history` counts beside all plain text, so they have to be read again anyway, and version 6 counts pairs that
+    repeat another; with version 2 of `tokenized_pairs` a pair is dropped of which the template leaves out a message.
+    `disable_dropout` counts at its default too, since before it policies were trained with the dropout of their config.
     """
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
     assert {asset: node.code_version(recipe) for asset, node in GRAPH.items()} == CODE_VERSIONS

@@ -171,6 +171,10 @@ TABLE: dict[str, Row] = {
     "a field that is in no column": Row(field("data.sources.0.columns", {"tools": None}), ".. ... cr .r rrr", 0),
     "format named": Row(field("data.sources.0.format", "conversational"), ".. ... cr .r rrr", 0),
     "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. ... CC .c CCC", 0),
+    "duplicates, of which there are none": Row(field("data.duplicates", "drop"), ".. ... cr .r rrr", 0),
+    "rows that were there, where duplicates are dropped": Row(
+        edits.both(field("data.duplicates", "drop"), data_lines(lambda rows: [*rows, *rows[:3]])), SAME_PAIRS, 0
+    ),
     "max_quarantined": Row(field("data.max_quarantined", 0.5), NOTHING),
     # Tokenizer
     "tokenizer moved": Row(edits.move_tokenizer, NOTHING),

@@ -40,6 +40,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 class Data(Section):
     sources: tuple[DataSource, ...] = Field(min_length=1)
     validation_fraction: Fraction = 0.1
+    duplicates: Literal["keep", "drop"] = "keep"
     max_quarantined: Share = 0.05
 
     @property

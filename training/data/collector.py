@@ -6,6 +6,8 @@
 Pairs with the same prompt are in the same split: validation if the prompt occurs in a source that is held out, which is why
 such sources are read first; else the split follows from the prompt's hash alone, and so does whether a fraction leaves it out:
 both stay as data grows.
+
+A pair that repeats an earlier one is kept too, unless the recipe says that duplicates are dropped.
 """
 
 from collections import Counter
@@ -21,6 +23,7 @@ from training.contract.errors import DataError
 from training.contract.fingerprint import value_digest
 from training.contract.recipe_files import DataFile
 from training.data.columns import Columns
+from training.data.duplicates import Duplicates
 from training.data.messages import Message, Pair, message
 from training.data.quarantine import Quarantined
 from training.data.readers import Record
@@ -90,6 +93,7 @@ class Collector:
 
     folder: Path
     validation_fraction: float
+    drop_duplicates: bool
     digests: list[bytes] = field(default_factory=list)
     refused: list[bytes] = field(default_factory=list)
     held_out_prompts: set[bytes] = field(default_factory=set)
@@ -97,6 +101,7 @@ class Collector:
     pairs_of_source: Counter[int] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
+    duplicates: Duplicates = field(default_factory=Duplicates)
     reasons: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, Any]] = field(default_factory=list)
     quarantine_examples: list[dict[str, Any]] = field(default_factory=list)
@@ -121,6 +126,8 @@ class Collector:
             turns["tools"] = pair.tools
         if pair.chat_template_kwargs:
             turns["chat_template_kwargs"] = pair.chat_template_kwargs
+        if self.duplicates.repeats(turns, f"{given.file.name}, line {line}") and self.drop_duplicates:
+            return
         origin: dict[str, Any] = {"split": split, "line": line}
         if given.source.name is not None:
             origin["source_name"] = given.source.name
@@ -167,15 +174,18 @@ class Collector:
                 )
 
     def details(self) -> dict[str, Any]:
-        pairs, quarantined = len(self.digests), self.reasons.total()
+        pairs, quarantined, duplicates = len(self.digests), self.reasons.total(), self.duplicates
+        dropped = duplicates.count if self.drop_duplicates else 0
         return {
             "counts": {
                 "pairs": pairs,
                 "quarantined": quarantined,
                 "train": self.splits["train"],
                 "validation": self.splits["validation"],
-                "rows_read": pairs + quarantined + self.left_out,
+                "rows_read": pairs + quarantined + self.left_out + dropped,
                 "left_out": self.left_out,
+                "duplicates": duplicates.count,
+                "conflicting": duplicates.conflicting,
             },
             "formats": self.formats,
             "reasons": dict(self.reasons.most_common()),

@@ -1,8 +1,8 @@
 """The `preferences` job: every row of every source becomes a pair in one schema, or a line in quarantine.
 
-Rows read = pairs + quarantined + left out by the `fraction` of their source, always. The fingerprint covers the pairs with
-their splits, line numbers and the names of their sources, and the quarantined rows, in order, not the names of the files they
-came from.
+Rows read = pairs + quarantined + left out by the `fraction` of their source + dropped duplicates, always. The fingerprint
+covers the pairs with their splits, line numbers and the names of their sources, and the quarantined rows, in order, not the
+names of the files they came from.
 """
 
 import contextlib
@@ -47,7 +47,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     ]
     given = zip(listed, sources, strict=True)
     inputs = _distinctly_named([SourceFile(file, source) for files, source in given for file in files])
-    with contextlib.closing(Collector(job.staging, job.settings["validation_fraction"])) as collector:
+    fraction, drops = job.settings["validation_fraction"], job.settings["duplicates"] == "drop"
+    with contextlib.closing(Collector(job.staging, fraction, drops)) as collector:
         progress = Progress(events, len(inputs), "files")
         for each in sorted(inputs, key=lambda each: not each.source.held_out):
             _collect(each, collector)
@@ -63,6 +64,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.note(f"{count} rows in quarantine: {reason}")
     if collector.left_out:
         events.note(f"{collector.left_out} rows left out by the `fraction` of their source")
+    for note in collector.duplicates.notes(drops):
+        events.note(note)
     return Made(fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details())
 
 

@@ -52,12 +52,17 @@ class Workshop:
         return Done(place.do(job), job)
 
     def preferences(
-        self, *sources: dict[str, Any], fraction: float = 0.1, listed: list[list[DataFile]] | None = None
+        self,
+        *sources: dict[str, Any],
+        fraction: float = 0.1,
+        duplicates: str = "keep",
+        listed: list[list[DataFile]] | None = None,
     ) -> Done:
         """The job on `sources`: on the files `listed` for each of them, or on what they stand for now."""
         settings = {
             "formats": [source.get("format", "auto") for source in sources],
             "validation_fraction": fraction,
+            "duplicates": duplicates,
             "held_out": [source.get("held_out", False) for source in sources],
             "columns": [source.get("columns", {}) for source in sources],
             "fractions": [source.get("fraction", 1.0) for source in sources],

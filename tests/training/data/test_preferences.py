@@ -74,7 +74,7 @@ def test_nothing_is_dropped_silently(workshop):
     bad = ['{"prompt": "x"', {"prompt": "x", "chosen": "a", "rejected": "a"}, "[]", {**GOOD, "prompt": "a\ud800"}]
     done = workshop.rows([GOOD, *bad])
     counts = {"rows_read": 5, "pairs": 1, "quarantined": 4, "left_out": 0, "train": 1, "validation": 0}
-    assert done.details["counts"] == counts
+    assert done.details["counts"] == counts | {"duplicates": 0, "conflicting": 0}
     assert [(row["line"], row["reason"]) for row in done.table("quarantine.parquet")] == [
         (2, "bad JSON"), (3, "chosen equals rejected"), (4, "not an object"), (5, "invalid unicode"),
     ]  # fmt: skip
@@ -85,6 +85,62 @@ def test_nothing_is_dropped_silently(workshop):
         "prompt": [{"role": "user", "content": "Why?"}], "chosen": [{"role": "assistant", "content": "Because."}],
         "rejected": [{"role": "assistant", "content": "No idea."}],
     }  # fmt: skip
+
+
+def _told(done) -> str:
+    """What the job told, in the words of its events."""
+    return "\n".join(json.loads(line).get("text", "") for line in done.events.read_text().splitlines())
+
+
+def test_pairs_that_repeat_or_contradict_an_earlier_one_are_counted_and_dropped_on_request(workshop, tmp_path):
+    """In any format and file. Of pairs with other tools, another answer or other arguments of the template none repeats."""
+    turns = {"prompt": [{"role": "user", "content": "Why?"}]}
+    turns |= {side: [{"role": "assistant", "content": GOOD[side]}] for side in ("chosen", "rejected")}
+    opposite = {**GOOD, "chosen": GOOD["rejected"], "rejected": GOOD["chosen"]}
+    others = [{**GOOD, "rejected": "So."}, {**GOOD, "prompt": "Who?"}, {**GOOD, "chat_template_kwargs": {"a": 1}}]
+    for name, rows in {"a": [GOOD, *others, "{", GOOD], "b": [opposite, GOOD, opposite, others[0]]}.items():
+        lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+        (tmp_path / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
+    (tmp_path / "c.jsonl").write_text(json.dumps(turns) + "\n")
+    sources = [{"path": str(tmp_path / f"{name}.jsonl")} for name in "abc"]
+    kept, dropped = (workshop.preferences(*sources, duplicates=rule) for rule in ("keep", "drop"))
+    found = {"rows_read": 11, "quarantined": 1, "left_out": 0, "duplicates": 5, "conflicting": 1}
+    for done, pairs in ((kept, 10), (dropped, 5)):
+        assert done.details["counts"].items() >= (found | {"pairs": pairs}).items()
+        assert len(done.table("preferences.parquet")) == pairs
+        assert "pairs that say the opposite of an earlier one: 1, the first: b.jsonl, line 1" in _told(done)
+    every = [(row["source"], row["line"]) for row in kept.table("preferences.parquet")]
+    assert every == [("a.jsonl", n) for n in (1, 2, 3, 4, 6)] + [("b.jsonl", n) for n in (1, 2, 3, 4)] + [
+        ("c.jsonl", 1)
+    ]
+    rows = dropped.table("preferences.parquet")
+    assert [(row["row"], row["source"], row["line"]) for row in rows] == [
+        (0, "a.jsonl", 1), (1, "a.jsonl", 2), (2, "a.jsonl", 3), (3, "a.jsonl", 4), (4, "b.jsonl", 1),
+    ]  # fmt: skip
+    assert "pairs that repeat an earlier one: 5, the first: a.jsonl, line 6; they were kept, `data." in _told(kept)
+    assert "pairs that repeat an earlier one: 5, the first: a.jsonl, line 6; they were dropped" in _told(dropped)
+
+
+def test_without_duplicates_dropping_them_changes_nothing_and_with_it_repetition_changes_nothing(workshop):
+    """So an export with rows that were there before is no new data."""
+    other = {**GOOD, "prompt": "Who?"}
+    given = [[GOOD, other], [GOOD, other, other, GOOD]]
+    plain, repeated = (workshop.preferences(workshop.source(rows)) for rows in given)
+    once, again = (workshop.preferences(workshop.source(rows), duplicates="drop") for rows in given)
+    assert plain.made.fingerprint == once.made.fingerprint == again.made.fingerprint != repeated.made.fingerprint
+
+
+def test_of_a_duplicate_in_a_held_out_source_that_one_stays(workshop):
+    """Held-out sources are read first, and one of which every pair is in another of them has pairs all the same."""
+    train = workshop.source([GOOD, {**GOOD, "prompt": "Who?"}])
+    workshop.count += 1
+    held_out = {**workshop.source([GOOD]), "held_out": True}
+    done = workshop.preferences(train, held_out, held_out, fraction=0.0, duplicates="drop")
+    assert [(row["line"], row["split"]) for row in done.table("preferences.parquet")] == [
+        (1, "validation"),
+        (2, "train"),
+    ]
+    assert done.details["counts"]["duplicates"] == 2
 
 
 def test_a_given_format_overrides_detection(workshop):

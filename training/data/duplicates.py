@@ -1,0 +1,54 @@
+"""Pairs that repeat an earlier one, as those of overlapping exports do, and pairs that say the opposite of an earlier one."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.contract.fingerprint import value_digest
+
+_SIDES = ("chosen", "rejected")
+_IDENTITY_BYTES = 16
+
+
+@dataclass
+class Duplicates:
+    """Counts them. Of every distinct pair an identity of `_IDENTITY_BYTES` is held."""
+
+    count: int = 0
+    conflicting: int = 0
+    first: str = ""
+    first_conflicting: str = ""
+    _identities: set[bytes] = field(default_factory=set)
+
+    def repeats(self, turns: Mapping[str, Any], place: str) -> bool:
+        """Whether an earlier pair has all of this one's `turns`: prompt, chosen, rejected, tools, arguments of the template."""
+        identity, opposite = _identity_and_opposite(turns)
+        if identity in self._identities:
+            self.count += 1
+            self.first = self.first or place
+            return True
+        self._identities.add(identity)
+        if opposite in self._identities:
+            self.conflicting += 1
+            self.first_conflicting = self.first_conflicting or place
+        return False
+
+    def notes(self, were_dropped: bool) -> Iterator[str]:
+        """What a person should know of them."""
+        if self.count:
+            fate = "dropped" if were_dropped else "kept, `data.duplicates: drop` would leave them out"
+            yield f"pairs that repeat an earlier one: {self.count}, the first: {self.first}; they were {fate}"
+        if self.conflicting:
+            yield f"pairs that say the opposite of an earlier one: {self.conflicting}, the first: {self.first_conflicting}"
+
+
+def _identity_and_opposite(turns: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """The identity of a pair, and that of the pair with chosen and rejected exchanged."""
+    shared = value_digest({part: value for part, value in turns.items() if part not in _SIDES})
+    chosen, rejected = (value_digest(turns[side]) for side in _SIDES)
+    return _identity(shared, chosen, rejected), _identity(shared, rejected, chosen)
+
+
+def _identity(*digests: bytes) -> bytes:
+    return hashlib.sha256(b"".join(digests)).digest()[:_IDENTITY_BYTES]
