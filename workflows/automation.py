@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import dagster as dg
 
@@ -25,6 +26,7 @@ from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.process import close_dead_runs
 from assets.world import Found, FoundTokenizer, find_root
+from assets.written import written
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.fingerprint import fingerprint
 from workflows.resources import build_services, pedigree_home
@@ -63,22 +65,30 @@ def retraining(pipeline: Pipeline) -> dg.Definitions:
 def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
     automation = pipeline.recipe.automation
     assert automation.cron is not None
-    try:
-        schedule = dg.ScheduleDefinition(
-            name=f"{pipeline.identifier}_schedule",
-            job_name=job,
-            cron_schedule=automation.cron,
-            execution_timezone=automation.timezone,
-            default_status=dg.DefaultScheduleStatus.RUNNING,
-            description=f"Retrains {pipeline.name} at {automation.cron!r} ({automation.timezone}).",
-        )
-        _demand_date(automation.cron, automation.timezone)
-    except (dg.DagsterInvalidDefinitionError, ValueError) as error:
-        raise RecipeError(
-            f"{pipeline.name}: `automation.cron: {automation.cron}` with `automation.timezone: {automation.timezone}` is no "
-            'schedule; expected five fields such as "0 6 * * 1", Mondays at six, and a name such as Europe/Berlin'
-        ) from error
+    with written(pipeline, "automation.timezone"):
+        _demand_timezone(automation.timezone)
+    with written(pipeline, "automation.cron"):
+        try:
+            schedule = dg.ScheduleDefinition(
+                name=f"{pipeline.identifier}_schedule",
+                job_name=job,
+                cron_schedule=automation.cron,
+                execution_timezone=automation.timezone,
+                default_status=dg.DefaultScheduleStatus.RUNNING,
+                description=f"Retrains {pipeline.name} at {automation.cron!r} ({automation.timezone}).",
+            )
+            _demand_date(automation.cron, automation.timezone)
+        except (dg.DagsterInvalidDefinitionError, ValueError) as error:
+            told = 'it is no schedule; expected five fields such as "0 6 * * 1", Mondays at six'
+            raise RecipeError(told) from error
     return schedule
+
+
+def _demand_timezone(name: str) -> None:
+    try:
+        ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError, OSError) as error:
+        raise RecipeError("it is no time zone; expected a name such as Europe/Berlin") from error
 
 
 def _demand_date(cron: str, timezone: str) -> None:

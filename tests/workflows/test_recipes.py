@@ -197,9 +197,14 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{%s, training: {batch_size: -4}}", "3: training.batch_size: input should be .* equal to 1, found -4"),
         ("{data: {sources: [{hub: a/b}]}, reference: {model: b}, release: {}}", "3: release.model_name: it is missing"),
         ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
-        ("{%s, automation: {cron: every day}}", "`automation.cron: every day` .* expected five fields"),
-        ("{%s, automation: {cron: '0 6 31 2,4 *'}}", "`automation.cron: 0 6 31 2,4 .*` .* expected five fields"),
-        ("{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}", "`automation.timezone: Mars`"),
+        ("{%s, automation: {cron: every day}}", "3: automation.cron: every day: it .* expected five fields"),
+        ("{%s, automation: {cron: '0 6 31 2,4 *'}}", r"3: automation.cron: 0 6 31 2,4 \*: it .* expected five fields"),
+        (
+            "{%s, automation: {cron: '0 6 * * 1', timezone: Europe}}",
+            "3: automation.timezone: Europe: it is no time zone",
+        ),
+        ("{%s, automation: {cron: '0 6 * * 1', timezone: ../x}}", "3: automation.timezone: ../x: it is no time zone"),
+        ("{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}", "3: automation.timezone: Mars: it is no time zone"),
         (
             "{%s, training: {loss: {type: sigmiod}}}",
             "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",

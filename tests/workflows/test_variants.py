@@ -91,7 +91,7 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{a_b: {}, a-b: {}}", "variants.a-b: its pipeline would be wrong-a-b, the name of the variant a_b"),
         ("{next: {}}", "variants.next: its pipeline would be wrong-next, the name of the recipe wrong_next"),
         ("{next-x: {}}", "would be wrong-next-x, the name of the variant x of the recipe wrong_next"),
-        ("{a: {automation: {cron: daily}}}", "wrong-a: `automation.cron: daily`"),
+        ("{a: {automation: {cron: daily}}}", "3: variants.a.automation.cron: daily: it is no schedule"),
     ],
 )
 def test_what_is_wrong_in_a_variant_is_told_with_its_place(tmp_path, variants, told):
