@@ -85,6 +85,7 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
 
 
 def _demand_timezone(name: str) -> None:
+    """Raises RecipeError for what names no time zone. Dagster refuses it too, but as it refuses a wrong `cron`."""
     try:
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:

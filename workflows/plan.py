@@ -143,9 +143,10 @@ class _Planner:
                 rows = self.cheap.source.artifact.details["rows"].values()
                 return {"files": len(rows), "rows": None if None in rows else sum(rows)}
             case "raw_preferences":
-                rows_read = self.cheap.rows.artifact.details["counts"]
-                told = ("quarantined", "duplicates", "conflicting")
-                return {"rows": rows_read["pairs"], **{name: rows_read[name] for name in told}}
+                found = self.cheap.rows.artifact.details["counts"]
+                return {"rows": found["pairs"]} | {
+                    name: found[name] for name in ("quarantined", "duplicates", "conflicting")
+                }
             case "tokenized_pairs":
                 return {"rows": counts["pairs"], "dropped": counts["dropped"]}
             case "reference_model" if recipe.reference.sft is not None:

@@ -93,7 +93,7 @@ class Collector:
 
     folder: Path
     validation_fraction: float
-    drop_duplicates: bool
+    duplicates: Duplicates
     digests: list[bytes] = field(default_factory=list)
     refused: list[bytes] = field(default_factory=list)
     held_out_prompts: set[bytes] = field(default_factory=set)
@@ -101,7 +101,6 @@ class Collector:
     pairs_of_source: Counter[int] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
-    duplicates: Duplicates = field(default_factory=Duplicates)
     reasons: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, Any]] = field(default_factory=list)
     quarantine_examples: list[dict[str, Any]] = field(default_factory=list)
@@ -126,7 +125,7 @@ class Collector:
             turns["tools"] = pair.tools
         if pair.chat_template_kwargs:
             turns["chat_template_kwargs"] = pair.chat_template_kwargs
-        if self.duplicates.repeats(turns, f"{given.file.name}, line {line}") and self.drop_duplicates:
+        if self.duplicates.drops(turns, f"{given.file.name}, line {line}"):
             return
         origin: dict[str, Any] = {"split": split, "line": line}
         if given.source.name is not None:
@@ -175,14 +174,13 @@ class Collector:
 
     def details(self) -> dict[str, Any]:
         pairs, quarantined, duplicates = len(self.digests), self.reasons.total(), self.duplicates
-        dropped = duplicates.count if self.drop_duplicates else 0
         return {
             "counts": {
                 "pairs": pairs,
                 "quarantined": quarantined,
                 "train": self.splits["train"],
                 "validation": self.splits["validation"],
-                "rows_read": pairs + quarantined + self.left_out + dropped,
+                "rows_read": pairs + quarantined + self.left_out + duplicates.dropped,
                 "left_out": self.left_out,
                 "duplicates": duplicates.count,
                 "conflicting": duplicates.conflicting,

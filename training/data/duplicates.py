@@ -13,31 +13,39 @@ _IDENTITY_BYTES = 16
 
 @dataclass
 class Duplicates:
-    """Counts them. Of every distinct pair an identity of `_IDENTITY_BYTES` is held."""
+    """Counts them, and drops those that repeat where the recipe says so. Of every distinct pair it holds `_IDENTITY_BYTES`."""
 
+    are_dropped: bool
     count: int = 0
     conflicting: int = 0
     first: str = ""
     first_conflicting: str = ""
     _identities: set[bytes] = field(default_factory=set)
 
-    def repeats(self, turns: Mapping[str, Any], place: str) -> bool:
-        """Whether an earlier pair has all of this one's `turns`: prompt, chosen, rejected, tools, arguments of the template."""
+    @property
+    def dropped(self) -> int:
+        return self.count if self.are_dropped else 0
+
+    def drops(self, turns: Mapping[str, Any], place: str) -> bool:
+        """Count a pair, and say whether it is to be dropped.
+
+        It repeats an earlier one that has all of its `turns`: prompt, chosen, rejected, tools, arguments of the template.
+        """
         identity, opposite = _identity_and_opposite(turns)
         if identity in self._identities:
             self.count += 1
             self.first = self.first or place
-            return True
+            return self.are_dropped
         self._identities.add(identity)
         if opposite in self._identities:
             self.conflicting += 1
             self.first_conflicting = self.first_conflicting or place
         return False
 
-    def notes(self, were_dropped: bool) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
         """What a person should know of them."""
         if self.count:
-            fate = "dropped" if were_dropped else "kept, `data.duplicates: drop` would leave them out"
+            fate = "dropped" if self.are_dropped else "kept, `data.duplicates: drop` would leave them out"
             yield f"pairs that repeat an earlier one: {self.count}, the first: {self.first}; they were {fate}"
         if self.conflicting:
             yield f"pairs that say the opposite of an earlier one: {self.conflicting}, the first: {self.first_conflicting}"

@@ -22,6 +22,7 @@ from training.data.collector import Collector, SourceFile, SourceSettings
 from training.data.columns import Columns
 from training.data.comparison import refuse_labels_from_0
 from training.data.detection import detect
+from training.data.duplicates import Duplicates
 from training.data.formats import FORMATS
 from training.data.hub_files import hub_files
 from training.data.messages import Pair
@@ -47,8 +48,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     ]
     given = zip(listed, sources, strict=True)
     inputs = _distinctly_named([SourceFile(file, source) for files, source in given for file in files])
-    fraction, drops = job.settings["validation_fraction"], job.settings["duplicates"] == "drop"
-    with contextlib.closing(Collector(job.staging, fraction, drops)) as collector:
+    duplicates = Duplicates(are_dropped=job.settings["duplicates"] == "drop")
+    with contextlib.closing(Collector(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
         progress = Progress(events, len(inputs), "files")
         for each in sorted(inputs, key=lambda each: not each.source.held_out):
             _collect(each, collector)
@@ -64,7 +65,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.note(f"{count} rows in quarantine: {reason}")
     if collector.left_out:
         events.note(f"{collector.left_out} rows left out by the `fraction` of their source")
-    for note in collector.duplicates.notes(drops):
+    for note in duplicates.notes():
         events.note(note)
     return Made(fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details())
 
