@@ -1,10 +1,11 @@
 """What a candidate is compared with: the champion's evaluation, wherever it was released."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from assets.event_log import tell
 from assets.held_out import Row, common_measure, measured, prompts, rows_by_messages, rows_by_pair
+from assets.leakage import find_leakage
 from assets.step import Step
 from model_registry.gate import MIN_PROMPTS, Measure, Prompts, Values, count_prompts
 from model_registry.versions import Version
@@ -14,12 +15,17 @@ from training.contract.store import Artifact
 
 @dataclass(frozen=True)
 class Compared:
-    """What `measure` says of the pairs of a candidate and of the champion, and which prompts they have."""
+    """What `measure` says of the pairs of a candidate and of the champion, and which prompts they have.
+
+    `rows` are the candidate's; `leaked` names the shared pairs whose prompts one of both was trained on before.
+    """
 
     measure: Measure
     candidate: Values
     champion: Values
     prompts: Prompts
+    rows: Mapping[str, Row]
+    leaked: frozenset[str] = frozenset()
 
     @property
     def shared(self) -> set[str]:
@@ -34,10 +40,16 @@ def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: V
     messages: after an edit that spares some pairs, those are of a kind of their own. Raises RegistryError where the champion's
     is nowhere; CorruptArtifact.
     """
-    theirs, said = (
-        _artifact_of(step, champion, "evaluation"),
-        step.services.store.open("raw_preferences", raw_preferences),
-    )
+    store, theirs = step.services.store, _artifact_of(step, champion, "evaluation")
+    found = _comparable(step, evaluation, store.open("raw_preferences", raw_preferences), champion, theirs)
+    shared = {pair: found.rows[pair] for pair in found.shared}
+    policies = [each.derivation.inputs["policy"].fingerprint for each in (evaluation, theirs)]
+    leaked = [find_leakage(store, policy, shared, raw_preferences).pairs for policy in policies]
+    return replace(found, leaked=frozenset().union(*leaked))
+
+
+def _comparable(step: Step, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact) -> Compared:
+    """The same, whatever has leaked."""
     measure = common_measure(evaluation, theirs)
     by_tokens = _compared(measure, rows_by_pair(evaluation), rows_by_pair(theirs), said)
     is_enough = count_prompts(by_tokens.shared, by_tokens.prompts) >= MIN_PROMPTS
@@ -57,7 +69,8 @@ def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: V
 
 
 def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> Compared:
-    return Compared(measure, measured(measure, rows, others), measured(measure, others, others), prompts(rows, said))
+    values, of_champion = measured(measure, rows, others), measured(measure, others, others)
+    return Compared(measure, values, of_champion, prompts(rows, said), rows)
 
 
 def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:

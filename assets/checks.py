@@ -5,7 +5,9 @@ The body of an asset reports its checks, so every materialization has them.
 
 import dagster as dg
 
+from assets.leakage import Leakage
 from assets.pipeline import Pipeline
+from training.contract.fingerprint import short
 from training.contract.store import Artifact
 
 QUARANTINE = "quarantine_within_limit"
@@ -17,6 +19,7 @@ COVERAGE = "complete_and_finite"
 STEP0 = "step0_loss_at_zero_margin"
 REWARDS = "rewards_finite"
 ACCURACY = "held_out_accuracy_above_chance"
+LEAKAGE = "no_held_out_prompt_trained_on_before"
 
 _CHECKS = {
     "raw_preferences": {QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`."},
@@ -33,9 +36,12 @@ _CHECKS = {
         STEP0: "Before the first update the loss of the reference model is that of its own log-probs: model and table agree.",
         REWARDS: "The rewards of every training step are finite.",
     },
-    "evaluation": {ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half."},
+    "evaluation": {
+        ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half.",
+        LEAKAGE: "No policy that this one started from was trained on a held-out prompt.",
+    },
 }
-_WARNINGS = {ACCURACY}
+_WARNINGS = {ACCURACY, LEAKAGE}
 
 
 def check_specs(pipeline: Pipeline, asset: str) -> list[dg.AssetCheckSpec]:
@@ -125,6 +131,23 @@ def accuracy(artifact: Artifact) -> dg.AssetCheckResult:
     value = artifact.details["metrics"]["eval/rewards/accuracies"]
     description = f"held-out accuracy {value:.3f}, 95% interval {low:.3f} to {high:.3f}"
     return _result(ACCURACY, low > 0.5, description, accuracy=value, low=low, high=high)
+
+
+def leakage(found: Leakage, pairs: int) -> dg.AssetCheckResult:
+    leaked = len(found.pairs)
+    listed = ", ".join(map(short, found.policies)) or "none"
+    description = (
+        f"{leaked:,} of {pairs:,} held-out pairs have prompts that policies were trained on from which this one started "
+        f"({listed})"
+    )
+    if leaked:
+        description += (
+            ": losses, accuracies and floors look better than they are. The gate leaves these pairs out; "
+            "`training.start_from: reference`, or a `reference.model` that was not trained on them, starts anew"
+        )
+    if found.unknown:
+        description += f"; what {', '.join(map(short, found.unknown))} was trained on is not in this store"
+    return _result(LEAKAGE, not leaked, description, leaked_pairs=leaked)
 
 
 def _result(name: str, passed: bool, description: str, **figures: float) -> dg.AssetCheckResult:

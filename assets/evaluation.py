@@ -5,6 +5,9 @@ from typing import Any
 import dagster as dg
 
 from assets import checks
+from assets.event_log import tell
+from assets.held_out import rows_by_pair
+from assets.leakage import find_leakage
 from assets.metadata import table
 from assets.policy import delivered_run
 from assets.realize import Work, realize
@@ -23,7 +26,17 @@ def evaluation(step: Step) -> dg.MaterializeResult:
         "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
         **_tracked(step, made.artifact),
     }
-    return made.result(metadata, [checks.accuracy(made.artifact)])
+    return made.result(metadata, [checks.accuracy(made.artifact), _leakage(step, made.artifact)])
+
+
+def _leakage(step: Step, evaluation: Artifact) -> dg.AssetCheckResult:
+    policy, rows = evaluation.derivation.inputs["policy"].fingerprint, rows_by_pair(evaluation)
+    pairs = evaluation.derivation.inputs["tokenized_pairs"].fingerprint
+    raw_preferences = step.history.derivation("tokenized_pairs", pairs).inputs["raw_preferences"].fingerprint
+    found = checks.leakage(find_leakage(step.services.store, policy, rows, raw_preferences), len(rows))
+    if not found.passed:
+        tell(step.services, step.context.log, "evaluation", f"{found.check_name}: {found.description}")
+    return found
 
 
 def _of_sources(rows: list[dict[str, Any]] | None) -> dict[str, Any]:

@@ -43,9 +43,15 @@ def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[st
 
 def prompts(rows: Mapping[str, Row], raw_preferences: Artifact) -> Prompts:
     """What is said in the prompts of `rows`, as a digest, by the same names."""
+    said = prompt_messages(rows, raw_preferences)
+    return {pair: value_digest(without_nulls(messages)).hex() for pair, messages in said.items()}
+
+
+def prompt_messages(rows: Mapping[str, Row], raw_preferences: Artifact) -> dict[str, list[dict[str, Any]]]:
+    """The prompts of `rows` as they are in `raw_preferences`, by the same names."""
     said = _said([row["row"] for row in rows.values()], raw_preferences, ["row", "prompt"])
-    digests = {pair["row"]: value_digest(without_nulls(pair["prompt"])).hex() for pair in said.to_pylist()}
-    return {pair: digests[row["row"]] for pair, row in rows.items()}
+    messages = {pair["row"]: pair["prompt"] for pair in said.to_pylist()}
+    return {pair: messages[row["row"]] for pair, row in rows.items()}
 
 
 def _said(rows: Iterable[int], raw_preferences: Artifact, columns: list[str]) -> pa.Table:

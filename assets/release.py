@@ -203,7 +203,13 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
     else:
         found = compared(candidate.step, evaluation, candidate.lineage["raw_preferences"], champion)
         decision = decide(
-            found.candidate, found.champion, found.measure, metrics=metrics, gate=gate, prompts=found.prompts
+            found.candidate,
+            found.champion,
+            found.measure,
+            metrics=metrics,
+            gate=gate,
+            prompts=found.prompts,
+            leaked=found.leaked,
         )
     return _unless_rolled_back(candidate, decision)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import dagster as dg
 
 from assets.held_out import accuracy, loss, margin, prompts, rows_by_pair, scale
+from assets.leakage import find_leakage
 from assets.materialized import Ancestor, History
 from assets.pipeline import Pipeline, Services
 from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_prompts, paired_difference
@@ -113,7 +114,10 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
         why = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
         return Evaluated(history.pipeline.name, notes=(why,))
     stood_on, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
-    notes = _edited(history, services)
+    raw_preferences, notes = stood_on["raw_preferences"].fingerprint, _edited(history, services)
+    leakage = find_leakage(services.store, stood_on["policy"].fingerprint, rows, raw_preferences)
+    if leaked := len(leakage.pairs):
+        notes += (f"policies that it started from were trained on the prompts of {leaked} of its {len(rows)} pairs",)
     if "reference_model" not in scale_of_loss:
         notes += ("its loss has no reference: accuracy and margin are measured over the one that the recipe names",)
     return Evaluated(
@@ -122,7 +126,7 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
         scale=scale_of_loss,
         values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
         notes=notes,
-        prompts=prompts(rows, services.store.open("raw_preferences", stood_on["raw_preferences"].fingerprint)),
+        prompts=prompts(rows, services.store.open("raw_preferences", raw_preferences)),
         reference=stood_on["reference_model"].fingerprint,
     )
 

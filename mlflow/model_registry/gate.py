@@ -21,7 +21,7 @@ one: else a copy of the champion could pass by the rounding alone.
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -97,11 +97,13 @@ def decide(
     metrics: Mapping[str, float],
     gate: Gate,
     prompts: Prompts = _OWN_PROMPTS,
+    leaked: Set[str] = frozenset(),
 ) -> Decision:
     """Compare what `measure` says of a candidate with the champion's, by the pair's identity.
 
     `metrics` are those of the candidate's evaluation, with the accuracies; below a floor of the recipe's `gate` nothing is
-    promoted. If there is no champion, a candidate that is below none is promoted.
+    promoted. If there is no champion, a candidate that is below none is promoted. Pairs that have `leaked`, since one of both
+    was trained on their prompts before, are not compared.
     """
     accuracy = metrics["eval/rewards/accuracies"]
     figures = {"candidate_pairs": float(len(candidate)), "accuracy": accuracy}
@@ -111,7 +113,7 @@ def decide(
     for name, floor in gate.min_accuracy_of.items():
         reasons += _below(floor, metrics.get(f"eval/sources/{name}/rewards/accuracies"), figures, f" of {name}")
     if champion is not None:
-        beaten, compared = _compare(candidate, champion, measure, prompts, figures)
+        beaten, compared = _compare(candidate, champion, measure, prompts, leaked, figures)
         return Decision(beaten and not reasons, [*reasons, *compared], figures)
     if reasons:
         return Decision(False, reasons, figures)
@@ -146,13 +148,21 @@ def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: 
 
 
 def _compare(
-    candidate: Values, champion: Values, measure: Measure, prompts: Prompts, figures: dict[str, float]
+    candidate: Values,
+    champion: Values,
+    measure: Measure,
+    prompts: Prompts,
+    leaked: Set[str],
+    figures: dict[str, float],
 ) -> tuple[bool, list[str]]:
     """Whether the candidate is better by more than one standard error on the pairs both have, and the reason."""
-    shared = sorted(candidate.keys() & champion.keys())
+    shared = sorted((candidate.keys() & champion.keys()) - leaked)
     count = count_prompts(shared, prompts)
     of_prompts = f" of {count} prompts" if count < len(shared) else ""
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
+    if leaked:
+        figures["leaked_pairs"] = float(len(leaked))
+        of_prompts += f", without {len(leaked)} whose prompts one of both was trained on before,"
     if count < MIN_PROMPTS:
         return False, [
             f"only {len(shared)} held-out pairs{of_prompts} are shared with the champion; {MIN_PROMPTS} prompts are needed: "

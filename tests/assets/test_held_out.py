@@ -87,7 +87,7 @@ def evaluated(
     """An evaluation made from a reference and pairs with these fingerprints."""
     inputs = {
         kind: Source(kind=kind, fingerprint=digit * 64)
-        for kind, digit in (("reference_model", reference), ("tokenized_pairs", pairs))
+        for kind, digit in (("reference_model", reference), ("tokenized_pairs", pairs), ("policy", "e"))
     }
     how = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings={"loss": {"type": loss}})
     with store.staging() as staging:

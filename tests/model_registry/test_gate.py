@@ -78,6 +78,24 @@ def test_a_gain_on_pairs_of_few_prompts_is_no_gain():
     assert few.startswith("only 40 held-out pairs of 9 prompts are shared with the champion; 10 prompts are needed: ")
 
 
+def test_pairs_that_leaked_are_not_compared():
+    """A champion that knows six of the twenty pairs by heart is worse on all others, and is replaced."""
+    names = list(named([0.0] * 20))
+    candidate = dict.fromkeys(names, 0.5)
+    champion = {pair: 0.0 if index < 6 else 0.6 for index, pair in enumerate(names)}
+    leaked = frozenset(names[:6])
+    told = decide(candidate, champion, leaked=leaked)
+    assert told.promote and told.figures["gain"] == pytest.approx(0.1)
+    assert (told.figures["shared_pairs"], told.figures["leaked_pairs"]) == (14, 6)
+    whose = "without 6 whose prompts one of both was trained on before"
+    assert told.reasons[0].startswith(f"on 14 shared pairs, {whose}, the loss is 0.1 lower")
+    assert not decide(candidate, champion).promote
+    [few] = decide(candidate, champion, leaked=leaked | set(names[6:11])).reasons
+    assert few.startswith(
+        "only 9 held-out pairs, without 11 whose prompts one of both was trained on before, are shared"
+    )
+
+
 def test_better_by_less_than_a_standard_error_is_not():
     """Gains of +1 and -0.9 in turn: mean 0.05, s = sqrt(16 * 0.95^2 / 15) = 0.98115, standard error 0.24529."""
     decision = decide(named([0.0, 1.9] * 8), named([1.0] * 16))

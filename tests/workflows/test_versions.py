@@ -12,10 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import dagster as dg
 import pandas as pd
 import pytest
 from mlflow import MlflowClient
 
+from assets import checks
 from assets.materialized import latest
 from assets.release import RELEASE_KEY_TAG, release_fault
 from assets.version_files import put_back
@@ -24,7 +26,9 @@ from tests.workflows.homes import flip, write_recipe
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
+from training.contract.events import Event
 from training.contract.weights import weights_fingerprint, weights_identity
+from workflows.comparison import last_evaluated
 from workflows.execution import RunReport, materialize
 from workflows.lineage import status
 from workflows.plan import plan
@@ -250,3 +254,45 @@ def test_the_champion_is_whole_before_a_policy_starts_from_it(ground: Ground):
     whole = registry.resolve(f"models:/plain/{promoted.model_version}")
     [policy] = [asset.fingerprint for asset in promoted.assets if asset.asset == "policy"]
     assert weights_fingerprint(weights_identity(whole)) == policy
+
+
+def splits(ground: Ground, report: RunReport) -> dict[str, set[str]]:
+    """The prompts of a run in their splits, as text."""
+    [found] = [asset.fingerprint for asset in report.assets if asset.asset == "raw_preferences"]
+    rows = pd.read_parquet(ground.services.store.folder("raw_preferences", str(found)) / "preferences.parquet")
+    told = {name: rows["prompt"][rows["split"] == name] for name in ("train", "validation")}
+    return {name: {str([(turn["role"], turn["content"]) for turn in each]) for each in told[name]} for name in told}
+
+
+def test_what_the_champion_was_trained_on_is_told_and_left_out_by_the_gate(ground: Ground):
+    """More is held out than when it was trained. It has learned that by heart, so whoever comes next would never be better."""
+    registry, client = ground.services.registry, MlflowClient(ground.services.registry.tracking_uri)
+    pipeline, more = load_recipe(ground.folders["plain"]).pipeline, {"validation_fraction": 0.8}
+
+    def check() -> tuple[bool, Any]:
+        """Whether the latest one passed, and how many pairs it counted."""
+        key = dg.AssetCheckKey(pipeline.key("evaluation"), checks.LEAKAGE)
+        record = ground.instance.event_log_storage.get_latest_asset_check_execution_by_key([key])[key]
+        assert record.evaluation is not None
+        return record.evaluation.passed, record.evaluation.metadata["leaked_pairs"].value
+
+    told: list[Event] = []
+    ground.services = replace(ground.services, listener=told.append)
+    before = splits(ground, run(ground, training={"max_steps": 8}))
+    assert check() == (True, 0)
+    report = run(ground, data=more, training={"start_from": "champion"}, automation={"on_change": False})
+    now = splits(ground, report)
+    expected = len(now["validation"] & before["train"])
+    assert 0 < expected < len(now["validation"]), "each prompt has one pair"
+    assert check() == (False, expected)
+    [note] = [event["text"] for event in told if "held-out pairs have prompts" in event.get("text", "")]
+    assert f" {expected} of {len(now['validation'])} held-out pairs" in note
+    notes = last_evaluated(pipeline, ground.services, ground.instance).notes
+    assert any(f"trained on the prompts of {expected} of its" in note for note in notes), notes
+    [policy] = [asset.fingerprint for asset in report.assets if asset.asset == "policy"]
+    assert registry.find_version("plain", {"pedigree.policy": str(policy)}).number == 3
+    client.set_registered_model_alias("plain", "champion", "3")
+    other = run(ground, data=more, training={"max_steps": 3})
+    shared, whose = len(now["validation"]) - expected, "whose prompts one of both was trained on before"
+    assert f"{shared} shared pairs, without {expected} {whose}, the loss is" in (other.reasons or ""), other.reasons
+    assert check() == (True, 0), "it started from the reference"
