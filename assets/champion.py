@@ -44,8 +44,7 @@ def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: V
     found = _comparable(step, evaluation, store.open("raw_preferences", raw_preferences), champion, theirs)
     shared = {pair: found.rows[pair] for pair in found.shared}
     policies = [each.derivation.inputs["policy"].fingerprint for each in (evaluation, theirs)]
-    leaked = [find_leakage(store, policy, shared, raw_preferences).pairs for policy in policies]
-    return replace(found, leaked=frozenset().union(*leaked))
+    return replace(found, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
 
 
 def _comparable(step: Step, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact) -> Compared:

@@ -1,4 +1,6 @@
-"""What must hold of an artifact, judged by the details in its manifest. A blocking check that fails stops what follows.
+"""What must hold of an artifact, judged by the details in its manifest, or by its lineage.
+
+A blocking check that fails stops what follows.
 
 The body of an asset reports its checks, so every materialization has them.
 """
@@ -135,11 +137,13 @@ def accuracy(artifact: Artifact) -> dg.AssetCheckResult:
 
 def leakage(found: Leakage, pairs: int) -> dg.AssetCheckResult:
     leaked = len(found.pairs)
-    listed = ", ".join(map(short, found.policies)) or "none"
-    description = (
-        f"{leaked:,} of {pairs:,} held-out pairs have prompts that policies were trained on from which this one started "
-        f"({listed})"
-    )
+    description = "the policy started from none that a recipe of this store has trained"
+    if found.policies:
+        listed = ", ".join(map(short, found.policies))
+        description = (
+            f"{leaked:,} of {pairs:,} held-out pairs have prompts that were trained on before, by what the policy started from "
+            f"({listed})"
+        )
     if leaked:
         description += (
             ": losses, accuracies and floors look better than they are. The gate leaves these pairs out; "

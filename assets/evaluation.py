@@ -33,7 +33,7 @@ def _leakage(step: Step, evaluation: Artifact) -> dg.AssetCheckResult:
     policy, rows = evaluation.derivation.inputs["policy"].fingerprint, rows_by_pair(evaluation)
     pairs = evaluation.derivation.inputs["tokenized_pairs"].fingerprint
     raw_preferences = step.history.derivation("tokenized_pairs", pairs).inputs["raw_preferences"].fingerprint
-    found = checks.leakage(find_leakage(step.services.store, policy, rows, raw_preferences), len(rows))
+    found = checks.leakage(find_leakage(step.services.store, [policy], rows, raw_preferences), len(rows))
     if not found.passed:
         tell(step.services, step.context.log, "evaluation", f"{found.check_name}: {found.description}")
     return found

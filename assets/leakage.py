@@ -7,7 +7,7 @@ What a policy was trained on follows from its ancestors in the store, whichever 
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,13 @@ class Leakage:
     unknown: tuple[str, ...]
 
 
-def find_leakage(store: Store, policy: str, rows: Mapping[str, Row], raw_preferences: str) -> Leakage:
-    """Which of the held-out pairs `rows` have prompts that the policies were trained on from which `policy` started.
+def find_leakage(store: Store, policies: Collection[str], rows: Mapping[str, Row], raw_preferences: str) -> Leakage:
+    """Which of the held-out pairs `rows` have prompts that the policies were trained on from which one of `policies` started.
 
     Started directly or not; `raw_preferences` is the fingerprint of those that the pairs were made from. Raises StoreError if
     these are gone.
     """
-    before, unknown = _policies_before(store, policy)
+    before, unknown = _policies_before(store, policies)
     if not before:
         return Leakage(frozenset(), (), tuple(unknown))
     said = prompt_messages(rows, store.open("raw_preferences", raw_preferences))
@@ -55,21 +55,22 @@ def find_leakage(store: Store, policy: str, rows: Mapping[str, Row], raw_prefere
     return Leakage(pairs, tuple(weights for weights in before if weights not in unknown), tuple(unknown))
 
 
-def _policies_before(store: Store, policy: str) -> tuple[dict[str, Derivation], list[str]]:
-    """How those were trained that `policy` started from, directly or not, by weights; and the weights of unknown ones."""
+def _policies_before(store: Store, policies: Collection[str]) -> tuple[dict[str, Derivation], list[str]]:
+    """How those were trained that `policies` started from, directly or not, by weights; and the weights of unknown ones."""
     before: dict[str, Derivation] = {}
     unknown: list[str] = []
-    waiting = deque([policy])
+    waiting = deque((weights, False) for weights in policies)
     while waiting:
-        weights = waiting.popleft()
+        weights, is_before = waiting.popleft()
         if weights in before or weights in unknown:
             continue
         try:
-            before[weights] = _training(store, weights)
-            waiting += _started_from(store, before[weights])
+            how = _training(store, weights)
+            if is_before:
+                before[weights] = how
+            waiting += ((start, True) for start in _started_from(store, how))
         except StoreError:
             unknown.append(weights)
-    before.pop(policy, None)
     return before, unknown
 
 

@@ -115,7 +115,7 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
         return Evaluated(history.pipeline.name, notes=(why,))
     stood_on, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
     raw_preferences, notes = stood_on["raw_preferences"].fingerprint, _edited(history, services)
-    leakage = find_leakage(services.store, stood_on["policy"].fingerprint, rows, raw_preferences)
+    leakage = find_leakage(services.store, [stood_on["policy"].fingerprint], rows, raw_preferences)
     if leaked := len(leakage.pairs):
         notes += (f"policies that it started from were trained on the prompts of {leaked} of its {len(rows)} pairs",)
     if "reference_model" not in scale_of_loss:

@@ -160,13 +160,14 @@ def _compare(
     count = count_prompts(shared, prompts)
     of_prompts = f" of {count} prompts" if count < len(shared) else ""
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
+    without = ""
     if leaked:
         figures["leaked_pairs"] = float(len(leaked))
-        of_prompts += f", without {len(leaked)} whose prompts one of both was trained on before,"
+        without = f", without {len(leaked)} whose prompts one of both was trained on before,"
     if count < MIN_PROMPTS:
         return False, [
-            f"only {len(shared)} held-out pairs{of_prompts} are shared with the champion; {MIN_PROMPTS} prompts are needed: "
-            "compare them yourself, and point the alias champion at the better one in MLflow"
+            f"only {len(shared)} held-out pairs{of_prompts}{without} are shared with the champion; {MIN_PROMPTS} prompts are "
+            "needed: compare them yourself, and point the alias champion at the better one in MLflow"
         ]
     ours, theirs = {pair: candidate[pair] for pair in shared}, {pair: champion[pair] for pair in shared}
     if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
@@ -182,6 +183,6 @@ def _compare(
     found = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
     # The one pair in which two error rates differ is one standard error exactly, and not decided by how floats round.
     return gain > error * (1 + _ROUNDING), [
-        f"{measure.why}on {len(shared)} shared pairs{of_prompts} the {measure} is {found} the champion's; "
+        f"{measure.why}on {len(shared)} shared pairs{of_prompts}{without} the {measure} is {found} the champion's; "
         f"to become champion it must be lower by more than one standard error, {error:.4g}"
     ]

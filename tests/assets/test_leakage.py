@@ -45,20 +45,20 @@ class World:
             how = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings={"is": name})
             return self.store.publish(staging, how, Made(fingerprint("raw_preferences", name), {})).fingerprint
 
-    def policy(self, name: str, trained: str, *, base: str = BASE, champion: str | None = None, **fields: Any) -> str:
+    def policy(self, name: str, trained: str, *, base: str = BASE, champion: str | None = None) -> str:
         """A policy that was trained on these questions, a letter each."""
-        pairs = self.made("tokenized_pairs", name, {"raw_preferences": self.data(name, trained, "z", **fields)})
+        pairs = self.made("tokenized_pairs", name, {"raw_preferences": self.data(name, trained, "z")})
         reference = self.made("reference_model", base, {"base_model": base})
         return self.made("policy", name, {"tokenized_pairs": pairs, "reference_model": reference}, champion=champion)
 
     def merged(self, adapter: str) -> str:
         return self.made("merged_policy", adapter, {"policy": adapter})
 
-    def leakage(self, policy: str, **fields: Any) -> Leakage:
+    def leakage(self, *policies: str, **fields: Any) -> Leakage:
         """That of the questions a, b, c and d, which are held out."""
         raw_preferences = self.data("evaluated", "xy", "".join(QUESTIONS), **fields)
         return find_leakage(
-            self.store, policy, {each: {"row": 2 + n} for n, each in enumerate(QUESTIONS)}, raw_preferences
+            self.store, policies, {each: {"row": 2 + n} for n, each in enumerate(QUESTIONS)}, raw_preferences
         )
 
 
@@ -99,6 +99,16 @@ def test_all_that_came_before_counts_each_once(world: World):
     assert world.leakage(now) == Leakage(frozenset("abc"), (third, first, second), ())
 
 
+def test_of_two_policies_one_may_have_started_from_the_other(world: World):
+    """What a policy was trained on itself counts only where the other one started from it."""
+    first = world.policy("first", "a")
+    champion = world.policy("champion", "b", champion=first)
+    now = world.policy("now", "d", champion=champion)
+    assert world.leakage(now, champion).pairs == world.leakage(champion, now).pairs == {"a", "b"}
+    apart = world.policy("apart", "c")
+    assert world.leakage(apart, champion) == Leakage(frozenset("a"), (first,), ())
+
+
 def test_roles_and_contents_alone_make_a_prompt_as_they_decide_its_split(world: World):
     """An earlier version wrote fewer fields of a message, and ids of calls may be others in each export."""
     champion = world.policy("first", "a")
@@ -130,9 +140,11 @@ def test_a_corrupt_one_is_unknown(world: World):
 def test_the_check_tells_how_many_pairs_leaked_and_from_whom():
     first, second = "1" * 64, "2" * 64
     none = checks.leakage(Leakage(frozenset(), (), ()), 9)
-    assert none.passed and (none.description or "").startswith("0 of 9 held-out pairs have prompts")
+    assert none.passed and none.description == "the policy started from none that a recipe of this store has trained"
+    clean = checks.leakage(Leakage(frozenset(), (first,), ()), 9)
+    assert clean.passed and (clean.description or "").startswith("0 of 9 held-out pairs have prompts")
     some = checks.leakage(Leakage(frozenset("ab"), (first,), (second,)), 9)
     assert not some.passed and some.metadata["leaked_pairs"].value == 2
     told = some.description or ""
-    assert told.startswith("2 of 9 held-out pairs") and f"started ({short(first)}): " in told
+    assert told.startswith("2 of 9 held-out pairs") and f"started from ({short(first)}): " in told
     assert told.endswith(f"what {short(second)} was trained on is not in this store")
