@@ -131,9 +131,8 @@ def test_what_the_store_no_longer_has_is_unknown(world: World, kind: str):
 def test_a_corrupt_one_is_unknown(world: World):
     champion = world.policy("first", "a")
     now = world.policy("second", "xy", champion=champion)
-    world.store.folder("raw_preferences", fingerprint("raw_preferences", "first")).joinpath(
-        "preferences.parquet"
-    ).write_bytes(b"PAR1")
+    said = world.store.folder("raw_preferences", fingerprint("raw_preferences", "first")) / "preferences.parquet"
+    said.write_bytes(bytes(said.stat().st_size))
     assert world.leakage(now) == Leakage(frozenset(), (), (champion,))
 
 
