@@ -5,7 +5,6 @@ from typing import Any
 import dagster as dg
 
 from assets import checks
-from assets.event_log import tell
 from assets.held_out import rows_by_pair
 from assets.leakage import find_leakage
 from assets.metadata import table
@@ -33,10 +32,7 @@ def _leakage(step: Step, evaluation: Artifact) -> dg.AssetCheckResult:
     policy, rows = evaluation.derivation.inputs["policy"].fingerprint, rows_by_pair(evaluation)
     pairs = evaluation.derivation.inputs["tokenized_pairs"].fingerprint
     raw_preferences = step.history.derivation("tokenized_pairs", pairs).inputs["raw_preferences"].fingerprint
-    found = checks.leakage(find_leakage(step.services.store, [policy], rows, raw_preferences), len(rows))
-    if not found.passed:
-        tell(step.services, step.context.log, "evaluation", f"{found.check_name}: {found.description}")
-    return found
+    return checks.leakage(find_leakage(step.services.store, [policy], rows, raw_preferences), len(rows))
 
 
 def _of_sources(rows: list[dict[str, Any]] | None) -> dict[str, Any]:

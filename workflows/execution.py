@@ -20,6 +20,7 @@ from assets.pipeline import Pipeline, Services
 from assets.process import close_dead_runs, share_records, signature
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import PedigreeError
+from workflows.own_checks import own_checks
 from workflows.recipes import LoadedRecipe
 
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -46,6 +47,16 @@ class AssetRun:
 
 
 @dataclass(frozen=True)
+class CheckRun:
+    """What a check found of an asset, one of ours or of a person's own."""
+
+    asset: str
+    check: str
+    passed: bool
+    description: str
+
+
+@dataclass(frozen=True)
 class RunReport:
     """`succeeded` is about the whole run, which can fail outside its assets as well: `error` is what ended it where no asset
     failed. `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
@@ -55,6 +66,7 @@ class RunReport:
     dagster_run_id: str
     succeeded: bool
     assets: list[AssetRun]
+    checks: list[CheckRun]
     metrics: dict[str, float]
     mlflow_run_id: str | None
     model_version: str | None
@@ -76,8 +88,11 @@ def materialize(
     pipeline = loaded.pipeline
     claim_name(services.home, pipeline)
     selected = list(GRAPH) if asset is None else with_upstream(pipeline.recipe, asset)
+    own = own_checks(pipeline)
     definitions = dg.Definitions.merge(
-        loaded.definitions, dg.Definitions(resources={"services": services}, executor=dg.in_process_executor)
+        loaded.definitions,
+        own,
+        dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
     close_dead_runs(instance, services.home)
     pools = {pool for name in selected if (pool := GRAPH[name].pool)}
@@ -94,13 +109,17 @@ def materialize(
     evaluated = done.get("evaluation", Materialization()).fingerprint
     details = services.store.open("evaluation", evaluated).details if evaluated else {}
     released = done.get("released_model", Materialization()).metadata
-    assets = list(_asset_runs(result, done, pipeline, instance))
+    assets = list(_asset_runs(result, done, pipeline, own, Path(instance.root_directory)))
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=run["run_id"],
         # Not `result.success`: that asks for the run, which a person may have deleted meanwhile.
         succeeded=bool(result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_SUCCESS)),
         assets=assets,
+        checks=[
+            CheckRun(each.asset_key.path[-1], each.check_name, each.passed, each.description or "")
+            for each in result.get_asset_check_evaluations()
+        ],
         metrics=details.get("metrics", {}),
         mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
         model_version=released.get("model_version"),
@@ -175,19 +194,28 @@ def _asset_runs(
     result: dg.ExecuteInProcessResult,
     done: Mapping[str, Materialization],
     pipeline: Pipeline,
-    instance: dg.DagsterInstance,
+    own: dg.Definitions,
+    records: Path,
 ) -> Iterator[AssetRun]:
+    """What became of each asset: it failed where its step did, or that of a person's `own` check of it."""
     failures = {step: event for event in result.filter_events(lambda e: e.is_step_failure) if (step := event.step_key)}
     for asset in GRAPH:
-        key = pipeline.key(asset)
-        failure, made = failures.get(key.to_python_identifier()), done.get(asset)
-        if failure is not None:
-            account = failure.step_failure_data.error
-            error = "; ".join(_failed_checks(result, key)) or _reason(account, Path(instance.root_directory))
+        key, made = pipeline.key(asset), done.get(asset)
+        steps = [key.to_python_identifier(), *_check_steps(own, key)]
+        failed = [failures[step].step_failure_data.error for step in steps if step in failures]
+        if failed:
+            error = "; ".join(_failed_checks(result, key)) or _reason(failed[0], records)
             fingerprint, seconds = (made.fingerprint, made.metadata["seconds"]) if made else (None, 0.0)
             yield AssetRun(asset, "failed", fingerprint, seconds, error)
         elif made is not None:
             yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
+
+
+def _check_steps(own: dg.Definitions, key: dg.AssetKey) -> list[str]:
+    """The steps of the checks of an asset that are not made by its own."""
+    return [
+        check.op.name for check in own.asset_checks or () if any(each.asset_key == key for each in check.check_keys)
+    ]
 
 
 def _failed_checks(result: dg.ExecuteInProcessResult, key: dg.AssetKey) -> Iterator[str]:

@@ -41,7 +41,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_the_example_tells_of_failures_and_of_versions(tmp_path: Path, demo_maker, told: list[str]):
-    [example] = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
+    example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
     sensors: dict[str, Any] = {}
     exec(example, sensors)
     folder = tmp_path / "small"

@@ -15,7 +15,7 @@ from assets.pipeline import Pipeline
 from tests.workflows.homes import ATTRIBUTES
 from training.contract.recipe import Recipe
 from workflows import show
-from workflows.execution import AssetRun, RunReport
+from workflows.execution import AssetRun, CheckRun, RunReport
 from workflows.gc import Collection, Garbage
 from workflows.inspection import InspectedRow, InspectedSide
 from workflows.lineage import AssetStatus
@@ -36,12 +36,15 @@ def shown(report: RunReport, with_samples: bool = True) -> list[str]:
 
 
 def report(
-    assets: list[AssetRun], is_champion: bool | None = None, samples: list[dict[str, str]] | None = None
+    assets: list[AssetRun],
+    is_champion: bool | None = None,
+    samples: list[dict[str, str]] | None = None,
+    checks: list[CheckRun] | None = None,
 ) -> RunReport:
     version, reasons = (None, None) if is_champion is None else ("3", "held-out loss 0.51 against 0.62")
-    return RunReport(
-        "weekly", "run", True, assets, {"eval/pairs": 8}, "1f" * 16, version, is_champion, reasons, samples or []
-    )
+    about: dict[str, Any] = {"metrics": {"eval/pairs": 8}, "mlflow_run_id": "1f" * 16, "samples": samples or []}
+    about |= {"model_version": version, "is_champion": is_champion, "reasons": reasons}
+    return RunReport("weekly", "run", True, assets, checks or [], **about)
 
 
 def test_one_cause_of_two_failures_is_told_once_and_last_with_its_path_in_one_piece():
@@ -56,6 +59,17 @@ def test_a_run_ends_with_what_the_gate_decided():
     told = "held-out loss 0.51 against 0.62"
     assert shown(report([MADE], is_champion=True))[-1] == f"version 3 is champion: {told}"
     assert shown(report([MADE], is_champion=False))[-1] == f"version 3 is not champion: {told}"
+
+
+def test_a_failed_check_is_told_where_the_run_went_on_and_once_where_it_did_not():
+    passed = CheckRun("policy", "rewards_finite", True, "all finite")
+    checks = [passed, CheckRun("policy", "short", False, "[too] long"), CheckRun("evaluation", "polite", False, "rude")]
+    *_, first, second, verdict = shown(report([MADE], is_champion=True, checks=checks))
+    assert (first, second) == ("policy, check short: [too] long", "evaluation, check polite: rude")
+    assert verdict.startswith("version 3 is champion")
+    failed = AssetRun("policy", "failed", "cd" * 32, 1.0, "the check short failed: [too] long")
+    *_, first, second = shown(report([MADE, failed], checks=checks))
+    assert (first, second) == ("evaluation, check polite: rude", "policy failed: the check short failed: [too] long")
 
 
 def test_of_long_prompts_the_ends_are_shown_of_answers_the_beginnings_and_in_a_sweep_none():

@@ -26,7 +26,6 @@ from tests.workflows.homes import flip, write_recipe
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
-from training.contract.events import Event
 from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.comparison import last_evaluated
 from workflows.execution import RunReport, materialize
@@ -276,8 +275,6 @@ def test_what_the_champion_was_trained_on_is_told_and_left_out_by_the_gate(groun
         assert record.evaluation is not None
         return record.evaluation.passed, record.evaluation.metadata["leaked_pairs"].value
 
-    told: list[Event] = []
-    ground.services = replace(ground.services, listener=told.append)
     before = splits(ground, run(ground, training={"max_steps": 8}))
     assert check() == (True, 0)
     report = run(ground, data=more, training={"start_from": "champion"}, automation={"on_change": False})
@@ -285,8 +282,8 @@ def test_what_the_champion_was_trained_on_is_told_and_left_out_by_the_gate(groun
     expected = len(now["validation"] & before["train"])
     assert 0 < expected < len(now["validation"]), "each prompt has one pair"
     assert check() == (False, expected)
-    [note] = [event["text"] for event in told if "prompts that were trained on before" in event.get("text", "")]
-    assert f" {expected} of {len(now['validation'])} held-out pairs" in note
+    [told] = [found.description for found in report.checks if found.check == checks.LEAKAGE]
+    assert f"{expected} of {len(now['validation'])} held-out pairs have prompts that were trained on before" in told
     notes = last_evaluated(pipeline, ground.services, ground.instance).notes
     assert any(f"trained on the prompts of {expected} of its" in note for note in notes), notes
     [policy] = [asset.fingerprint for asset in report.assets if asset.asset == "policy"]

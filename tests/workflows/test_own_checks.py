@@ -1,0 +1,201 @@
+"""Checks of a person's own, in Python files beside the recipes: a run of the command line has them as Dagster's runs have."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+
+import dagster as dg
+import pytest
+
+import model_registry.files
+from assets.graph import GRAPH
+from assets.pipeline import Services
+from model_registry.package import package
+from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
+from tests.workflows.in_process import services_in, write_inputs
+from training.contract.errors import UsageError
+from workflows.execution import CheckRun, RunReport, materialize
+from workflows.own_checks import own_checks
+from workflows.recipes import LoadedRecipe, load_recipe
+
+HEAD = "import dagster as dg\n"
+SHORT = """
+@dg.asset_check(asset=["small", "{asset}"], blocking={blocking})
+def short(context: dg.AssetCheckExecutionContext) -> dg.AssetCheckResult:
+    return dg.AssetCheckResult(passed={passed}, description="3.5 tokens on average")
+"""
+
+
+@pytest.fixture
+def beside(tmp_path, monkeypatch) -> Iterator[Path]:
+    """An empty folder of recipes, `team.defs`, in the place of the project's."""
+    folder = tmp_path / "team" / "defs"
+    folder.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("workflows.execution.own_checks", partial(own_checks, module="team.defs", folder=folder))
+    yield folder
+    for name in [name for name in sys.modules if name.partition(".")[0] == "team"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def small(tmp_path, demo_maker) -> LoadedRecipe:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    write_inputs(folder, demo_maker)
+    return load_recipe(write_recipe(folder, ATTRIBUTES))
+
+
+@pytest.fixture
+def services(tmp_path, monkeypatch) -> Services:
+    monkeypatch.setattr(model_registry.files, "_package", package)
+    return services_in(tmp_path / "home")
+
+
+@pytest.fixture
+def instance() -> Iterator[dg.DagsterInstance]:
+    with dg.DagsterInstance.ephemeral() as instance:
+        yield instance
+
+
+@pytest.fixture
+def run(small, services, instance) -> Callable[..., RunReport]:
+    return partial(materialize, small, services, instance)
+
+
+def outcomes(report: RunReport) -> dict[str, str]:
+    return {asset.asset: asset.outcome for asset in report.assets}
+
+
+def own(report: RunReport) -> list[CheckRun]:
+    return [check for check in report.checks if check.check == "short"]
+
+
+def test_a_blocking_check_that_fails_keeps_a_policy_from_being_released(beside, run, services):
+    (beside / "quality.py").write_text(HEAD + SHORT.format(asset="policy", blocking=True, passed=False))
+    report = run()
+    assert not report.succeeded and report.error is None
+    made = outcomes(report)
+    assert (made["policy"], made["reference_logprobs"]) == ("failed", "computed")
+    assert not {"evaluation", "released_model"} & made.keys()
+    [policy] = [asset for asset in report.assets if asset.asset == "policy"]
+    assert policy.error == "the check short failed: 3.5 tokens on average" and policy.fingerprint is not None
+    assert own(report) == [CheckRun("policy", "short", False, "3.5 tokens on average")]
+    assert services.registry.champion("small") is None
+
+
+def test_one_that_passes_or_does_not_block_lets_it_go_on(beside, run):
+    text = SHORT.format(asset="policy", blocking=True, passed=True)
+    other = SHORT.format(asset="evaluation", blocking=False, passed=False)
+    (beside / "quality.py").write_text(HEAD + text + other.replace("def short", "def polite"))
+    report = run()
+    assert report.succeeded and report.is_champion
+    assert own(report) == [CheckRun("policy", "short", True, "3.5 tokens on average")]
+    assert CheckRun("evaluation", "polite", False, "3.5 tokens on average") in report.checks
+    assert "failed" not in outcomes(report).values()
+
+
+def test_the_automation_sees_that_a_blocking_one_has_passed(beside, run, small, services, instance):
+    """What lies below a blocking check that has not seen the latest materialization would be asked for no more."""
+    (beside / "quality.py").write_text(HEAD + SHORT.format(asset="policy", blocking=True, passed=True))
+    cursor = None
+
+    def tick() -> set[str]:
+        nonlocal cursor
+        pipeline = load_recipe(small.pipeline.file.parent)
+        own = own_checks(pipeline.pipeline, "team.defs", beside)
+        definitions = dg.Definitions.merge(pipeline.definitions, own, dg.Definitions(resources={"services": services}))
+        result = dg.evaluate_automation_conditions(definitions, instance, cursor=cursor)
+        cursor = result.cursor
+        return {asset for asset in GRAPH if result.get_num_requested(small.pipeline.key(asset))}
+
+    assert run().succeeded
+    assert [tick(), tick()] == [set(), set()]
+    write_recipe(small.pipeline.file.parent, {**ATTRIBUTES, "evaluation": {"samples": 1, "max_new_tokens": 4}})
+    assert tick() == {"evaluation_spec", "evaluation", "released_model"}
+
+
+def test_a_run_of_what_lies_above_leaves_it_out(beside, run):
+    (beside / "quality.py").write_text(HEAD + SHORT.format(asset="policy", blocking=True, passed=False))
+    assert run(asset="tokenized_pairs").succeeded
+
+
+def test_one_that_breaks_is_told_as_what_failed(beside, run):
+    text = SHORT.format(asset="raw_preferences", blocking=True, passed=True)
+    (beside / "quality.py").write_text(HEAD + text.replace("return", "raise ValueError('no such file')\n    return"))
+    report = run(asset="tokenized_pairs")
+    assert not report.succeeded and report.error is None
+    [failed] = [asset for asset in report.assets if asset.outcome == "failed"]
+    assert (failed.asset, failed.error) == ("raw_preferences", "ValueError: no such file")
+
+
+def test_those_of_other_recipes_and_files_of_a_recipe_s_own_are_left_alone(beside, small, tmp_path):
+    """Also where a recipe beside them is wrong, or another file has no checks."""
+    find = partial(own_checks, small.pipeline, "team.defs", beside)
+    assert find().asset_checks is None
+    text = HEAD + SHORT.format(asset="policy", blocking=True, passed=False)
+    (beside / "other.py").write_text(text.replace('"small"', '"large"'))
+    (write_recipe(beside / "wrong", {"training": {"epoch": 3}}) / "make.py").write_text("raise SystemExit('a script')")
+    assert find().asset_checks is None
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "deep.py").write_text(text)
+    (beside / "link").symlink_to(tmp_path / "shared")
+    [check] = find().asset_checks
+    assert list(check.check_keys) == [dg.AssetCheckKey(small.pipeline.key("policy"), "short")]
+
+
+def test_their_resources_come_with_them(beside, run):
+    (beside / "quality.py").write_text(
+        HEAD
+        + dedent("""\
+            @dg.asset_check(asset=["small", "preference_source"], required_resource_keys={"limit"})
+            def short(context) -> dg.AssetCheckResult:
+                return dg.AssetCheckResult(passed=True, description=f"at most {context.resources.limit}")
+
+            definitions = dg.Definitions(
+                asset_checks=[short], resources={"limit": dg.ResourceDefinition.hardcoded_resource(7)}
+            )
+            """)
+    )
+    assert own(run(asset="preference_source")) == [CheckRun("preference_source", "short", True, "at most 7")]
+
+
+def test_a_file_that_cannot_be_loaded_ends_the_run_before_it_begins(beside, run):
+    """A check of which nobody knows must not let a policy through."""
+    (beside / "quality.py").write_text(HEAD + "import no_such_package\n")
+    with pytest.raises(UsageError, match=r"^/\S+/defs/quality\.py: .*no_such_package.*; nothing runs until"):
+        run()
+
+
+MEASURE = """
+import json, sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, figures = sys.argv[1:]
+model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+turn = {"role": "user", "content": "How much is 2 plus 3?"}
+asked = tokenizer.apply_chat_template([turn], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+answer = tokenizer.decode(model.generate(**asked, max_new_tokens=4, do_sample=False)[0])
+json.dump({"exact_match": float("It is 5." in answer)}, open(figures, "w"))
+"""
+
+
+def test_the_example_measures_a_policy_once(beside, run, tmp_path, monkeypatch):
+    """A random model knows no sums. Figures that are there already, better ones here, are taken as they are."""
+    monkeypatch.chdir(tmp_path)
+    Path("measure.py").write_text(MEASURE)
+    _, example = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
+    (beside / "arithmetic.py").write_text(example.replace('"demo"', '"small"').replace("/srv/figures", str(tmp_path)))
+    [policy] = [asset for asset in run().assets if asset.asset == "policy"]
+    told = "of the sums are right, at least 80% are asked for"
+    assert (policy.outcome, policy.error) == ("failed", f"the check arithmetic failed: 0.0% {told}")
+    figures = tmp_path / f"{policy.fingerprint}.json"
+    assert figures.read_text() == '{"exact_match": 0.0}'
+    figures.write_text('{"exact_match": 0.9}')
+    Path("measure.py").unlink()
+    report = run()
+    assert report.succeeded and report.is_champion
+    assert CheckRun("policy", "arithmetic", True, f"90.0% {told}") in report.checks
