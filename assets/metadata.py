@@ -3,14 +3,17 @@
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dagster as dg
-from matplotlib.figure import Figure
 
 from training.contract.fingerprint import short
+from training.contract.imports import import_uncollected
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _SIZE_INCHES = (7.0, 3.0)
 
@@ -41,7 +44,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.Table
 
 def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
     """Tokens of chosen and rejected sequences: `edges` has one entry more than `chosen` and `rejected`."""
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    figure = _figure()
     axes = figure.subplots()
     for side, colour in (("chosen", "#2a9d8f"), ("rejected", "#e76f51")):
         axes.stairs(histogram[side], histogram["edges"], label=side, color=colour, fill=True, alpha=0.5)
@@ -52,7 +55,7 @@ def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMet
 
 def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
     """Chosen and rejected rewards and their margin by training step, with the loss beside them."""
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    figure = _figure()
     rewards, loss = figure.subplots(1, 2)
     colours = {"rewards/chosen": "#2a9d8f", "rewards/rejected": "#e76f51", "rewards/margins": "#264653"}
     for name, colour in colours.items():
@@ -64,7 +67,13 @@ def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataV
     return _picture(figure, "rewards by step")
 
 
-def _picture(figure: Figure, alternative: str) -> dg.MarkdownMetadataValue:
+def _figure() -> "Figure":
+    """An empty one. Its library is imported when one is drawn: most commands draw none, and would wait a third of a second."""
+    figure: Figure = import_uncollected("matplotlib.figure").Figure(figsize=_SIZE_INCHES, layout="constrained")
+    return figure
+
+
+def _picture(figure: "Figure", alternative: str) -> dg.MarkdownMetadataValue:
     """A figure as a PNG within Markdown, as Dagster's UI shows pictures."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)

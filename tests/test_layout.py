@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = ["torch", "transformers", "datasets"]
+HEAVY = ["torch", "transformers", "datasets", "matplotlib"]
 # Each group is imported in one process, in this order: starting one costs seconds.
 LIGHT_MODULES = [
     ["mlflow", "model_registry", "model_registry.gate", "model_registry.registry", "model_registry.tracking"],
