@@ -195,7 +195,8 @@ def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expecte
     settings = {"formats": ["auto"] * 4, "held_out": [False] * 4, "names": list(names)}
     settings |= {"validation_fraction": 0.4, "duplicates": "keep"}
     where = locations_of([{"path": str(tmp_path / f"{n}.jsonl")} for n in range(4)])
-    raw = world.workshop.do(world.workshop.job("preferences", "raw_preferences", {}, settings, where))
+    job = world.workshop.job("preferences", "raw_preferences", world.workshop.source(), settings, where)
+    raw = world.workshop.do(job)
     assert world.tokenized(raw).fingerprint == world.pairs.fingerprint
     inputs = {**world.inputs(), "raw_preferences": raw}
     named = world.workshop.do(world.workshop.job("evaluation", "evaluation", inputs, SETTINGS))

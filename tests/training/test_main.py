@@ -36,8 +36,8 @@ def make_job(tmp_path: Path) -> MakeJob:
         settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
         settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(source)}])
-        job: Job = Workshop(tmp_path).job("preferences", "raw_preferences", {}, settings, where)
-        return job
+        workshop = Workshop(tmp_path)
+        return workshop.job("preferences", "raw_preferences", workshop.source(), settings, where)
 
     return make
 

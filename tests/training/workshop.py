@@ -7,9 +7,10 @@ from typing import Any
 from training import main
 from training.contract.hashing import hash_file
 from training.contract.job import Input, Job, JobKind
+from training.contract.manifest import Derivation
 from training.contract.recipe import Compute
 from training.contract.recipe_files import DataFile, data_files, tokenizer_files
-from training.contract.store import Artifact, Store
+from training.contract.store import Artifact, Made, Store
 from training.distributed import ALONE
 
 ON_CPU = Compute(device="cpu")
@@ -23,6 +24,10 @@ class Workshop:
 
     folder: Path
     compute: Compute = ON_CPU
+
+    @property
+    def store(self) -> Path:
+        return self.folder / "store"
 
     def job(
         self,
@@ -42,18 +47,28 @@ class Workshop:
             locations=locations or {},
             compute=self.compute,
             recipe={},
-            store=self.folder / "store",
+            store=self.store,
             folder=self.folder / "jobs" / artifact,
         )
         job.write()
         return job
+
+    def source(self, rows: dict[str, int | None] | None = None) -> dict[str, Artifact | Path]:
+        """What a preferences job is made from: a source whose files have so many `rows`, by default none that were counted."""
+        details = {"rows": rows or {"rows.jsonl": None}}
+        how, store = (
+            Derivation(kind="preference_source", code_version="1", inputs={}, settings=details),
+            Store(self.store),
+        )
+        with store.staging() as staging:
+            return {how.kind: store.publish(staging, how, Made(how.key, details))}
 
     def read(self, rows: Path, validation_fraction: float) -> Artifact:
         """The preferences in the file `rows`."""
         settings = {"formats": ["auto"], "held_out": [False], "duplicates": "keep"}
         settings |= {"validation_fraction": validation_fraction}
         where = locations_of([{"path": str(rows), "format": "auto"}])
-        return self.do(self.job("preferences", "raw_preferences", {}, settings, where))
+        return self.do(self.job("preferences", "raw_preferences", self.source(), settings, where))
 
     def tokenize(self, raw: Artifact, tokenizer: Path, rules: dict[str, Any]) -> Artifact:
         """The pairs of `raw` by the tokenizer in the folder `tokenizer`."""

@@ -16,6 +16,7 @@ from training.contract.errors import DataError
 from training.contract.events import EventWriter, Progress
 from training.contract.fingerprint import fingerprint_of_stream
 from training.contract.job import Job
+from training.contract.manifest import read_manifest
 from training.contract.recipe_files import DataFile
 from training.contract.store import Made
 from training.data.collector import Collector, SourceFile, SourceSettings
@@ -50,10 +51,14 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     inputs = _distinctly_named([SourceFile(file, source) for files, source in given for file in files])
     duplicates = Duplicates(are_dropped=job.settings["duplicates"] == "drop")
     with contextlib.closing(Collector(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
-        progress = Progress(events, len(inputs), "files")
+        rows = _rows_to_read(job)
+        progress = Progress(events, rows or len(inputs), "rows" if rows else "files")
         for each in sorted(inputs, key=lambda each: not each.source.held_out):
-            _collect(each, collector)
-            progress.advance()
+            for _ in _collect(each, collector):
+                if rows:
+                    progress.advance()
+            if not rows:
+                progress.advance()
     for source in sources:
         source.columns.refuse_unseen("the source's rows")
     collector.refuse_if_empty()
@@ -79,6 +84,12 @@ def _listed(job: Job, events: EventWriter) -> list[list[DataFile]]:
     ]
 
 
+def _rows_to_read(job: Job) -> int | None:
+    """The rows of all files, as they were counted when the source was recorded; None where one of them could not be."""
+    counts = read_manifest(job.inputs["preference_source"].folder).details["rows"].values()
+    return None if None in counts else sum(counts)
+
+
 def _distinctly_named(inputs: list[SourceFile]) -> list[SourceFile]:
     """Prefix the names that files of several sources share with their numbers."""
     names = Counter(each.file.name for each in inputs)
@@ -89,8 +100,8 @@ def _distinctly_named(inputs: list[SourceFile]) -> list[SourceFile]:
     ]
 
 
-def _collect(given: SourceFile, collector: Collector) -> None:
-    """Convert every record of a file, in the format wanted or the one detected from its first rows."""
+def _collect(given: SourceFile, collector: Collector) -> Iterator[None]:
+    """Convert every record of a file, in the format wanted or the one detected from its first rows; yields after each."""
     file = given.file
     name, records = _recognize(given)
     collector.formats[file.name] = name
@@ -101,6 +112,7 @@ def _collect(given: SourceFile, collector: Collector) -> None:
             collector.set_aside(problem, file.name, record)
         else:
             collector.keep(pair, given, record.line)
+        yield
 
 
 def _convert(record: Record, name: str, columns: Columns) -> Pair:

@@ -48,7 +48,8 @@ class Workshop:
     def _run(self, kind: JobKind, artifact: str, settings: dict[str, Any], **given: dict[str, Any]) -> Done:
         self.count += 1
         place = general.Workshop(self.folder / str(self.count))
-        job = place.job(kind, artifact, given.get("inputs", {}), settings, given.get("locations"))
+        inputs = place.source(given["counted"]) if kind == "preferences" else given.get("inputs", {})
+        job = place.job(kind, artifact, inputs, settings, given.get("locations"))
         return Done(place.do(job), job)
 
     def preferences(
@@ -57,8 +58,12 @@ class Workshop:
         fraction: float = 0.1,
         duplicates: str = "keep",
         listed: list[list[DataFile]] | None = None,
+        counted: dict[str, int | None] | None = None,
     ) -> Done:
-        """The job on `sources`: on the files `listed` for each of them, or on what they stand for now."""
+        """The job on `sources`: on the files `listed` for each of them, or on what they stand for now.
+
+        `counted`: how many rows the files were found to have.
+        """
         settings = {
             "formats": [source.get("format", "auto") for source in sources],
             "validation_fraction": fraction,
@@ -73,6 +78,7 @@ class Workshop:
             "raw_preferences",
             settings,
             locations=general.locations_of(list(sources), listed),
+            counted=counted or {},
         )
 
     def rows(self, rows: list[Any], format: str = "auto", fraction: float = 0.1) -> Done:

@@ -1,6 +1,7 @@
 """The `preferences` job: real files counted, every row accounted for, splits that never move."""
 
 import hashlib
+import itertools
 import json
 
 import pytest
@@ -448,3 +449,24 @@ def test_what_changed_since_it_was_hashed_is_refused_and_what_came_does_not_ente
     (folder / "a.jsonl").write_text(json.dumps({**GOOD, "chosen": "So."}) + "\n")
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read: it was [0-9a-f]{12} and is [0-9a-f]{12}"):
         workshop.preferences(source, listed=[listed])
+
+
+@pytest.mark.parametrize(
+    ("counted", "told"),
+    [
+        ({"old.jsonl": 3, "new.jsonl": 2}, [(done, 5, "rows") for done in (1, 2, 3, 4, 5)]),
+        ({"old.jsonl": 3, "org/data (train) 1": None}, [(done, 2, "files") for done in (1, 2)]),
+    ],
+)
+def test_reading_tells_how_far_it_is_in_rows_where_all_were_counted(workshop, tmp_path, monkeypatch, counted, told):
+    """Within a file too: a million rows take minutes. Each look at the clock here finds it a second on."""
+    seconds = itertools.count()
+    monkeypatch.setattr("training.contract.events.time.monotonic", lambda: next(seconds))
+    rows = [{**GOOD, "prompt": f"Why {n}?"} for n in range(4)]
+    for name, lines in (("old", [*rows[:2], []]), ("new", rows[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = workshop.preferences({"path": str(tmp_path)}, counted=counted)
+    events = [json.loads(line) for line in done.events.read_text().splitlines()]
+    found = [event for event in events if event["event"] == "progress" and event["unit"] != "MB"]  # not of hashing
+    assert [(event["done"], event["total"], event["unit"]) for event in found] == told
+    assert found[0]["seconds_left"] > found[-1]["seconds_left"] == 0
