@@ -4,7 +4,7 @@
               spread over the others, and on held-out ones (training.proof)
     load      the model that becomes the policy: the reference model, or the champion; its log-probs must be those of plain
               transformers (training.model.selfcheck)
-    train     steps, held-out metrics every `evaluate_every` of them, checkpoints (training.trainer, training.stepper)
+    train     steps, held-out metrics between them, checkpoints (training.trainer, training.stepper)
     save      a Hugging Face folder in the precision that was trained, or its adapter alone, with the tokenizer and a
               summary of the run
 
@@ -52,6 +52,11 @@ from training.trainer import Trainer
 
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 _PROVEN_PAIRS = 16
+# Where the recipe does not say how often: every so many steps, or less often, so that held-out metrics cost at most this share
+# of what the steps cost. A step costs three forward passes, since a backward pass makes two products for each one forward.
+_EVALUATE_EVERY = 50
+_EVALUATION_SHARE = 0.1
+_PASSES_OF_A_STEP = 3
 _NO_SUCH_CHAMPION = "set `training.start_from: reference` until there is a champion with this tokenizer"
 
 
@@ -79,6 +84,7 @@ class _Tuning:
         items, tokens = train_items(self.pairs), pair_tokens(self.pairs)
         self.batches = Batches(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
         self.steps = settings.max_steps or settings.epochs * self.batches.steps_per_epoch
+        self.evaluate_every = self._evaluate_every()
         everything = np.arange(len(self.pairs))
         self.reference = read_table(job, self.pairs, everything, settings.loss, group, events)
         self.start = self._start()
@@ -90,6 +96,21 @@ class _Tuning:
         objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group, balance)
         self.stepper = Stepper(self.masters, objective, self.batches, settings, self.steps)
         self.trainer = Trainer(job, events, self.stepper, self.record)
+
+    def _evaluate_every(self) -> int:
+        """How many steps lie between two looks at the held-out pairs."""
+        if self.job.compute.evaluate_every is not None:
+            return self.job.compute.evaluate_every
+        batches, run_I = self.batches, self.batches.lengths.run_I
+        passes = _PASSES_OF_A_STEP * min(batches.batch_size, len(batches.items))
+        tokens_of_a_step = passes * float(run_I[batches.items].mean())
+        affordable = math.ceil(int(run_I[self.held_out].sum()) / (_EVALUATION_SHARE * tokens_of_a_step))
+        if affordable > _EVALUATE_EVERY and self.steps > _EVALUATE_EVERY:
+            self.events.note(
+                f"held-out metrics come every {affordable:,} of {self.steps:,} steps, which costs a tenth of what the steps "
+                "cost; `compute.evaluate_every` sets another number"
+            )
+        return max(_EVALUATE_EVERY, affordable)
 
     def _start(self) -> Input:
         """The model that becomes the policy. Raises TrainingError for a champion to which the pairs' tokens mean others."""
@@ -140,7 +161,7 @@ class _Tuning:
             self._prove(self.masters.model)
         elif step == 0 and self.settings.champion is None:
             self._note_rounding()
-        if len(self.held_out) and (step % self.job.compute.evaluate_every == 0 or step == self.steps):
+        if len(self.held_out) and (step % self.evaluate_every == 0 or step == self.steps):
             self._evaluate(step)
 
     def _prove_apart(self) -> None:

@@ -83,6 +83,29 @@ def test_what_is_told_and_written(tiny_world):
     assert details["tokens"] == sum(len(e[f"{s}_ids"]) for e in steps_examples(tiny_world, 12) for s in SIDES)
 
 
+@pytest.mark.parametrize("least", [2, 7])
+def test_held_out_metrics_cost_at_most_a_tenth_of_the_steps_unless_a_recipe_says_how_often(
+    tiny_world, monkeypatch, least
+):
+    """Of 64,000 pairs a tenth is held out: every 50 steps of 64 pairs they would cost two thirds of the training.
+
+    Here the tokens that one look runs are counted by hand, a prompt once for both responses.
+    """
+    monkeypatch.setattr("training.loop._EVALUATE_EVERY", least)
+    train, held_out = (
+        [sum(len(e[f"{side}_ids"]) for side in SIDES) - e["prompt_length"] for e in tiny_world.split(name)]
+        for name in ("train", "validation")
+    )
+    affordable = math.ceil(sum(held_out) / (0.1 * 3 * 8 * np.mean(train)))
+    assert 2 < affordable < 7
+    every = max(least, affordable)
+    job = tiny_world.job("policy", settings(), f"least-{least}")
+    tune(job)
+    assert [e["step"] for e in told(job, "eval")] == [*range(0, 12, every), 12]
+    notes = [e["text"] for e in told(job, "note") if e["text"].startswith("held-out metrics come every")]
+    assert [f"every {affordable} of 12 steps" in note for note in notes] == ([True] if least < affordable else [])
+
+
 def steps_examples(world: Any, steps: int) -> list[dict[str, Any]]:
     train = world.split("train")
     orders = [epoch_order(len(train), 0, epoch) for epoch in range(steps)]

@@ -192,7 +192,7 @@ class Compute(Section):
     device: DeviceName = "auto"
     activation_checkpointing: bool = False
     compile: bool = False
-    evaluate_every: Count = 50
+    evaluate_every: Count | None = None
     checkpoint_every: Count = 50
     keep_checkpoints: Count = 2
     grace_seconds: Count = 30
