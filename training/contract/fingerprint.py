@@ -20,6 +20,8 @@ from training.contract.errors import UsageError
 SCHEMA_VERSION = 1
 KEY_BYTES = 32  # of the identity of a sequence
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
+# Made once: each pair is written so nine times, and `json.dumps` makes one each time.
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def canonical_json(value: Any) -> bytes:
@@ -27,7 +29,7 @@ def canonical_json(value: Any) -> bytes:
 
     Raises ValueError for a non-finite number and TypeError for what JSON cannot hold.
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    return _CANONICAL.encode(value).encode()
 
 
 def demand_text(path: Path, kind: type[UsageError] = UsageError) -> None:
