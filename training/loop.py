@@ -52,8 +52,8 @@ from training.trainer import Trainer
 
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 _PROVEN_PAIRS = 16
-# Where the recipe does not say how often: every so many steps, or less often, so that held-out metrics cost at most this share
-# of what the steps cost. A step costs three forward passes, since a backward pass makes two products for each one forward.
+# Where the recipe does not say how often: every so many steps, or less often, so that held-out metrics between steps cost at
+# most this share of what the steps cost. A step costs three forward passes: its backward pass makes twice the products of one.
 _EVALUATE_EVERY = 50
 _EVALUATION_SHARE = 0.1
 _PASSES_OF_A_STEP = 3
@@ -106,9 +106,14 @@ class _Tuning:
         tokens_of_a_step = passes * float(run_I[batches.items].mean())
         affordable = math.ceil(int(run_I[self.held_out].sum()) / (_EVALUATION_SHARE * tokens_of_a_step))
         if affordable > _EVALUATE_EVERY and self.steps > _EVALUATE_EVERY:
+            when = (
+                f"every {affordable:,} of {self.steps:,} steps"
+                if affordable < self.steps
+                else "at both ends of the run"
+            )
             self.events.note(
-                f"held-out metrics come every {affordable:,} of {self.steps:,} steps, which costs a tenth of what the steps "
-                "cost; `compute.evaluate_every` sets another number"
+                f"held-out metrics are computed {when}, since between steps they may cost a tenth of what the steps cost; "
+                "`compute.evaluate_every` sets another number"
             )
         return max(_EVALUATE_EVERY, affordable)
 

@@ -24,7 +24,7 @@ from training.contract.errors import UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
-from workflows.execution import INTERRUPTED, RunReport, materialize, warn_of_unlimited_gpu
+from workflows.execution import materialize, warn_of_unlimited_gpu
 from workflows.gc import collect
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as find_status
@@ -42,6 +42,7 @@ from workflows.reporting import (
     results,
 )
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
+from workflows.run_report import INTERRUPTED, RunReport
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
 

@@ -6,51 +6,111 @@ and in the automation's conditions everything below a blocking check waits until
 """
 
 import os
-from collections.abc import Iterator
+import traceback
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 
 from assets.pipeline import Pipeline
-from training.contract.errors import UsageError
+from training.contract.errors import RecipeError, UsageError
 from workflows.component import DEFS
-from workflows.recipe_file import RECIPE_FILE, explained
+from workflows.recipe_file import RECIPE_FILE, TYPE, types_in
 
 _MODULE = "workflows.defs"
+_Check = dg.AssetsDefinition  # what a component makes of one; those of a file are of a class below it
 
 
-def own_checks(pipeline: Pipeline, module: str = _MODULE, folder: Path = DEFS) -> dg.Definitions:
-    """The checks on assets of `pipeline` in the Python files of `module`, which lies in `folder`; with their resources.
+@dataclass(frozen=True)
+class OwnChecks:
+    """The checks on assets of one pipeline that its own steps do not make, in `folder`, with the resources they may need."""
+
+    folder: Path
+    checks: list[_Check] = field(default_factory=list)
+    resources: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def definitions(self) -> dg.Definitions:
+        return dg.Definitions(asset_checks=self.checks, resources=self.resources if self.checks else None)
+
+    def steps(self, key: dg.AssetKey) -> list[str]:
+        """The steps that check the asset `key`."""
+        return [check.op.name for check in self.checks if key in _checked(check)]
+
+    def pools(self, keys: Collection[dg.AssetKey]) -> set[str]:
+        """The pools of the checks on some of the assets `keys`."""
+        return {check.op.pool for check in self.checks if check.op.pool and not _checked(check).isdisjoint(keys)}
+
+    def explaining(self, pipeline: Pipeline) -> AbstractContextManager[None]:
+        """Raises UsageError where Dagster cannot run `pipeline` with these checks, as where two have one name."""
+        return _explaining(self.folder, pipeline) if self.checks else nullcontext()
+
+
+def find_own_checks(pipeline: Pipeline, module: str = _MODULE, folder: Path = DEFS) -> OwnChecks:
+    """The checks on assets of `pipeline` that `module`, which lies in `folder`, declares beside recipes.
 
     Raises UsageError where a file cannot be loaded: whether it has any is then unknown.
     """
-    files = list(_python_files(folder))
-    if not files:
-        return dg.Definitions()
+    places = list(_places_beside_recipes(folder))
+    if not places:
+        return OwnChecks(folder)
     tree = dg.ComponentTree.from_module(import_module(module), folder)
-    found = dg.Definitions.merge(*(_load(tree, file) for file in files))
-    checks = [check for check in found.asset_checks or () if any(_is_of(pipeline, key) for key in check.check_keys)]
-    return dg.Definitions(asset_checks=checks, resources=found.resources) if checks else dg.Definitions()
+    loaded = [_load(tree, place) for place in places]
+    with _explaining(folder, pipeline):
+        found = dg.Definitions.merge(*loaded)
+    among_assets = [each for each in found.assets or () if isinstance(each, dg.AssetChecksDefinition)]
+    declared = [*(found.asset_checks or ()), *among_assets]
+    checks = [check for check in declared if any(key.path[0] == pipeline.name for key in _checked(check))]
+    return OwnChecks(folder, checks, found.resources or {})
 
 
-def _load(tree: dg.ComponentTree, file: Path) -> dg.Definitions:
+@contextmanager
+def _explaining(folder: Path, pipeline: Pipeline) -> Iterator[None]:
     try:
-        return tree.build_defs_at_path(file)
-    except Exception as error:  # whatever a person's code raises
+        yield
+    except dg.DagsterError as error:
+        raise UsageError(f"{pipeline.name} cannot be run with the checks in {folder}: {error}") from error
+
+
+def _checked(check: _Check) -> set[dg.AssetKey]:
+    return {key.asset_key for key in check.check_keys}
+
+
+def _load(tree: dg.ComponentTree, place: Path) -> dg.Definitions:
+    try:
+        return tree.build_defs_at_path(place)
+    except (Exception, SystemExit) as error:  # whatever a person's code raises
         raise UsageError(
-            f"{explained(file, error)}; nothing runs until it can be loaded, since it may have checks of this recipe"
+            f"{_told(place, error)}; nothing runs until it can be loaded, since it may have checks of this recipe"
         ) from error
 
 
-def _is_of(pipeline: Pipeline, check: dg.AssetCheckKey) -> bool:
-    return bool(check.asset_key.path[0] == pipeline.name)
+def _told(place: Path, error: BaseException) -> str:
+    """The root cause of `error` with its type, and with its line where that is in the file `place`."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(place)]
+    return f"{place}{f':{lines[-1]}' if lines else ''}: {type(error).__name__}: {error}"
 
 
-def _python_files(folder: Path) -> Iterator[Path]:
-    """Those that Dagster reads, which follows links; in the folder of a recipe it reads the recipe alone."""
+def _places_beside_recipes(folder: Path) -> Iterator[Path]:
+    """Python files, and folders of components of other types. Dagster follows links, and reads nothing that is hidden."""
     for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         if RECIPE_FILE in names:
             folders.clear()
+            if not _is_recipe(Path(place) / RECIPE_FILE):
+                yield Path(place)
         else:
-            yield from (Path(place) / name for name in sorted(names) if name.endswith(".py"))
+            yield from (Path(place) / name for name in sorted(names) if name.endswith(".py") and name[0] != ".")
+
+
+def _is_recipe(file: Path) -> bool:
+    try:
+        return TYPE in types_in(file)
+    except RecipeError:  # one that is wrong stops nobody else's run
+        return True

@@ -23,8 +23,8 @@ from sqlalchemy.exc import DatabaseError
 from training.contract.durable import HOW_TO_SHARE, free_bytes
 from training.contract.errors import PedigreeError
 from training.contract.hub import asking_once
-from workflows.execution import INTERRUPTED
 from workflows.resources import pedigree_home
+from workflows.run_report import INTERRUPTED
 
 P = ParamSpec("P")
 

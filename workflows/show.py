@@ -1,6 +1,6 @@
 """What people see in the terminal when a command is done: tables, and a few lines below them."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,11 +12,11 @@ from assets.page import shown_logprob
 from assets.pipeline import Pipeline
 from training.contract.fingerprint import short, shortened
 from workflows.comparison import MEASURES, Compared, Comparison
-from workflows.execution import RunReport
 from workflows.gc import Collection
 from workflows.inspection import InspectedRow, InspectedSide
 from workflows.lineage import AssetStatus
 from workflows.plan import PlannedAsset, sentence
+from workflows.run_report import RunReport
 from workflows.verify import Verification, agrees
 
 _COLOURS = {
@@ -39,24 +39,17 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
         _samples(console, report.samples)
     if report.metrics:
         _metrics(console, report)
-    failed = [asset for asset in report.assets if asset.error is not None]
-    _warnings(console, report, {asset.asset for asset in failed})
+    for check in report.warnings:
+        console.print(f"[yellow]{check.asset}:[/] {escape(check.failure)}", soft_wrap=True)
     if report.model_version:
         verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
         console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
+    failed = [asset for asset in report.assets if asset.error is not None]
     for error in dict.fromkeys(asset.error for asset in failed):  # one cause may fail several, as a lost model does
         names = ", ".join(asset.asset for asset in failed if asset.error == error)
         console.print(f"[red]{names} failed:[/] {escape(error or '')}", soft_wrap=True)
     if report.error is not None:
         console.print(f"[red]the run failed:[/] {escape(report.error)}", soft_wrap=True)
-
-
-def _warnings(console: Console, report: RunReport, failed: Set[str]) -> None:
-    """The failed checks after which the run went on; those of an asset that `failed` are in its error."""
-    for check in report.checks:
-        if not check.passed and check.asset not in failed:
-            name = f"{check.asset}, check {check.check}:"
-            console.print(f"[yellow]{escape(name)}[/] {escape(check.description)}", soft_wrap=True)
 
 
 def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:

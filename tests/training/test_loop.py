@@ -83,10 +83,8 @@ def test_what_is_told_and_written(tiny_world):
     assert details["tokens"] == sum(len(e[f"{s}_ids"]) for e in steps_examples(tiny_world, 12) for s in SIDES)
 
 
-@pytest.mark.parametrize("least", [2, 7])
-def test_held_out_metrics_cost_at_most_a_tenth_of_the_steps_unless_a_recipe_says_how_often(
-    tiny_world, monkeypatch, least
-):
+@pytest.mark.parametrize(("least", "steps"), [(2, 12), (7, 12), (2, 3)])
+def test_held_out_metrics_between_steps_cost_at_most_a_tenth_of_them(tiny_world, monkeypatch, least, steps):
     """Of 64,000 pairs a tenth is held out: every 50 steps of 64 pairs they would cost two thirds of the training.
 
     Here the tokens that one look runs are counted by hand, a prompt once for both responses.
@@ -97,13 +95,15 @@ def test_held_out_metrics_cost_at_most_a_tenth_of_the_steps_unless_a_recipe_says
         for name in ("train", "validation")
     )
     affordable = math.ceil(sum(held_out) / (0.1 * 3 * 8 * np.mean(train)))
-    assert 2 < affordable < 7
-    every = max(least, affordable)
-    job = tiny_world.job("policy", settings(), f"least-{least}")
+    assert 3 <= affordable < 7
+    job = tiny_world.job("policy", settings(max_steps=steps), f"least-{least}-{steps}")
     tune(job)
-    assert [e["step"] for e in told(job, "eval")] == [*range(0, 12, every), 12]
-    notes = [e["text"] for e in told(job, "note") if e["text"].startswith("held-out metrics come every")]
-    assert [f"every {affordable} of 12 steps" in note for note in notes] == ([True] if least < affordable else [])
+    seen = [e["step"] for e in told(job, "eval")]
+    assert seen == [*range(0, steps, max(least, affordable)), steps]
+    assert (len(seen) - 2) * sum(held_out) <= 0.1 * 3 * steps * 8 * np.mean(train)
+    notes = [e["text"] for e in told(job, "note") if e["text"].startswith("held-out metrics are computed")]
+    expected = "at both ends of the run" if affordable >= steps else f"every {affordable} of 12 steps"
+    assert [expected in note for note in notes] == ([True] if least < affordable else [])
 
 
 def steps_examples(world: Any, steps: int) -> list[dict[str, Any]]:

@@ -33,8 +33,9 @@ from training.contract.errors import RegistryAway
 from training.contract.job import Job
 from training.contract.locks import is_held
 from training.contract.store import Store
-from workflows.execution import RunReport, materialize
+from workflows.execution import materialize
 from workflows.recipes import load_recipe
+from workflows.run_report import RunReport
 
 
 @pytest.fixture

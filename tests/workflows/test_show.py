@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from assets.pipeline import Pipeline
 from tests.workflows.homes import ATTRIBUTES
 from training.contract.recipe import Recipe
 from workflows import show
-from workflows.execution import AssetRun, CheckRun, RunReport
 from workflows.gc import Collection, Garbage
 from workflows.inspection import InspectedRow, InspectedSide
 from workflows.lineage import AssetStatus
 from workflows.plan import PlannedAsset
 from workflows.progress import ProgressBars
 from workflows.reporting import Terminal
+from workflows.run_report import AssetRun, CheckRun, RunReport
 from workflows.show import run_report
 from workflows.verify import Verification, VerifiedAsset
 
@@ -62,14 +63,17 @@ def test_a_run_ends_with_what_the_gate_decided():
 
 
 def test_a_failed_check_is_told_where_the_run_went_on_and_once_where_it_did_not():
-    passed = CheckRun("policy", "rewards_finite", True, "all finite")
-    checks = [passed, CheckRun("policy", "short", False, "[too] long"), CheckRun("evaluation", "polite", False, "rude")]
-    *_, first, second, verdict = shown(report([MADE], is_champion=True, checks=checks))
-    assert (first, second) == ("policy, check short: [too] long", "evaluation, check polite: rude")
+    passed, polite = (
+        CheckRun("policy", "rewards_finite", True, False, ""),
+        CheckRun("policy", "polite", False, False, ""),
+    )
+    short = CheckRun("policy", "short", False, False, "[too] long")
+    *_, first, second, verdict = shown(report([MADE], is_champion=True, checks=[passed, short, polite]))
+    assert (first, second) == ("policy: the check short failed: [too] long", "policy: the check polite failed")
     assert verdict.startswith("version 3 is champion")
-    failed = AssetRun("policy", "failed", "cd" * 32, 1.0, "the check short failed: [too] long")
-    *_, first, second = shown(report([MADE, failed], checks=checks))
-    assert (first, second) == ("evaluation, check polite: rude", "policy failed: the check short failed: [too] long")
+    failed = AssetRun("policy", "failed", "cd" * 32, 1.0, short.failure)
+    *_, first, second = shown(report([MADE, failed], checks=[passed, replace(short, stops=True), polite]))
+    assert (first, second) == ("policy: the check polite failed", "policy failed: the check short failed: [too] long")
 
 
 def test_of_long_prompts_the_ends_are_shown_of_answers_the_beginnings_and_in_a_sweep_none():

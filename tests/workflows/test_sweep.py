@@ -25,12 +25,13 @@ from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from workflows.comparison import Comparison, compare, last_evaluated
-from workflows.execution import RunReport, materialize
+from workflows.execution import materialize
 from workflows.gc import collect
 from workflows.inspection import inspect_row
 from workflows.lineage import status
 from workflows.plan import plan
 from workflows.recipes import load_recipe, load_recipes
+from workflows.run_report import RunReport
 from workflows.verify import verify
 
 pytestmark = pytest.mark.slow

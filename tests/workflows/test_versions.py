@@ -28,10 +28,11 @@ from tests.workflows.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
 from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.comparison import last_evaluated
-from workflows.execution import RunReport, materialize
+from workflows.execution import materialize
 from workflows.lineage import status
 from workflows.plan import plan
 from workflows.recipes import load_recipe
+from workflows.run_report import RunReport
 from workflows.verify import verify
 
 pytestmark = pytest.mark.slow

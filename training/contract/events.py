@@ -67,7 +67,8 @@ class EventWriter:
 class Progress:
     """Reports the progress of a part of the work, at most twice a second, with an estimate of the seconds left.
 
-    `done` was done by an earlier attempt: it counts as done, and not in the estimate.
+    `done` was done by an earlier attempt: it counts as done, and not in the estimate. A `total` may be too low, where it was
+    counted by other means: what is done beyond it changes nothing any more.
     """
 
     def __init__(self, writer: EventWriter, total: int, unit: str, done: int = 0) -> None:
@@ -76,9 +77,9 @@ class Progress:
         self._before = self._done = done
 
     def advance(self, count: int = 1) -> None:
-        self._done += count
+        before, self._done = self._done, min(self._done + count, self._total)
         now = time.monotonic()
-        if now - self._last < 0.5 and self._done < self._total:
+        if before == self._total or (now - self._last < 0.5 and self._done < self._total):
             return
         self._last = now
         left = seconds_left(self._started, self._done, self._total, self._before)

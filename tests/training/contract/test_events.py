@@ -144,6 +144,14 @@ def test_progress_ends_at_its_total_and_says_what_is_left(path):
     assert len(earlier) < 20, "at most twice a second"
 
 
+def test_progress_beyond_its_total_is_told_no_more(path):
+    """Rows that were counted by other code: one that counts too few must not cost a line a row, or give negative seconds."""
+    progress = Progress(EventWriter(path), total=2, unit="rows")
+    for _ in range(1000):
+        progress.advance()
+    assert [(e["done"], e["total"], e["seconds_left"]) for e in read_events(path)] == [(2, 2, 0)]
+
+
 def test_the_time_left_is_of_this_attempt_alone(path):
     """A quarter done before; 25 more in about 0.6 s: 50 are left, so about 1.2 s, not the 0.6 of an average over 50."""
     progress = Progress(EventWriter(path), total=100, unit="rows", done=25)

@@ -1,0 +1,180 @@
+"""What became of a run: of each asset and each check, and why it failed, in words that a person can act on."""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import dagster as dg
+from dagster_shared.error import SerializableErrorInfo
+
+from assets.graph import GRAPH
+from assets.materialized import Materialization
+from assets.pipeline import Pipeline
+from training.contract.durable import lacks_room, write_error
+from training.contract.errors import PedigreeError
+from training.contract.store import Store
+from workflows.own_checks import OwnChecks
+
+INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
+_OURS = f"{PedigreeError.__module__}."
+_CHECK_FAILED = "DagsterAssetCheckFailedError"  # what Dagster ends a step with whose blocking check failed
+
+
+@dataclass(frozen=True)
+class AssetRun:
+    """What became of one asset; `error` is what a person should read first where it failed.
+
+    One that failed has a fingerprint where it was made and a check of it failed.
+    """
+
+    asset: str
+    outcome: Literal["computed", "reused", "failed"]
+    fingerprint: str | None
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class CheckRun:
+    """What a check found of an asset, one of ours or of a person's own; `stops` if nothing may be made from that asset."""
+
+    asset: str
+    check: str
+    passed: bool
+    stops: bool
+    description: str
+
+    @property
+    def failure(self) -> str:
+        return f"the check {self.check} failed" + (f": {self.description}" if self.description else "")
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """`succeeded` is about the whole run, which can fail outside its assets as well: `error` is what ended it where no asset
+    failed. `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
+    """
+
+    recipe: str
+    dagster_run_id: str
+    succeeded: bool
+    assets: list[AssetRun]
+    checks: list[CheckRun]
+    metrics: dict[str, float]
+    mlflow_run_id: str | None
+    model_version: str | None
+    is_champion: bool | None
+    reasons: str | None
+    samples: list[dict[str, str]]
+    error: str | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody stopped it; then no further run shall begin."""
+        return any(asset.error == INTERRUPTED for asset in self.assets)
+
+    @property
+    def warnings(self) -> list[CheckRun]:
+        """The failed checks that stopped nothing."""
+        return [check for check in self.checks if not check.passed and not check.stops]
+
+
+def report_of(
+    result: dg.ExecuteInProcessResult,
+    pipeline: Pipeline,
+    selected: Collection[str],
+    own: OwnChecks,
+    store: Store,
+    records: Path,
+) -> RunReport:
+    """The report of a run of the assets `selected`, which Dagster recorded in the folder `records`."""
+    done, checks = _materialized(result), list(_check_runs(result, pipeline))
+    assets = list(_asset_runs(result, pipeline, selected, own, checks, records))
+    evaluated = done.get("evaluation", Materialization()).fingerprint
+    details = store.open("evaluation", evaluated).details if evaluated else {}
+    released = done.get("released_model", Materialization()).metadata
+    return RunReport(
+        recipe=pipeline.name,
+        dagster_run_id=result.run_id,
+        # Not `result.success`: that asks for the run, which a person may have deleted meanwhile.
+        succeeded=bool(result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_SUCCESS)),
+        assets=assets,
+        checks=checks,
+        metrics=details.get("metrics", {}),
+        mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
+        model_version=released.get("model_version"),
+        is_champion=released["champion"] == "yes" if released else None,
+        reasons=released.get("reasons"),
+        samples=details.get("samples", []),
+        error=None if any(asset.error for asset in assets) else _ended_by(result, records),
+    )
+
+
+def _materialized(result: dg.ExecuteInProcessResult) -> dict[str, Materialization]:
+    """What this run recorded, by asset: another run of the recipe may have recorded something since."""
+    events = result.get_asset_materialization_events()
+    recorded = [event.step_materialization_data.materialization for event in events]
+    return {each.asset_key.path[-1]: Materialization.of(each) for each in recorded}
+
+
+def _check_runs(result: dg.ExecuteInProcessResult, pipeline: Pipeline) -> Iterator[CheckRun]:
+    for each in result.get_asset_check_evaluations():
+        if each.asset_key.path[0] == pipeline.name:  # one of a person's own may be about other recipes too
+            stops = bool(each.blocking) and not each.passed and each.severity == dg.AssetCheckSeverity.ERROR
+            yield CheckRun(each.asset_key.path[-1], each.check_name, each.passed, stops, each.description or "")
+
+
+def _asset_runs(
+    result: dg.ExecuteInProcessResult,
+    pipeline: Pipeline,
+    selected: Collection[str],
+    own: OwnChecks,
+    checks: Collection[CheckRun],
+    records: Path,
+) -> Iterator[AssetRun]:
+    """What became of each asset. It failed where its step did or that of a check of it, or where a check stops what follows."""
+    done = _materialized(result)
+    for asset in GRAPH:
+        if asset not in selected:
+            continue
+        key, made = pipeline.key(asset), done.get(asset)
+        errors = list(_errors(result, {key.to_python_identifier(), *own.steps(key)}, records))
+        errors += [check.failure for check in checks if check.asset == asset and check.stops]
+        if errors:
+            error = INTERRUPTED if INTERRUPTED in errors else "; ".join(errors)
+            fingerprint, seconds = (made.fingerprint, made.metadata["seconds"]) if made else (None, 0.0)
+            yield AssetRun(asset, "failed", fingerprint, seconds, error)
+        elif made is not None:
+            yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
+
+
+def _errors(result: dg.ExecuteInProcessResult, steps: Collection[str], records: Path) -> Iterator[str]:
+    """Why some of `steps` failed, but for failed checks: Dagster's own error has only the names of those."""
+    for failure in result.filter_events(lambda event: event.is_step_failure and event.step_key in steps):
+        account = failure.step_failure_data.error
+        if account is None or account.cls_name != _CHECK_FAILED:
+            yield _reason(account, records)
+
+
+def _ended_by(result: dg.ExecuteInProcessResult, records: Path) -> str | None:
+    """What ended the run outside its steps, such as a database of Dagster's that went away."""
+    failures = result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_FAILURE)
+    return next((_reason(failure.job_failure_data.error, records) for failure in failures), None)
+
+
+def _reason(error: SerializableErrorInfo | None, records: Path) -> str:
+    """The message of an error that a person can act on; else the root cause with the name of its class.
+
+    Dagster's own database, in the folder `records`, names no place where its disk is full.
+    """
+    if error is None:
+        return "it failed without an error"
+    while not error.message.startswith(_OURS) and error.cause is not None:
+        error = error.cause
+    if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
+        return INTERRUPTED
+    message: str = error.message.strip()
+    if not message.startswith(_OURS) and lacks_room(message):
+        return str(write_error("record the run", records, message))
+    return message.removeprefix(f"{_OURS}{error.cls_name}: ")
