@@ -5,7 +5,8 @@ recipe_file, faults, trl_names       what is wrong in a defs.yaml, with its line
 wrong_recipe                         what Dagster shows of such a recipe, so that the others go on
 definitions, automation, resources   what Dagster loads; scaffold: what `dg scaffold` writes
 cli, reporting, progress, show       the command: what is typed, how it ends, its bars, its tables
-execution, outlook, lineage, plan    `run`; what a run would give; `status`; `plan`
+execution, own_checks, run_report    `run`: what belongs to it beside the recipe, and what became of it
+outlook, lineage, plan               what a run would give; `status`; `plan`
 comparison, inspection, verify,      the other commands, each a file
   gc, servers
 """
