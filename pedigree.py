@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def demand_linux() -> None:
-    """Exit where no job could be started: that none outlives its launcher is the kernel's doing (launch/processes.py)."""
+    """Exit where no job could be started: that none outlives its launcher is the kernel's doing (contract/lifetime.py)."""
     if sys.platform != "linux":
         sys.exit(
             f"error: Pedigree runs on Linux, and this is {platform.system()}: a job's processes are ended by means that only "

@@ -23,8 +23,9 @@ from training.contract.events import EventWriter
 from training.contract.hashing import telling
 from training.contract.imports import import_uncollected
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
+from training.contract.lifetime import die_with_parent
 from training.contract.store import Made, Store
-from training.launch.processes import ancestors, die_with_parent
+from training.launch.processes import ancestors
 
 if TYPE_CHECKING:
     from training.distributed import Group

@@ -49,7 +49,8 @@ def materialize(
     run = _signed_run(services, instance)
     with own.explaining(pipeline):
         result = job.execute_in_process(asset_selection=keys, raise_on_error=False, **run)
-    return report_of(result, pipeline, selected, own, services.store, Path(instance.root_directory))
+    records = Path(instance.root_directory)
+    return report_of(result, run["run_id"], pipeline, selected, own, services.store, records)
 
 
 def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, work: Callable[[], T]) -> T:

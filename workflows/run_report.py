@@ -82,13 +82,17 @@ class RunReport:
 
 def report_of(
     result: dg.ExecuteInProcessResult,
+    run_id: str,
     pipeline: Pipeline,
     selected: Collection[str],
     own: OwnChecks,
     store: Store,
     records: Path,
 ) -> RunReport:
-    """The report of a run of the assets `selected`, which Dagster recorded in the folder `records`."""
+    """The report of a run of the assets `selected`, which Dagster recorded in the folder `records`.
+
+    Of `result` only the events are read: its `run_id` and `success` ask for the run, which a person may have deleted meanwhile.
+    """
     done, checks = _materialized(result), list(_check_runs(result, pipeline))
     assets = list(_asset_runs(result, pipeline, selected, own, checks, records))
     evaluated = done.get("evaluation", Materialization()).fingerprint
@@ -96,8 +100,7 @@ def report_of(
     released = done.get("released_model", Materialization()).metadata
     return RunReport(
         recipe=pipeline.name,
-        dagster_run_id=result.run_id,
-        # Not `result.success`: that asks for the run, which a person may have deleted meanwhile.
+        dagster_run_id=run_id,
         succeeded=bool(result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_SUCCESS)),
         assets=assets,
         checks=checks,

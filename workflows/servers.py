@@ -17,7 +17,7 @@ from model_registry.connection import is_server, note_address, page
 from model_registry.registry import Registry
 from model_registry.tracking import artifact_root
 from training.contract.errors import PedigreeError
-from training.launch.processes import die_with_parent
+from training.contract.lifetime import die_with_parent
 
 _HOST = "127.0.0.1"
 # Where the command was started there may be files named like packages. So that is not where Python looks for these, nor do

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from training.contract.imports import import_uncollected
-from training.launch.processes import die_with_parent
+from training.contract.lifetime import die_with_parent
 
 # Named here, since MLflow's own guess loads the model again and asks for packages that text generation does not use.
 _REQUIRED = ("mlflow", "torch", "transformers")

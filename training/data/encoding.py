@@ -46,8 +46,11 @@ class DropReason(StrEnum):
 
 class Dropped(Exception):
     def __init__(self, reason: DropReason, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
+        super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
 
 
 class OverLength(StrEnum):

@@ -31,6 +31,7 @@ from training.contract.store import Made
 from training.data.chat_template import ChatTemplate
 from training.data.collector import PREFERENCES_FILE
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
+from training.data.encoding_pool import Outcomes, Rows, encode_batches
 from training.data.template import TOKENIZER_FOLDER, read_spec
 from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -156,15 +157,17 @@ def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, even
         pa.OSFile(str(folder / PAIRS_FILE), "wb") as sink,
         pa.ipc.new_stream(sink, PAIRS_SCHEMA) as stream,
     ):
-        progress = Progress(events, file.metadata.num_rows, "pairs")
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-            rows = batch.to_pylist()
-            stream.write_batch(pa.RecordBatch.from_pylist(list(_lines(rows, encoder, tally)), PAIRS_SCHEMA))
+        count = file.metadata.num_rows
+        progress = Progress(events, count, "pairs")
+        batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=_BATCH_ROWS))
+        for rows, outcomes in encode_batches(encoder, batches, count):
+            lines = list(_lines(rows, outcomes, encoder, tally))
+            stream.write_batch(pa.RecordBatch.from_pylist(lines, PAIRS_SCHEMA))
             progress.advance(len(rows))
 
 
-def _lines(rows: list[SourceRow], encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:
-    for row, outcome in zip(rows, encoder.encode(rows), strict=True):
+def _lines(rows: Rows, outcomes: Outcomes, encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:
+    for row, outcome in zip(rows, outcomes, strict=True):
         if isinstance(outcome, Dropped):
             tally.drop(row, outcome, encoder)
         else:

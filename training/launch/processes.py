@@ -1,33 +1,25 @@
-"""Leaving no process behind, on Linux: parent-death signals, adopted orphans, and the process tree in /proc.
+"""Leaving no process behind, on Linux: adopted orphans, and the process tree in /proc.
 
 Process groups do not suffice: torchrun gives every rank a session of its own, so a signal to the group misses the ranks.
 Only descendants of the calling process are ever ended, never processes of some name.
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import time
 from collections import defaultdict
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
+from training.contract.lifetime import prctl
+
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_SECONDS = 0.02
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process `number` when the thread that forked it ends. Kept by exec, not by fork.
-
-    If the parent is gone already, no signal comes: compare it with the expected one after this call.
-    """
-    _prctl(_PR_SET_PDEATHSIG, number)
-
-
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent dies."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def ancestors() -> list[int]:
@@ -89,9 +81,3 @@ def _parents() -> dict[int, int]:
             # `pid (name) state parent ...`, and the name may hold spaces and parentheses itself
             parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     return parents
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}, {value}): {os.strerror(ctypes.get_errno())}")

@@ -20,7 +20,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from training.contract.job import SUPERVISOR
-from training.launch.processes import adopt_orphans, die_with_parent, end_descendants
+from training.contract.lifetime import die_with_parent
+from training.launch.processes import adopt_orphans, end_descendants
 
 CANCELLED = 128 + signal.SIGTERM
 _LOOK_SECONDS = 0.5
