@@ -16,7 +16,7 @@ from training.contract.lifetime import die_with_parent
 from training.contract.machine import cores
 from training.data.encoding import Dropped, EncodedPair, PairEncoder
 
-FEWEST_ROWS = 4096
+_FEWEST_ROWS = 4096
 _MOST_PROCESSES = 16  # beyond, the one that writes what they made cannot keep up
 _AHEAD = 2  # batches that wait for each process
 
@@ -29,7 +29,7 @@ _encoder: PairEncoder
 def encode_batches(encoder: PairEncoder, batches: Iterable[Rows], rows: int) -> Iterator[tuple[Rows, Outcomes]]:
     """Each of `batches`, which have so many `rows` in all, in order, with what becomes of its pairs."""
     processes = min(cores(), _MOST_PROCESSES)
-    if processes == 1 or rows < FEWEST_ROWS:
+    if processes == 1 or rows < _FEWEST_ROWS:
         yield from ((batch, list(encoder.encode(batch))) for batch in batches)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("fork"), _begin, (encoder, os.getpid())) as pool:

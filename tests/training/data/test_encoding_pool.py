@@ -18,7 +18,7 @@ from training.data.encoding_pool import encode_batches
 @pytest.fixture
 def three_processes(monkeypatch):
     """However few the rows and the cores are."""
-    monkeypatch.setattr(encoding_pool, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(encoding_pool, "_FEWEST_ROWS", 1)
     monkeypatch.setattr(encoding_pool, "cores", lambda: 3)
 
 
