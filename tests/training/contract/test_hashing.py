@@ -112,10 +112,11 @@ def test_an_error_ends_the_others_at_their_next_block():
 
 
 INTERRUPTED = """
-import sys
+import signal, sys
 from pathlib import Path
 from training.contract.hashing import hash_files, telling
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that a script runs in the background ignores it
 with telling(lambda event, **fields: print(event, flush=True)):
     hash_files([Path(sys.argv[1])])
 """
