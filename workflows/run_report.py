@@ -8,7 +8,6 @@ from typing import Literal
 import dagster as dg
 from dagster_shared.error import SerializableErrorInfo
 
-from assets.graph import GRAPH
 from assets.materialized import Materialization
 from assets.pipeline import Pipeline
 from training.contract.durable import lacks_room, write_error
@@ -89,12 +88,18 @@ def report_of(
     store: Store,
     records: Path,
 ) -> RunReport:
-    """The report of a run of the assets `selected`, which Dagster recorded in the folder `records`.
+    """The report of a run of the assets `selected`, in this order, which Dagster recorded in the folder `records`.
 
     Of `result` only the events are read: its `run_id` and `success` ask for the run, which a person may have deleted meanwhile.
     """
     done, checks = _materialized(result), list(_check_runs(result, pipeline))
-    assets = list(_asset_runs(result, pipeline, selected, own, checks, records))
+    assets = []
+    for asset in selected:
+        key = pipeline.key(asset)
+        errors = list(_errors(result, {key.to_python_identifier(), *own.steps(key)}, records))
+        errors += [check.failure for check in checks if check.asset == asset and check.stops]
+        if errors or asset in done:
+            assets.append(_asset_run(asset, done.get(asset), errors))
     evaluated = done.get("evaluation", Materialization()).fingerprint
     details = store.open("evaluation", evaluated).details if evaluated else {}
     released = done.get("released_model", Materialization()).metadata
@@ -128,28 +133,14 @@ def _check_runs(result: dg.ExecuteInProcessResult, pipeline: Pipeline) -> Iterat
             yield CheckRun(each.asset_key.path[-1], each.check_name, each.passed, stops, each.description or "")
 
 
-def _asset_runs(
-    result: dg.ExecuteInProcessResult,
-    pipeline: Pipeline,
-    selected: Collection[str],
-    own: OwnChecks,
-    checks: Collection[CheckRun],
-    records: Path,
-) -> Iterator[AssetRun]:
-    """What became of each asset. It failed where its step did or that of a check of it, or where a check stops what follows."""
-    done = _materialized(result)
-    for asset in GRAPH:
-        if asset not in selected:
-            continue
-        key, made = pipeline.key(asset), done.get(asset)
-        errors = list(_errors(result, {key.to_python_identifier(), *own.steps(key)}, records))
-        errors += [check.failure for check in checks if check.asset == asset and check.stops]
-        if errors:
-            error = INTERRUPTED if INTERRUPTED in errors else "; ".join(errors)
-            fingerprint, seconds = (made.fingerprint, made.metadata["seconds"]) if made else (None, 0.0)
-            yield AssetRun(asset, "failed", fingerprint, seconds, error)
-        elif made is not None:
-            yield AssetRun(asset, made.metadata["outcome"], made.fingerprint, made.metadata["seconds"])
+def _asset_run(asset: str, made: Materialization | None, errors: Collection[str]) -> AssetRun:
+    """What became of an asset that was made, or has `errors`: its own, or those of checks of it."""
+    fingerprint, seconds = (made.fingerprint, made.metadata["seconds"]) if made else (None, 0.0)
+    if errors:
+        error = INTERRUPTED if INTERRUPTED in errors else "; ".join(errors)
+        return AssetRun(asset, "failed", fingerprint, seconds, error)
+    assert made is not None
+    return AssetRun(asset, made.metadata["outcome"], fingerprint, seconds)
 
 
 def _errors(result: dg.ExecuteInProcessResult, steps: Collection[str], records: Path) -> Iterator[str]:
