@@ -14,5 +14,6 @@ checks, metadata, event_log,         what people see of an artifact, of a job, o
   rows, page
 version_files                        what a registered version consists of, put back where it is gone or not what it was
 held_out, champion                   the values by which the gate and `pedigree compare` compare two policies; the champion's
+leakage                              which held-out prompts a policy before was trained on
 adapters, rescoring                  jobs whose results are no assets: a merged adapter, pairs scored again
 """

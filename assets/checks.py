@@ -157,5 +157,5 @@ def leakage(found: Leakage, pairs: int) -> dg.AssetCheckResult:
 def _result(name: str, passed: bool, description: str, **figures: float) -> dg.AssetCheckResult:
     severity = dg.AssetCheckSeverity.WARN if name in _WARNINGS else dg.AssetCheckSeverity.ERROR
     return dg.AssetCheckResult(
-        passed=bool(passed), check_name=name, severity=severity, description=description, metadata=dict(figures)
+        passed=passed, check_name=name, severity=severity, description=description, metadata=figures
     )

@@ -36,7 +36,7 @@ def count_rows(path: Path) -> int | None:
             case ".json":
                 return _objects(path)
         return _lines(path)
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error, pa.ArrowException):
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, MemoryError, csv.Error, pa.ArrowException):
         return None
 
 

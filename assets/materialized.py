@@ -52,11 +52,6 @@ def input_version_tag(asset: dg.AssetKey) -> str:
     return f"dagster/input_data_version/{asset.to_user_string()}"
 
 
-def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
-    """The latest materialization of the asset `key`."""
-    return latest_of(instance, [key])[key]
-
-
 def latest_of(instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey]) -> dict[dg.AssetKey, Materialization]:
     """The latest materialization of each of the assets."""
     entries = [record.asset_entry for record in instance.get_asset_records(keys)]

@@ -36,8 +36,9 @@ def inputs_table(how: Derivation) -> dg.TableMetadataValue:
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.TableMetadataValue:
-    """Rows as a table. Its schema is given, so that an empty table has columns too."""
-    records = [dg.TableRecord({name: str(row.get(name, "")) for name in columns}) for row in rows]  # type: ignore[call-arg]
+    """Rows as a table, what is None as an empty cell. Its schema is given, so that an empty table has columns too."""
+    cells = [{name: "" if row.get(name) is None else str(row[name]) for name in columns} for row in rows]
+    records = [dg.TableRecord(row) for row in cells]  # type: ignore[call-arg]
     schema = dg.TableSchema([dg.TableColumn(name, "string") for name in columns])
     return dg.MetadataValue.table(records, schema=schema)
 

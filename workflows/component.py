@@ -41,15 +41,15 @@ class PreferenceTuning(dg.Component):
 
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
-        refuse_half_characters(context.path / RECIPE_FILE)
-        refuse_repeated_keys(context.path / RECIPE_FILE)
+        file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS
+        refuse_half_characters(file)
+        refuse_repeated_keys(file)
         if not isinstance(attributes, RecipeFile):
             raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
         if not NAME.fullmatch(context.path.name):
             raise RecipeError(
                 f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
             )
-        file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS
         pipelines = [
             Pipeline(context.path.name, recipe.located_at(context.path), file, variant, is_named)
             for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]

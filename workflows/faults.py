@@ -18,7 +18,7 @@ from workflows import trl_names
 _LONGEST_VALUE = 80
 _ALIKE = 0.8  # below it are other words: gpu and cpu, kto_pair and exo_pair
 _TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
-_NO_SECTION = {"model_type", "model_attributes_type", "dict_type"}
+_NO_SECTION = {"model_type", "dict_type"}
 
 
 def faults(error: ValidationError) -> Iterator[str]:
@@ -57,7 +57,7 @@ def _words(name: str, fault: Any) -> str:
             return _no_choice(fault["ctx"]["expected"], fault["input"])
         case "too_short":
             return f"expected at least {fault['ctx']['min_length']} item, found {found}"
-        case "tuple_type" | "list_type":
+        case "tuple_type":
             return f"expected a list, found {found}"
         case kind if kind in _NO_SECTION and (fields := _section(name)):
             return f"expected a section with fields ({', '.join(fields)}), found {found}"

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cache, cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -211,7 +211,7 @@ class Sweep:
 
     def _oldest_unfinished_run(self) -> datetime | None:
         records = self._instance.get_run_records(_UNFINISHED_RUNS)
-        return min((record.create_timestamp.astimezone(UTC) for record in records), default=None)
+        return min((record.create_timestamp for record in records), default=None)
 
     def _is_over(self, folder: Path) -> bool:
         return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)

@@ -111,7 +111,7 @@ def _serving(servers: Sequence[_Server]) -> Iterator[None]:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        started += [_start(server) for server in servers]
+        started.extend(_start(server) for server in servers)
         for server, process in zip(servers, started, strict=True):
             _wait_until_ready(server, process)
         yield

@@ -19,13 +19,12 @@ class Version:
 
     name: str
     number: int
-    run_id: str | None
     source: str
     tags: Mapping[str, str]
 
     @classmethod
     def of(cls, found: ModelVersion) -> Self:
-        return cls(found.name, int(found.version), found.run_id, found.source, dict(found.tags))
+        return cls(found.name, int(found.version), found.source, dict(found.tags))
 
     def fingerprint_of(self, kind: str) -> str | None:
         """That of the artifact of `kind` in its lineage; None where there was none."""

@@ -56,6 +56,18 @@ def test_what_cannot_be_read_is_not_counted(tmp_path):
     assert [count_rows(tmp_path / name) for name in names] == [None] * 5
 
 
+def test_a_flipped_bit_is_told_as_what_cannot_be_read(tmp_path):
+    """One in a length makes Arrow ask for more memory than there is."""
+    with pa.ipc.new_stream(sink := pa.BufferOutputStream(), pa.schema({"a": pa.int64()})) as writer:
+        writer.write_table(pa.table({"a": list(range(50))}))
+    whole, file = sink.getvalue().to_pybytes(), tmp_path / "rows.arrow"
+    counts = set()
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+        counts.add(count_rows(file))
+    assert {None, 50} <= counts
+
+
 @pytest.mark.parametrize(
     ("name", "start", "megabytes", "rows"),
     [

@@ -144,7 +144,7 @@ def test_both_are_measured_over_the_champion_s_reference(tmp_path: Path):
     preferences = published(store, "raw_preferences", "preferences.parquet", said, "a")
     candidate = evaluated(store, "sigmoid", "b", rows=scored([-4.0] * 10 + [-2.0] * 10, [-5.0] * 10 + [-3.0] * 10))
     champion = evaluated(store, "simpo", "a", rows=scored([-2.0] * 10 + [-4.0] * 10, [-3.0] * 10 + [-5.0] * 10))
-    version = Version("small", 1, None, "", lineage_tags({"evaluation": champion.fingerprint}))
+    version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
     step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
     found = compared(step, candidate, preferences.fingerprint, version)
     assert found.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
@@ -188,7 +188,7 @@ def test_the_few_pairs_that_an_edit_spared_do_not_decide_alone(
     )
     tags = {"evaluation": champion.fingerprint} | ({} if gone else {"raw_preferences": preferences.fingerprint})
     step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
-    found = compared(step, candidate, preferences.fingerprint, Version("small", 1, None, "", lineage_tags(tags)))
+    found = compared(step, candidate, preferences.fingerprint, Version("small", 1, "", lineage_tags(tags)))
     assert len(found.shared) == compared_pairs
     assert found.measure == (Measure.LOSS if spared == compared_pairs else Measure.ERROR_RATE)
 
@@ -202,7 +202,7 @@ def test_how_pairs_are_ranked_is_told_over_the_reference_for_losses_without_one_
     candidate = evaluated(store, "cpo", "a", rows=untrained)
     champion = evaluated(store, "sigmoid", "a", rows=scored([3.0] * 9 + [1.0], [2.0] * 10))
     step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
-    version = Version("small", 1, None, "", lineage_tags({"evaluation": champion.fingerprint}))
+    version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
     found = compared(step, candidate, preferences.fingerprint, version)
     assert found.measure == Measure.ERROR_RATE
     assert (sum(found.candidate.values()), sum(found.champion.values())) == (10, 1)
@@ -218,4 +218,4 @@ def test_a_server_that_is_away_is_waited_for_and_not_taken_for_another_home(
     evaluation = evaluated(store, "sigmoid", "a", rows=scored([-4.0], [-5.0]))
     tags = lineage_tags({"evaluation": "e" * 64})
     with pytest.raises(RegistryAway):
-        compared(step, evaluation, "", Version("small", 1, None, "mlflow-artifacts:/1/run/artifacts/policy", tags))
+        compared(step, evaluation, "", Version("small", 1, "mlflow-artifacts:/1/run/artifacts/policy", tags))

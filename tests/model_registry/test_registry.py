@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 
 from model_registry.connection import connect
 from model_registry.files import link_or_copy, local_path
+from model_registry.records import DatasetUsed
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from model_registry.versions import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
@@ -75,7 +76,8 @@ def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path
 
 
 def new_run(tracker: Tracker) -> str:
-    with tracker.run(experiment="demo", key="a", name="a", params={}, tags={}) as run:
+    used = DatasetUsed("demo", "c" * 64, "preferences.jsonl", {"train": 9})
+    with tracker.run(experiment="demo", key="a", name="a", params={}, tags={}, dataset=used) as run:
         pass
     assert run.run_id is not None
     return run.run_id
@@ -158,7 +160,7 @@ def test_a_reference_can_be_a_registered_model_with_its_tokenizer(registered: Re
 def test_a_version_carries_its_lineage_and_is_registered_once(registered: Registered, policy: Path):
     """The second call would fail if it packaged anything: the folder is not there."""
     assert registered.version.tags == {**IDENTITY, "pedigree.tokenized_pairs": "b" * 64}
-    assert (registered.version.number, registered.version.run_id) == (1, registered.run_id)
+    assert registered.version.number == 1
     again = registered.registry.register("demo", policy / "none", registered.run_id, identity=IDENTITY, tags={})
     assert again.number == 1
     assert registered.registry.find_version("demo", IDENTITY) == registered.registry.champion("demo")
@@ -316,7 +318,7 @@ def test_only_an_address_on_this_machine_is_a_path(address: str, path: Path | No
 
 @pytest.mark.parametrize("cloud", ["s3://bucket", "gs://bucket", "wasbs://box@bucket.example"])
 def test_what_only_a_cloud_knows_is_taken_to_be_there(registry: Registry, cloud: str):
-    assert registry.has_files(Version("demo", 1, None, f"{cloud}/run/artifacts/policy", {}))
+    assert registry.has_files(Version("demo", 1, f"{cloud}/run/artifacts/policy", {}))
 
 
 def test_what_a_killed_registration_left_goes_with_the_next(registered: Registered, policy: Path):

@@ -14,6 +14,7 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from assets.materialized import Materialization, latest_of
 from assets.pipeline import Pipeline, Services
 from workflows import cli
 from workflows.recipes import load_recipe
@@ -106,6 +107,11 @@ def looker(home: Home, recipe: Path, workplace: Path, copy_home: bool = False) -
 
 def edit(looker: Looker, attributes: dict[str, object]) -> None:
     write_recipe(looker.folder, attributes)
+
+
+def latest(instance: dg.DagsterInstance, key: dg.AssetKey) -> Materialization:
+    """The latest materialization of the asset `key`."""
+    return latest_of(instance, [key])[key]
 
 
 def flip(path: Path) -> None:

@@ -17,7 +17,6 @@ from mlflow import MlflowClient
 
 from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
-from assets.materialized import latest
 from assets.pipeline import Pipeline
 from assets.process import is_alive, process_of
 from assets.realize import Work, describe_job
@@ -25,7 +24,7 @@ from assets.world import find_root
 from model_registry.registry import Registry
 from tests.workflows import edits
 from tests.workflows.edits import Edit, World, data_lines, field, fields, retokenizer, template
-from tests.workflows.homes import flip
+from tests.workflows.homes import flip, latest
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import HELD_OUT, PLAIN, TRAINED
 from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError

@@ -10,10 +10,10 @@ import pytest
 
 from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
-from assets.materialized import input_version_tag, latest, latest_of
+from assets.materialized import input_version_tag, latest_of
 from assets.process import PROCESS_TAG
 from assets.world import find_tokenizer
-from tests.workflows.homes import ATTRIBUTES, flip, write_recipe
+from tests.workflows.homes import ATTRIBUTES, flip, latest, write_recipe
 from training.contract.store import Made, write_json
 from workflows.lineage import status
 from workflows.recipes import load_recipe

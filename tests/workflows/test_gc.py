@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from assets.graph import GRAPH
-from assets.materialized import latest
 from assets.process import PROCESS_TAG
 from assets.realize import publish_found
 from assets.world import Found
 from model_registry.versions import MERGED, ROLLED_BACK_TAG
-from tests.workflows.homes import Home, flip
+from tests.workflows.homes import Home, flip, latest
 from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Input, Job

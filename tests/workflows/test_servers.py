@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -232,3 +233,28 @@ def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monk
     stores = {"MLFLOW_BACKEND_STORE_URI": runs, "MLFLOW_REGISTRY_STORE_URI": models}
     assert started[1].environment == stores
     assert "secret" not in " ".join(word for server in started for word in server.command)
+
+
+def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
+    """The log of the second is no file, as it may be another user's."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    logs = (tmp_path / "first.log", tmp_path)
+    sleepers = [
+        web._Server("A server", [sys.executable, "-c", "import time; time.sleep(600)"], "", "", log) for log in logs
+    ]
+    started = []
+
+    def start(server):
+        started.append(beginning(server))
+        return started[-1]
+
+    beginning = web._start
+    try:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(IsADirectoryError):
+            patch.setattr(web, "_start", start)
+            with web._serving(sleepers):
+                pass
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert [process.poll() is None for process in started] == [False]

@@ -17,11 +17,10 @@ from mlflow import MlflowClient
 
 import model_registry.files
 from assets.graph import GRAPH
-from assets.materialized import latest
 from model_registry.package import package
 from model_registry.registry import Registry
 from tests.workflows import edits
-from tests.workflows.homes import write_recipe
+from tests.workflows.homes import latest, write_recipe
 from tests.workflows.in_process import Ground, services_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
 from workflows.comparison import Comparison, compare, last_evaluated

@@ -32,7 +32,6 @@ import pytest
 from pydantic import BaseModel
 
 from assets.graph import GRAPH
-from assets.materialized import latest
 from assets.pipeline import Services
 from assets.world import ROOTS
 from tests.workflows import edits
@@ -48,6 +47,7 @@ from tests.workflows.edits import (
     retokenizer,
     template,
 )
+from tests.workflows.homes import latest
 from tests.workflows.in_process import PAIRS, Ground, run_in, services_in
 from training.contract.loss import Divergence, Term
 from training.contract.optimizer import AdamW

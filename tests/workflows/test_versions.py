@@ -18,11 +18,10 @@ import pytest
 from mlflow import MlflowClient
 
 from assets import checks
-from assets.materialized import latest
 from assets.release import RELEASE_KEY_TAG, release_fault
 from assets.version_files import put_back
 from model_registry.registry import Registry
-from tests.workflows.homes import flip, write_recipe
+from tests.workflows.homes import flip, latest, write_recipe
 from tests.workflows.in_process import Ground, run_in
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.errors import RegistryError

@@ -68,7 +68,7 @@ Date = Annotated[datetime.date, BeforeValidator(_date)]
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Section(Frozen):

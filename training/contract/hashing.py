@@ -22,7 +22,7 @@ from training.contract.machine import cores
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Count = Callable[[int], None]  # is called with the bytes that were read since it was last called
+Tally = Callable[[int], None]  # is called with the bytes that were read since it was last called
 
 _PATIENCE_SECONDS = 2.0  # what takes no longer is not worth a word
 _BETWEEN_SECONDS = 0.5
@@ -43,7 +43,8 @@ def telling(emit: Emit) -> Iterator[None]:
 
 def hash_file(path: Path) -> str:
     """sha256 of the file's bytes."""
-    return digest_file(path, hashlib.sha256(), _count_nothing)
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_files(paths: Sequence[Path]) -> list[str]:
@@ -51,14 +52,14 @@ def hash_files(paths: Sequence[Path]) -> list[str]:
     return hash_in_threads(lambda path, count: digest_file(path, hashlib.sha256(), count), paths, paths)
 
 
-def digest_file(path: Path, digest: "hashlib._Hash", count: Count) -> str:
+def digest_file(path: Path, digest: "hashlib._Hash", count: Tally) -> str:
     """`digest` updated with the file's bytes, in hexadecimal."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(_Counted(file, count), lambda: digest).hexdigest()
 
 
 def hash_in_threads(
-    hash_one: Callable[[Item, Count], Result], items: Sequence[Item], files: Sequence[Path]
+    hash_one: Callable[[Item, Tally], Result], items: Sequence[Item], files: Sequence[Path]
 ) -> list[Result]:
     """`hash_one` of each item, of all bytes of `files` together; hashing a block lets the other threads run.
 
@@ -125,7 +126,7 @@ class _Meter:
 class _Counted:
     """A file as `hashlib.file_digest` reads it."""
 
-    def __init__(self, file: Any, count: Count) -> None:
+    def __init__(self, file: Any, count: Tally) -> None:
         self._file, self._count = file, count
 
     def readable(self) -> bool:
@@ -135,7 +136,3 @@ class _Counted:
         size: int = self._file.readinto(buffer)
         self._count(size)
         return size
-
-
-def _count_nothing(size: int) -> None:
-    """A `Count` for a file of which nobody is told."""

@@ -37,7 +37,7 @@ from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
 from training.contract.events import Emit, seconds_left
 from training.contract.fingerprint import short
-from training.contract.hashing import Count, digest_file, hash_in_threads
+from training.contract.hashing import Tally, digest_file, hash_in_threads
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 0.5
@@ -216,7 +216,7 @@ def check_files(paths: Sequence[Path]) -> None:
     hash_in_threads(_check_file, paths, paths)
 
 
-def _check_file(path: Path, count: Count) -> None:
+def _check_file(path: Path, count: Tally) -> None:
     name = path.readlink().name if path.is_symlink() else ""
     if len(name) == _SHA256_DIGITS:
         digest = hashlib.sha256()

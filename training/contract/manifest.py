@@ -172,17 +172,19 @@ def read_error(place: Path, error: OSError) -> CorruptArtifact | UnreadableArtif
 def _verify_sizes(folder: Path, manifest: Manifest) -> None:
     if folder.is_symlink():
         raise CorruptArtifact(f"{folder} is a symbolic link to {folder.readlink()}; a folder was published")
-    present = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()}
-    present.pop(MANIFEST, None)
-    if foreign := sorted(set(present) - set(manifest.files)):
+    present = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_symlink() or not p.is_dir()}
+    if foreign := sorted(present - {MANIFEST} - manifest.files.keys()):
         raise CorruptArtifact(f"{folder / foreign[0]} is not in the manifest; remove it or the artifact's folder")
     for name, entry in manifest.files.items():
         path = folder / name
-        if name not in present:
-            raise CorruptArtifact(f"{path} is missing; the manifest promises {entry.bytes} bytes")
-        if path.is_symlink():
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            raise CorruptArtifact(f"{path} is missing; the manifest promises {entry.bytes} bytes") from None
+        except OSError as error:
+            raise read_error(path, error) from error
+        if stat.S_ISLNK(found.st_mode):
             raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
-        found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             raise CorruptArtifact(f"{path} is not a plain file; a plain file was published")
         if found.st_size != entry.bytes:

@@ -25,7 +25,7 @@ from typing import Any
 from training.contract.errors import ModelError
 from training.contract.fingerprint import canonical_json, fingerprint
 from training.contract.hash_cache import HashCache
-from training.contract.hashing import Count, hash_in_threads
+from training.contract.hashing import Tally, hash_in_threads
 from training.contract.tensor_file import TensorPlace, read_places
 
 _BLOCK_BYTES = 1 << 20
@@ -131,7 +131,7 @@ def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [tables[file] for file in files]
 
 
-def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace, count: Count) -> str:
+def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace, count: Tally) -> str:
     digest = hashlib.sha256(canonical_json([tensor.name, tensor.dtype, tensor.shape]))
     at = tensor.begin
     while at < tensor.end:

@@ -132,12 +132,16 @@ def _read_table(
     try:
         with open_data(path) as file:
             for batch in batches(file):
+                batch.validate(full=True)  # else a broken one may end the process
                 _refuse_repeated(path, batch.schema.names)
                 for value in batch.to_pylist():
                     number += 1
                     yield Record(number, value)
     except (pa.ArrowException, UnicodeDecodeError, OverflowError) as error:  # the last: a date beyond Python's
         raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}; write it again") from error
+    except MemoryError as error:  # mostly of a length that a broken file states
+        what = "what it holds next, as it says, does not fit into memory"
+        raise DataError(f"{path} cannot be read as {kind} after row {number}: {what}; write it again") from error
 
 
 def _parquet_batches(file: BufferedReader) -> Iterator[pa.RecordBatch]:

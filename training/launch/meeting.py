@@ -54,11 +54,15 @@ def _receive_others(address: str, port: int, missing: set[int], seconds: float) 
         while missing:
             server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
-                connections.append(server.accept()[0])
+                connection = server.accept()[0]
             except TimeoutError:
                 who = ", ".join(f"node {number}" for number in sorted(missing))
                 raise NodesError(f"waited {seconds:.0f} s at {address}, port {port}, for {who}") from None
-            missing.discard(_number(connections[-1]))
+            if (number := _number(connection)) in missing:
+                missing.discard(number)
+                connections.append(connection)
+            else:
+                connection.close()
     for connection in connections:
         with connection:
             connection.sendall(_ALL_HERE)

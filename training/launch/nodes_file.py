@@ -160,7 +160,7 @@ def _read(path: Path, count: int) -> Nodes:
         raise NodesError(
             f"`compute.nodes: {count}` needs machines, and there is no {path}; write it, for example\n{_EXAMPLE}"
         ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise NodesError(f"{path} cannot be read: {error}") from error
     try:
         file = NodesFile.model_validate(content)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from training.contract import hashing
-from training.contract.hashing import Count, hash_file, hash_files, hash_in_threads, telling
+from training.contract.hashing import Tally, hash_file, hash_files, hash_in_threads, telling
 
 MEGABYTE = 10**6
 BLOCK = 1 << 18  # of hashlib
@@ -87,7 +87,7 @@ def test_after_the_block_nobody_is_told(tmp_path: Path, impatient, told):
 def test_a_file_that_grows_meanwhile_is_never_more_than_done(tmp_path: Path, impatient, told):
     (tmp_path / "file").write_bytes(bytes(2 * MEGABYTE))
 
-    def read_more(path: Path, count: Count) -> None:
+    def read_more(path: Path, count: Tally) -> None:
         for _ in range(5):
             count(MEGABYTE)
 
@@ -100,7 +100,7 @@ def test_an_error_ends_the_others_at_their_next_block():
     """The other one never ends by itself. (With a single core it does not begin.)"""
     has_begun = threading.Event()
 
-    def hash_one(is_endless: bool, count: Count) -> None:
+    def hash_one(is_endless: bool, count: Tally) -> None:
         while is_endless:
             has_begun.set()
             count(1)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from training.contract.errors import CorruptArtifact
+from tests.privileges import without_privileges
+from training.contract.errors import CorruptArtifact, UnreadableArtifact
 from training.contract.fingerprint import value_digest
 from training.contract.hash_cache import HashCache
 from training.contract.manifest import (
@@ -115,7 +116,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (add_hidden_file, "not in the manifest"),
     (link_to_same_bytes, "symbolic link"),
     (add_link_to_folder, "not in the manifest"),
-    (turn_into_folder, "missing"),
+    (turn_into_folder, "not a plain file"),
     (turn_into_pipe, "not a plain file"),
 ]
 
@@ -127,6 +128,24 @@ def test_anything_else_is_refused_by_name(folder, damage, says):
     with pytest.raises(CorruptArtifact, match=says) as refused:
         verify_files(folder, manifest)
     assert "weights.bin" in str(refused.value)
+
+
+@pytest.mark.parametrize("mode", [0o300, 0o000], ids=["not to be listed", "not to be entered"])
+def test_a_folder_that_may_not_be_read_is_not_taken_for_damage(mode):
+    """What is corrupt is set aside, or refused for good; this only needs other permissions."""
+    with without_privileges() as place:
+        (place / "part").mkdir()
+        (place / "part" / "table.txt").write_text("one\n")
+        manifest = manifest_of(place)
+        (place / "part").chmod(mode)
+        try:
+            if mode & 0o100:
+                verify_files(place, manifest)
+            else:
+                with pytest.raises(UnreadableArtifact, match=r"table\.txt"):
+                    verify_files(place, manifest)
+        finally:
+            (place / "part").chmod(0o700)
 
 
 def test_sizes_alone_do_not_see_a_flipped_bit_and_everything_else(folder):

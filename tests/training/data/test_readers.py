@@ -291,3 +291,17 @@ def test_a_date_that_python_does_not_know_is_told(tmp_path):
     pq.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows.parquet cannot be read as Parquet after row 0: .*; write it again"):
         list(read_records(DataFile(name="rows.parquet", path=tmp_path / "rows.parquet")))
+
+
+def test_a_flipped_bit_ends_no_process(tmp_path):
+    """Arrow trusts a stream's offsets and lengths: one that is wrong reads beyond the data, and ends the process."""
+    _arrow(tmp_path / "whole.arrow")
+    whole, file, refused = (tmp_path / "whole.arrow").read_bytes(), tmp_path / "rows.arrow", 0
+    for at in range(len(whole)):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+        try:
+            list(read_records(DataFile(name="rows.arrow", path=file)))
+        except DataError as error:
+            refused += 1
+            assert str(error).startswith(f"{file} ")
+    assert 0 < refused < len(whole)

@@ -1,6 +1,7 @@
 """Machines that meet, as threads with sockets of their own on the loopback interface."""
 
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +59,19 @@ def test_a_stranger_is_not_taken_for_a_node(together: Callable[..., list[str]]):
 
     (said,) = together(0, before=knock)
     assert said.endswith("for node 1, node 2")
+
+
+def test_a_stranger_that_hangs_up_changes_nothing(together: Callable[..., list[str]]):
+    """As a check of a port's health does: it resets the connection, so that whoever writes to it is told of an error."""
+
+    def knock(port: int) -> None:
+        stranger = socket.socket()
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        while stranger.connect_ex((HERE, port)):
+            time.sleep(0.01)
+        stranger.close()
+
+    assert together(0, 1, 2, before=knock) == ["met", "met", "met"]
 
 
 def test_a_first_node_that_cannot_be_reached_is_named(together: Callable[..., list[str]]):

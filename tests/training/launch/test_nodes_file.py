@@ -107,6 +107,7 @@ def test_without_a_file_an_example_is_shown(tmp_path: Path):
         ("hosts: {listed_by: a, run: ssh gpu-1}", "`hosts.run`: 'ssh gpu-1': Value error, expected {host} in it"),
         ("hosts: {listed_by: '', run: '{host}'}", "`hosts.listed_by`: ''"),
         ("nodes: [", "cannot be read: while parsing a flow node"),
+        ("nodes: [{address: 2026-13-45}]", "cannot be read: month must be in 1..12"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, text: str, fault: str):
