@@ -79,7 +79,10 @@ def work() -> int:
     except NodesError as error:
         _say(Word.REFUSED, str(error))
         return 1
-    sockets = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
+    sockets = {
+        "GLOO_SOCKET_IFNAME": interface,
+        "NCCL_SOCKET_IFNAME": f"={interface}",
+    }  # else NCCL takes eth10 for eth1, too
     given = {**sockets, **environment({**order.environment, **os.environ}, job.processes)}
     try:
         _say(Word.STARTED, f"{job.processes} processes of {given['OMP_NUM_THREADS']} threads")

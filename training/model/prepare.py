@@ -6,9 +6,9 @@ dropout is drawn again from the generator's earlier state.
 
 Compiling makes fused kernels of a layer, which all layers share: attention is left out (its plan is plain Python), lengths of
 rows are symbolic, and dropout is drawn as it would be without. The tiles of the head (tiles.py) are compiled too. Kernels
-are made at the first call, so a tiny batch is run before the first step, forward and backward, and once without gradients
-as held-out pairs are. This warm-up changes nothing: its loss is multiplied by zero, and random generators, mode and buffers of
-the model are restored.
+are made at the first call, the best for sizes like those of that call, so a small batch is run before the first step, forward
+and backward, and once without gradients as held-out pairs are. This warm-up changes nothing: its loss is multiplied by zero,
+and random generators, mode and buffers of the model are restored.
 
 Both replace `forward` of the layers' instances, below any FSDP hooks; checkpointing goes around the compiled code. No
 parameter is renamed, so a saved model does not differ.
@@ -36,11 +36,14 @@ from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
 from training.model.routing import demand_experts
-from training.model.selfcheck import tiny_groups
+from training.model.selfcheck import LONGEST, tiny_groups
 from training.model.tiles import compile_tiles
 
 # Draw dropout as without compiling: the compiler's own random numbers would change the run.
 _COMPILE_OPTIONS = {"fallback_random": True}
+# How much longer than the self-check's are the sequences of the warm-up: kernels for 36 tokens are slow ones for thousands.
+# An odd number, so that a row is as long as no size of a model: the compiler takes equal sizes for one.
+_TIMES = 31
 
 
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
@@ -138,8 +141,10 @@ def _demand_routing(model: PreTrainedModel) -> None:
 
 
 def _warm_up(model: PreTrainedModel, own_dropout: bool, routing: bool) -> None:
-    """Run what a step and what an evaluation runs, on a few made-up tokens."""
-    sequences, sizes = tiny_groups(text_config(model).vocab_size)
+    """Run what a step and what an evaluation runs, on a thousand made-up tokens, or fewer where positions end before."""
+    config = text_config(model)
+    positions = getattr(config, "max_position_embeddings", None) or _TIMES * LONGEST
+    sequences, sizes = tiny_groups(config.vocab_size, max(1, min(_TIMES, positions // LONGEST)))
     with _undisturbed(model):
         train_mode(model, own_dropout)
         (0.0 * response_logprobs(model, sequences, sizes, routing).sums_S.sum()).backward()

@@ -41,6 +41,8 @@ from training.model.head import Head
 # On a CPU a tile should fit into the caches and stay below the sizes that the allocator returns to the system each time; on a
 # GPU it should be large enough to occupy it. Keeping all tiles would save a quarter of the head's work, for memory.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+# Widths of tiles are multiples of this: a GPU's fast products want rows that begin at multiples of 16 bytes.
+_UNIT = 64
 KEPT_BYTES = {"cpu": 96 << 20, "cuda": 2 << 30}
 
 
@@ -232,7 +234,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def compile_tiles(device: torch.device, dtype: torch.dtype) -> None:
     """Compile, before the first step, what a head with `compiled` runs on tiles of operands of `dtype`."""
-    tile_NW = torch.zeros(3, 5, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    rows, wide = 1024, torch.promote_types(dtype, torch.float32)
+    columns = TILE_BYTES.get(device.type, TILE_BYTES["cpu"]) // (rows * wide.itemsize)
+    tile_NW = torch.zeros(
+        rows, columns, device=device, dtype=wide
+    )  # the kernels are chosen for tiles of about this size
     with torch.no_grad():
         exps_NW, peak_N, sums_N = _compiled(_exponentials)(tile_NW)
         _compiled(_softmax_gradient)(exps_NW, sums_N, peak_N)
@@ -281,6 +287,7 @@ def _places(targets_N: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
 def _cut(vocabulary: int, column_bytes: int, tile_bytes: int) -> list[tuple[int, int]]:
     """The bounds of tiles of about equal width, of at most `tile_bytes` if a column has `column_bytes`."""
     width = max(1, tile_bytes // max(1, column_bytes))
-    tiles = -(-vocabulary // width)
-    bounds = [vocabulary * n // tiles for n in range(tiles + 1)]
-    return list(pairwise(bounds))
+    unit = min(width, _UNIT)
+    tiles = -(-vocabulary // (width - width % unit))
+    width = -(-vocabulary // (tiles * unit)) * unit
+    return list(pairwise([*range(0, vocabulary, width), vocabulary]))
