@@ -33,7 +33,7 @@ class RunPlan:
     name: str
     params: Mapping[str, str]
     tags: Mapping[str, str]
-    dataset: DatasetUsed
+    dataset: DatasetUsed | None
 
 
 class Points:
@@ -121,7 +121,7 @@ class TrackedRun:
         missing = [Param(name, value) for name, value in self._plan.params.items() if name not in run.data.params]
         tags = [RunTag(name, value) for name, value in self._plan.tags.items()]
         client.log_batch(run_id, params=missing, tags=tags)  # the client cuts them into requests of a hundred
-        if not run.inputs.dataset_inputs:
+        if self._plan.dataset is not None and not run.inputs.dataset_inputs:
             client.log_inputs(run_id, datasets=[dataset_input(self._plan.dataset)])
         for key in run.data.metrics:
             self._delivered.update((key, old.step) for old in client.get_metric_history(run_id, key))

@@ -104,7 +104,7 @@ class Tracker:
         name: str,
         params: Mapping[str, Any],
         tags: Mapping[str, Any],
-        dataset: DatasetUsed,
+        dataset: DatasetUsed | None = None,
     ) -> Iterator[TrackedRun]:
         """The run of the policy `key`, new or continued; finished, failed or killed as the body ends."""
         plan = RunPlan(name, flatten(params), {**tags_of(tags), KEY_TAG: key}, dataset)
