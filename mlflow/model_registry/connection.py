@@ -73,9 +73,7 @@ class Connection:
         except PedigreeError:
             raise
         except Exception as error:  # MLflow's, a database's, the disk's, or one of the client of a cloud with the files
-            kind = RegistryAway if is_away(error) else RegistryError
-            why = reason(error, self.uri, time.monotonic() - started)
-            failure = kind(f"MLflow at {shown(self.uri)} cannot {what}: {why}")
+            failure = self._failure(what, error, time.monotonic() - started)
             # Dagster shows the words of every cause, and those of this one may have the password of the address.
             raise failure from (error if shown(self.uri) == self.uri else None)
 
@@ -85,10 +83,11 @@ class Connection:
         if started < self._away_until:
             return False
         try:
-            with self.asking(what) as client:
-                work(client)
-        except RegistryError as failure:
-            self.failure, ended = failure, time.monotonic()
+            with _brief_patience():
+                work(self.client)
+        except Exception as error:  # whatever a database, a network or a disk can do
+            ended = time.monotonic()
+            self.failure = failure = self._failure(what, error, ended - started)
             if isinstance(failure, RegistryAway) and ended - started > _LONG_SECONDS:
                 self._away_until = ended + (ended - started)
             if what not in self._told:
@@ -97,6 +96,10 @@ class Connection:
             return False
         self._told.discard(what)
         return True
+
+    def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
+        kind = RegistryAway if is_away(error) else RegistryError
+        return kind(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, seconds)}")
 
 
 def connect(uri: str) -> MlflowClient:

@@ -35,7 +35,7 @@ from model_registry.connection import (
     unrepeated,
 )
 from model_registry.registry import Registry
-from training.contract.errors import RegistryAway, RegistryError
+from training.contract.errors import RegistryAway, RegistryError, StoreError
 from training.contract.locks import is_held
 
 Away = Callable[..., str]
@@ -407,3 +407,15 @@ def test_a_server_that_restarts_is_waited_for_and_no_longer(away, tmp_path: Path
     with pytest.raises(RegistryError, match="is not an address of a model"):
         through_restart(lambda: gone.resolve("demo"), told.append)
     assert len(told) == 2, "what is no outage is told at once"
+
+
+def test_an_attempt_survives_whatever_fails(tmp_path: Path):
+    """A home without room, say, when the database is opened: what is trained must not end for what is recorded of it."""
+    told: list[str] = []
+    connection = Connection(f"sqlite:///{tmp_path / 'none.db'}", told.append)
+
+    def fail(client: MlflowClient) -> None:
+        raise StoreError("no room in the home")
+
+    assert not connection.attempt("record a step", fail)
+    assert len(told) == 1 and "no room in the home" in told[0]

@@ -41,9 +41,9 @@ from training.model.head import Head
 # On a CPU a tile should fit into the caches and stay below the sizes that the allocator returns to the system each time; on a
 # GPU it should be large enough to occupy it. Keeping all tiles would save a quarter of the head's work, for memory.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-# Widths of tiles are multiples of this: a GPU's fast products want rows that begin at multiples of 16 bytes.
-_UNIT = 64
 KEPT_BYTES = {"cpu": 96 << 20, "cuda": 2 << 30}
+# Tiles begin at multiples of so many columns: a GPU's fast products want rows that begin at multiples of 16 bytes.
+_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _places(targets_N: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
 def _cut(vocabulary: int, column_bytes: int, tile_bytes: int) -> list[tuple[int, int]]:
     """The bounds of tiles of about equal width, of at most `tile_bytes` if a column has `column_bytes`."""
     width = max(1, tile_bytes // max(1, column_bytes))
-    unit = min(width, _UNIT)
+    unit = min(width, _COLUMNS)
     tiles = -(-vocabulary // (width - width % unit))
     width = -(-vocabulary // (tiles * unit)) * unit
     return list(pairwise([*range(0, vocabulary, width), vocabulary]))

@@ -316,3 +316,15 @@ def test_a_head_that_is_no_linear_map_is_refused():
     model.lm_head = torch.nn.Bilinear(8, 8, 32)
     with pytest.raises(ModelError, match=r"T5ForConditionalGeneration is Bilinear; expected one torch\.nn\.Linear"):
         head_of(model)
+
+
+@pytest.mark.parametrize("vocabulary", [61, 640, 32_768, 50_257, 128_256, 151_936, 262_144])
+@pytest.mark.parametrize("rows", [1, 7, 200, 1_750, 8_200, 300_000])
+def test_tiles_hold_all_of_the_vocabulary_begin_aligned_and_keep_the_budget(vocabulary: int, rows: int):
+    """64 columns in bfloat16 are eight times the 16 bytes that a GPU wants; only a budget of fewer columns is kept without."""
+    column, budget = 4 * rows, 64 << 20
+    bounds = tiles._cut(vocabulary, column, budget)
+    assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+    assert (bounds[0][0], bounds[-1][1]) == (0, vocabulary) and all(start < end for start, end in bounds)
+    assert max(end - start for start, end in bounds) * column <= budget
+    assert budget < 64 * column or all(start % 64 == 0 for start, _ in bounds)
