@@ -2,12 +2,15 @@
 
 import importlib
 import itertools
+import json
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.workflows.homes import ATTRIBUTES, PAIRS, Home, Looker, looker, write_recipe
 
@@ -19,12 +22,22 @@ def demo_maker() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def small_recipe(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Path:
+def common_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder for all processes that run the tests of this session."""
+    own = tmp_path_factory.getbasetemp()
+    (folder := (own if worker_id == "master" else own.parent) / "common").mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def small_recipe(common_folder: Path, demo_maker: ModuleType) -> Path:
     """A folder as a person would drop it: recipe, pairs, a base model with random weights."""
-    folder = tmp_path_factory.mktemp("recipes") / "small"
-    write_recipe(folder, ATTRIBUTES)
-    tokenizer = demo_maker.write_data(folder, list(itertools.islice(demo_maker.pairs(), PAIRS)))
-    demo_maker.make_model(tokenizer).save_pretrained(folder / "base")
+    folder = common_folder / "recipes" / "small"
+    with FileLock(common_folder / "recipes.lock"):
+        if not folder.exists():
+            write_recipe(folder, ATTRIBUTES)
+            tokenizer = demo_maker.write_data(folder, list(itertools.islice(demo_maker.pairs(), PAIRS)))
+            demo_maker.make_model(tokenizer).save_pretrained(folder / "base")
     return folder
 
 
@@ -34,10 +47,20 @@ def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Home]:
 
 
 @pytest.fixture(scope="session")
-def materialized(small_recipe: Path, new_home: Callable[[], Home]) -> tuple[Home, dict[str, Any]]:
-    """A home in which the small recipe was run once, on two processes, and what the command said."""
-    home = new_home()
-    return home, home.run(str(small_recipe))
+def materialized(
+    small_recipe: Path, common_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Home, dict[str, Any]]:
+    """A home in which the small recipe was run once, on two processes, and what the command said.
+
+    It is made once, in a minute, and each process that runs tests has a copy.
+    """
+    first, said = Home(common_folder / "home"), common_folder / "report.json"
+    with FileLock(common_folder / "home.lock"):
+        if not said.exists():
+            said.write_text(json.dumps(first.run(str(small_recipe))))
+        copy = tmp_path_factory.mktemp("materialized") / "home"
+        subprocess.run(["cp", "--archive", first.path, copy], check=True)  # with its hard links, as shutil has none
+    return Home(copy), json.loads(said.read_text())
 
 
 @pytest.fixture

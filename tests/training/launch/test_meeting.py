@@ -16,9 +16,9 @@ HERE = "127.0.0.1"
 
 @pytest.fixture
 def together(free_port: Callable[[], int]) -> Callable[..., list[str]]:
-    """How the meeting ended for each of the `nodes` of three machines that come."""
+    """How the meeting ended for each of the `nodes` of three machines that come; `then`, done once the first one has come."""
 
-    def run(*nodes: int, before: Callable[[int], object] = lambda port: None) -> list[str]:
+    def run(*nodes: int, then: Callable[[int], object] = lambda port: None) -> list[str]:
         port, ends = free_port(), {}
 
         def come(node: int) -> None:
@@ -29,14 +29,26 @@ def together(free_port: Callable[[], int]) -> Callable[..., list[str]]:
                 ends[node] = str(error).replace(str(port), "PORT")
 
         threads = [threading.Thread(target=come, args=(node,)) for node in nodes]
-        for thread in threads:
+        threads[0].start()
+        then(port)
+        for thread in threads[1:]:
             thread.start()
-        before(port)
         for thread in threads:
             thread.join()
         return [ends[node] for node in nodes]
 
     return run
+
+
+def stranger_at(port: int) -> socket.socket:
+    """A connection of somebody who does not belong to the meeting, as soon as the first machine listens."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection((HERE, port))
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline, f"nobody listens at port {port}"
+            time.sleep(0.01)
 
 
 def test_all_have_met(together: Callable[..., list[str]]):
@@ -51,13 +63,10 @@ def test_who_is_missing_is_named_and_nobody_goes_on(together: Callable[..., list
 
 def test_a_stranger_is_not_taken_for_a_node(together: Callable[..., list[str]]):
     def knock(port: int) -> None:
-        stranger = socket.socket()
-        while stranger.connect_ex((HERE, port)):
-            time.sleep(0.01)
-        with stranger:
+        with stranger_at(port) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
 
-    (said,) = together(0, before=knock)
+    (said,) = together(0, then=knock)
     assert said.endswith("for node 1, node 2")
 
 
@@ -65,13 +74,10 @@ def test_a_stranger_that_hangs_up_changes_nothing(together: Callable[..., list[s
     """As a check of a port's health does: it resets the connection, so that whoever writes to it is told of an error."""
 
     def knock(port: int) -> None:
-        stranger = socket.socket()
-        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        while stranger.connect_ex((HERE, port)):
-            time.sleep(0.01)
-        stranger.close()
+        with stranger_at(port) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
-    assert together(0, 1, 2, before=knock) == ["met", "met", "met"]
+    assert together(0, 1, 2, then=knock) == ["met", "met", "met"]
 
 
 def test_a_first_node_that_cannot_be_reached_is_named(together: Callable[..., list[str]]):
