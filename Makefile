@@ -26,10 +26,9 @@ demo: install
 ui: install
 	$(BIN)/pedigree ui
 
-# A worker more than there are cores, since tests wait for processes, but at most four. Each gets the tests of whole files: what a
-# file sets up is set up once.
+# A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($$(nproc) + 1)) --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 check: install
 	$(BIN)/ruff check .
