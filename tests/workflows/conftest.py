@@ -34,10 +34,11 @@ def small_recipe(common_folder: Path, demo_maker: ModuleType) -> Path:
     """A folder as a person would drop it: recipe, pairs, a base model with random weights."""
     folder = common_folder / "recipes" / "small"
     with FileLock(common_folder / "recipes.lock"):
-        if not folder.exists():
-            write_recipe(folder, ATTRIBUTES)
+        if not (folder / "defs.yaml").exists():  # the last that is written: a worker may have failed before
+            folder.mkdir(parents=True, exist_ok=True)
             tokenizer = demo_maker.write_data(folder, list(itertools.islice(demo_maker.pairs(), PAIRS)))
             demo_maker.make_model(tokenizer).save_pretrained(folder / "base")
+            write_recipe(folder, ATTRIBUTES)
     return folder
 
 
