@@ -20,6 +20,7 @@ from assets.named_model import NamedModel
 from assets.pipeline import Pipeline
 from assets.written import written
 from model_registry.registry import Registry
+from model_registry.versions import Version
 from training.contract.data_source import DataSource
 from training.contract.errors import DataError, ModelError
 from training.contract.events import Emit
@@ -89,15 +90,18 @@ class LocatedSource:
     files: list[DataFile]
 
 
-def locate_base_model(pipeline: Pipeline, registry: Registry, emit: Emit | None = None) -> LocatedModel:
+def locate_base_model(
+    pipeline: Pipeline, registry: Registry, emit: Emit | None = None, weights: str | None = None
+) -> LocatedModel:
     """The base model's folder and identity. Raises ModelError where it cannot be found or holds no safetensors.
 
-    A model of the hub is downloaded; `emit` hears of it.
+    A model of the hub is downloaded; `emit` hears of it. Where an alias has moved away from the version with the fingerprint
+    `weights`, it is that version still.
     """
     named = _named_model(pipeline.recipe)
     with written(pipeline, "reference.model"):
         if not named.is_of_hub:
-            return _local_model(named, registry)
+            return _local_model(named, registry, weights=weights)
         commit, folder = named.downloaded(_MODEL_FILES, _OTHER_WEIGHTS, emit)
         return LocatedModel(folder, _identity_of_download(named, commit, folder), commit)
 
@@ -118,26 +122,43 @@ def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache)
         return LocatedModel(found, _identity_of_download(named, commit, found, cache), commit)
 
 
-def _local_model(named: NamedModel, registry: Registry, cache: HashCache | None = None) -> LocatedModel:
-    """Raises ModelError for a registered model that is not the one which was released."""
-    version = registry.version_at(named.address) if named.is_registered else None
-    folder = named.local_folder(registry) if version is None else registry.folder(version)
+def _local_model(
+    named: NamedModel, registry: Registry, cache: HashCache | None = None, weights: str | None = None
+) -> LocatedModel:
+    if named.is_registered:
+        return _released_model(registry.version_at(named.address), registry, cache, weights)
+    folder = named.local_folder(registry)
+    return LocatedModel(folder, weights_identity(folder, cache))
+
+
+def locate_champion(
+    recipe: Recipe, registry: Registry, cache: HashCache | None = None, weights: str | None = None
+) -> LocatedModel | None:
+    """The champion of the recipe's own model; None as long as there is none. Raises RegistryError, ModelError.
+
+    Where another version is champion by now, it is the one with the fingerprint `weights` still.
+    """
+    champion = registry.champion(recipe.release.model_name)
+    return None if champion is None else _released_model(champion, registry, cache, weights)
+
+
+def _released_model(version: Version, registry: Registry, cache: HashCache | None, weights: str | None) -> LocatedModel:
+    """The files of `version`, or of another version of that name which was released with `weights`.
+
+    What was begun goes on with the version it was begun with: another recipe's promotion, hours later, would throw it away.
+    Raises ModelError where they are not what was released.
+    """
+    if weights not in (None, version.weights):
+        version = registry.find_released(version.name, weights) or version
+    folder = registry.folder(version)
     located = LocatedModel(folder, weights_identity(folder, cache))
-    promised = None if version is None else version.weights
-    if promised not in (None, located.fingerprint):
+    if version.weights not in (None, located.fingerprint):
         raise ModelError(
-            f"{named.address} leads to {folder}, whose weights are {short(located.fingerprint)} where {short(promised)} were "
-            "released: run the recipe that released it, which puts them back, or name another version"
+            f"version {version.number} of {version.name} leads to {folder}, whose weights are {short(located.fingerprint)} "
+            f"where {short(version.weights)} were released: run the recipe that released it, which puts them back, or let "
+            "the alias point at another version"
         )
     return located
-
-
-def locate_champion(recipe: Recipe, registry: Registry, cache: HashCache | None = None) -> LocatedModel | None:
-    """The champion of the recipe's own model; None as long as there is none. Raises RegistryError, ModelError."""
-    if (champion := registry.champion(recipe.release.model_name)) is None:
-        return None
-    folder = registry.folder(champion)
-    return LocatedModel(folder, weights_identity(folder, cache))
 
 
 def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:

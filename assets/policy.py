@@ -42,8 +42,8 @@ def policy(step: Step) -> dg.MaterializeResult:
 
 
 def _start(step: Step, champion: str) -> dict[str, Any]:
-    """The location of the champion that the spec starts from. Raises StoreError if another one is champion by now."""
-    located = locate_champion(step.pipeline.recipe, step.services.registry)
+    """The location of the champion that the spec starts from. Raises StoreError if no version has its weights any more."""
+    located = locate_champion(step.pipeline.recipe, step.services.registry, weights=champion)
     if located is None or located.fingerprint != champion:
         found = "there is none" if located is None else f"it has the weights {short(located.fingerprint)}"
         spec = f"{step.pipeline.name}/training_spec"

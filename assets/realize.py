@@ -168,7 +168,7 @@ def _input(pipeline: Pipeline, services: Services, name: str, artifact: Artifact
 
 def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifact) -> Path:
     """Where the base model lies now. Raises StoreError if it is no longer the one that `artifact` was made from."""
-    located = locate_base_model(pipeline, services.registry)
+    located = locate_base_model(pipeline, services.registry, weights=artifact.fingerprint)
     if located.fingerprint != artifact.fingerprint:
         raise StoreError(
             f"the weights in {located.folder} are {short(located.fingerprint)}, but {artifact.manifest.kind} was "

@@ -94,9 +94,16 @@ class Registry:
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
         """The latest version of `name` that carries all of `tags`."""
         wanted = tags_of(tags).items()
+        return next((version for version in self._latest_first(name) if wanted <= version.tags.items()), None)
+
+    def find_released(self, name: str, weights: str) -> Version | None:
+        """The latest version of `name` that was released with weights of this fingerprint."""
+        return next((version for version in self._latest_first(name) if version.weights == weights), None)
+
+    def _latest_first(self, name: str) -> list[Version]:
         with self._connection.asking(f"look for versions of {name}") as client:
             versions = [Version.of(found) for found in client.search_model_versions(f"name = '{name}'")]
-        return max((v for v in versions if wanted <= v.tags.items()), key=lambda v: v.number, default=None)
+        return sorted(versions, key=lambda version: version.number, reverse=True)
 
     def versions(self) -> list[Version]:
         """Every version of every registered model."""

@@ -148,5 +148,7 @@ def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_mak
     finally:
         file.write_bytes(content)
     [error] = [asset.error for asset in failed.assets if asset.outcome == "failed"]
-    spoiled = r"models:/adapted@champion leads to .*, whose weights are \w{12} where \w{12} were released: run the recipe that"
+    spoiled = (
+        r"version 1 of adapted leads to .*, whose weights are \w{12} where \w{12} were released: run the recipe that"
+    )
     assert re.search(spoiled, error), error

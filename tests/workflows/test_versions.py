@@ -6,11 +6,11 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, BinaryIO
 
 import dagster as dg
 import pandas as pd
@@ -22,9 +22,10 @@ from assets.release import RELEASE_KEY_TAG, release_fault
 from assets.version_files import put_back
 from model_registry.registry import Registry
 from tests.workflows.homes import flip, latest, write_recipe
-from tests.workflows.in_process import Ground, run_in
+from tests.workflows.in_process import Ended, Ground, InProcess, run_in
 from tests.workflows.test_truth_table import PLAIN
 from training.contract.errors import RegistryError
+from training.contract.job import Job
 from training.contract.weights import weights_fingerprint, weights_identity
 from workflows.comparison import last_evaluated
 from workflows.execution import materialize
@@ -253,6 +254,57 @@ def test_the_champion_is_whole_before_a_policy_starts_from_it(ground: Ground):
     whole = registry.resolve(f"models:/plain/{promoted.model_version}")
     [policy] = [asset.fingerprint for asset in promoted.assets if asset.asset == "policy"]
     assert weights_fingerprint(weights_identity(whole)) == policy
+
+
+def test_a_policy_does_not_start_from_a_champion_that_is_spoiled(ground: Ground):
+    """Its policy is gone from the store, so that nothing can be put back."""
+    registry = ground.services.registry
+    [version] = registry.versions()
+    shutil.rmtree(ground.services.store.folder("policy", version.tags["pedigree.policy"]))
+    flip(registry.resolve("models:/plain@champion") / "model.safetensors")
+    going_on = {"training": {**FAST, "start_from": "champion"}, "automation": {"on_change": False}}
+    write_recipe(ground.folders["plain"], {**RECIPE, **going_on})
+    report = materialize(load_recipe(ground.folders["plain"]), ground.services, ground.instance)
+    [error] = [asset.error for asset in report.assets if asset.outcome == "failed"]
+    assert re.search(
+        r"version 1 of plain leads to .*, whose weights are \w{12} where \w{12} were released", error or ""
+    )
+
+
+@dataclass(frozen=True)
+class Promoting:
+    """A launcher before whose first job of `artifact` the alias `champion` of plain comes to point at `version`."""
+
+    registry: Registry
+    artifact: str
+    version: int
+
+    def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+        if job.artifact == self.artifact:
+            client = MlflowClient(self.registry.tracking_uri)
+            client.set_registered_model_alias("plain", "champion", str(self.version))
+        return InProcess().start(job, lock)
+
+
+def test_a_run_goes_on_with_the_champion_it_began_with(ground: Ground):
+    """Of another recipe's promotion, hours later, it need not know: the reference and where it starts are found already."""
+    assert run(ground, training={**FAST, "max_steps": 1}).model_version == "2"
+    first, second = sorted(ground.services.registry.versions(), key=lambda version: version.number)
+    MlflowClient(ground.services.registry.tracking_uri).set_registered_model_alias("plain", "champion", "1")
+    going_on = {
+        "reference": {"model": "models:/plain@champion"},
+        "training": {**FAST, "start_from": "champion"},
+        "automation": {"on_change": False},
+    }
+    write_recipe(ground.folders["plain"], {**RECIPE, **going_on})
+    services = replace(ground.services, launcher=Promoting(ground.services.registry, "reference_logprobs", 2))
+    report = materialize(load_recipe(ground.folders["plain"]), services, ground.instance)
+    assert report.succeeded, report.assets
+    made = {asset.asset: str(asset.fingerprint) for asset in report.assets}
+    spec = ground.services.store.open("training_spec", made["training_spec"]).json("spec.json")
+    assert made["reference_model"] == spec["champion"] == first.weights != second.weights
+    told = ground.services.registry.find_version("plain", {"pedigree.policy": made["policy"]})
+    assert told is not None and told.number == 3
 
 
 def splits(ground: Ground, report: RunReport) -> dict[str, set[str]]:
