@@ -38,7 +38,7 @@ def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: V
     Where few pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank, over
     the reference that each has, can be compared. Few is less than ten prompts, or less than half of those that have the same
     messages: after an edit that spares some pairs, those are of a kind of their own. Raises RegistryError where the champion's
-    is nowhere; CorruptArtifact.
+    is nowhere; CorruptArtifact where the candidate's data are.
     """
     store, theirs = step.services.store, _artifact_of(step, champion, "evaluation")
     found = _comparable(step, evaluation, store.open("raw_preferences", raw_preferences), champion, theirs)
@@ -75,7 +75,7 @@ def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Ro
 def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:
     """From this store; that of another home goes with the version, if it is its evaluation.
 
-    Raises RegistryError where another program made it champion, or another home has what is needed; CorruptArtifact.
+    Raises RegistryError where another program made it champion, another home has what is needed, or both copies are spoiled.
     """
     store, found = step.services.store, champion.fingerprint_of(kind)
     whose = f"version {champion.number} of {champion.name}, the champion,"
@@ -96,6 +96,11 @@ def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:
             return store.adopt(step.services.registry.fetch(champion, kind, staging), kind, found)
     except RegistryAway:
         raise
+    except CorruptArtifact as error:
+        raise RegistryError(
+            f"the {kind} of {whose} is neither in this store nor, as it was, in {champion.source}/{kind}, so nothing can be "
+            "compared with it: restore either from a backup, or let the alias `champion` point at another version"
+        ) from error
     except RegistryError as error:
         raise RegistryError(
             f"{whose} was released in another home, whose {kind} is neither in this store nor among the version's files, so "

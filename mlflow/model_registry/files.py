@@ -3,7 +3,8 @@
 MLflow saves a model as a full second copy. Here the copy's weights give way to hard links to the policy's own files, so
 store and registry share the bytes and each may delete its name without harm to the other. Where a link cannot be made,
 across filesystems for example, the file is copied. The config goes along, so that the version's weights have the
-fingerprint of the policy they are; and the evaluation, so that a candidate of another home can be compared with it.
+fingerprint of the policy they are; and a copy of the evaluation, small, so that a candidate can be compared with it in another
+home, or where that of the store is spoiled.
 """
 
 import contextlib
@@ -43,7 +44,7 @@ def packaged(name: str, policy: Path, tokenizer: Path, parent: Path, evaluation:
             _adopt_weights(policy, folder / MODEL_FOLDER)
             _add_tokenizer(tokenizer, folder)
             if evaluation is not None:
-                shutil.copytree(evaluation, folder / EVALUATION_FOLDER, copy_function=link_or_copy)
+                shutil.copytree(evaluation, folder / EVALUATION_FOLDER)
         except (OSError, RegistryError) as error:
             if lacks_room(str(error)):
                 raise write_error(f"package {name}", parent, error) from error

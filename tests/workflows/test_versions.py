@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 from assets import checks
 from assets.release import RELEASE_KEY_TAG, release_fault
 from assets.version_files import put_back
+from model_registry.files import local_path
 from model_registry.registry import Registry
 from tests.workflows.homes import flip, latest, write_recipe
 from tests.workflows.in_process import Ended, Ground, InProcess, run_in
@@ -190,14 +191,21 @@ def test_weights_that_rot_in_place_do_not_stay_those_of_the_champion(ground: Gro
 
 
 def test_a_spoiled_evaluation_of_the_champion_is_taken_from_its_version(ground: Ground):
-    """Else nothing could be released any more: a candidate is compared with it."""
+    """Else nothing could be released any more: a candidate is compared with it. Where both are spoiled, both places are named."""
     [version] = ground.services.registry.versions()
     folder = ground.services.store.folder("evaluation", version.tags["pedigree.evaluation"])
-    (folder / "pairs.parquet").unlink()  # the version's is the same file
-    (folder / "pairs.parquet").write_bytes(b"spoiled")
+    flip(folder / "pairs.parquet")
     report = run(ground, training={"max_steps": 8})
     assert (report.model_version, report.is_champion) == ("2", True)
-    assert ground.services.store.open("evaluation", folder.name).file("pairs.parquet").read_bytes() != b"spoiled"
+    assert ground.services.store.open("evaluation", folder.name)
+    champion = ground.services.registry.champion("plain")
+    flip(ground.services.store.folder("evaluation", champion.tags["pedigree.evaluation"]) / "pairs.parquet")
+    flip(local_path(champion.source) / "evaluation" / "pairs.parquet")
+    write_recipe(ground.folders["plain"], {**RECIPE, "training": {**FAST, "max_steps": 3}})
+    failed = materialize(load_recipe(ground.folders["plain"]), ground.services, ground.instance)
+    [error] = [asset.error for asset in failed.assets if asset.outcome == "failed"]
+    told = f"evaluation of version 2 of plain, the champion, is neither in this store nor, as it was, in {champion.source}/eval"
+    assert told in (error or ""), error
 
 
 def test_the_gate_s_own_replacement_is_not_taken_for_a_person_s(ground: Ground):
