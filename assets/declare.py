@@ -54,7 +54,7 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         pool=node.pool,
     )
     def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
-        sign(context, services.home)
+        sign(context.instance, context.run, services.home)
         claim_name(services.home, pipeline)
         step = Step(pipeline, services, context)
         started = time.monotonic()

@@ -29,17 +29,17 @@ BEGUN = [
 ]
 
 
-def sign(context: dg.AssetExecutionContext, home: Path) -> None:
-    """Tag the run of `context` with this process, unless the command that started the run has done so.
+def sign(instance: dg.DagsterInstance, run: dg.DagsterRun, home: Path) -> None:
+    """Tag `run` with this process, unless the command that started it has done so.
 
     What dead processes left is closed first, as a command does before its run: else one that a schedule started would wait
     for a slot of theirs in a pool.
     """
     keep_interrupts()
-    share_records(Path(context.instance.root_directory), context.run.run_id, home)
-    if process_of(context.run) is None:
-        close_dead_runs(context.instance, home)
-        context.instance.add_run_tags(context.run.run_id, signature(context.run.run_id, home))
+    share_records(Path(instance.root_directory), run.run_id, home)
+    if process_of(run) is None:
+        close_dead_runs(instance, home)
+        instance.add_run_tags(run.run_id, signature(run.run_id, home))
 
 
 @functools.cache
@@ -63,10 +63,11 @@ def keep_interrupts() -> None:
 
 
 def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
-    """Mark runs as failed whose process is gone, and free their slots in the pools.
+    """Mark runs as failed whose process is gone, and free the slots in pools of all such runs, however they ended.
 
     A killed process cannot do so itself, and Dagster does not for runs on its own machine: such a run would count as started,
-    what it was to make as in progress, which no condition requests, and its slot in the pool `gpu` as taken, for ever.
+    what it was to make as in progress, which no condition requests, and its slot in the pool `gpu` as taken, for ever. A
+    person may have marked it as canceled before it was killed.
     """
     for begun in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
         if (process := process_of(begun)) is None or is_alive(process, home):
@@ -74,7 +75,10 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
         # Asked again now that nobody works on it: its process may have ended it since the runs were listed.
         for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
-            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
+    for run_id in instance.event_log_storage.get_concurrency_run_ids():
+        holder = instance.get_run_by_id(run_id)
+        if holder is None or (holder.is_finished and not ((process := process_of(holder)) and is_alive(process, home))):
+            instance.event_log_storage.free_concurrency_slots_for_run(run_id)
 
 
 @functools.cache

@@ -13,13 +13,18 @@ from training.contract.errors import RecipeError
 from workflows.component import DEFS
 from workflows.recipe_file import RECIPE_FILE, TYPE, explained, refuse_foreign_parts, types_in
 from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault
-from workflows.resources import services
+from workflows.resources import pedigree_home, services
+from workflows.waiting import wait_patiently
 from workflows.wrong_recipe import stand_in
 
 
 @dg.definitions
 def defs() -> dg.Definitions:
-    """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway."""
+    """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway.
+
+    That process loads these definitions too, so it is here that it is told how to wait.
+    """
+    wait_patiently(pedigree_home)
     return dg.Definitions.merge(
         *([definitions_in(DEFS.parent)] if DEFS.is_dir() else []),
         *map(definitions_of, extra_recipes()),

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +17,8 @@ from assets.process import close_dead_runs, share_records, signature
 from workflows.own_checks import find_own_checks
 from workflows.recipes import LoadedRecipe
 from workflows.run_report import RunReport, report_of
+from workflows.waiting import wait_patiently
 
-_SECONDS_BETWEEN_LOOKS = 1.0
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Progress bars and reports tell what happens; Dagster's own log of a run is in its event log.
@@ -45,7 +44,6 @@ def materialize(
     pools = {pool for name in selected if (pool := GRAPH[name].pool)} | own.pools(keys)
     if GPU_POOL in pools and pipeline.recipe.compute.device != "cpu":
         warn_of_unlimited_gpu(instance)
-    wait_for_pools(pools, instance, services.home)
     run = _signed_run(services, instance)
     with own.explaining(pipeline):
         result = job.execute_in_process(asset_selection=keys, raise_on_error=False, **run)
@@ -67,13 +65,13 @@ def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, wor
 
     job = dg.GraphDefinition(f"{name}_job", node_defs=[step]).to_job(executor_def=dg.in_process_executor)
     close_dead_runs(instance, services.home)
-    wait_for_pools({GPU_POOL}, instance, services.home)
     job.execute_in_process(**_signed_run(services, instance))
     return given[0]
 
 
 def _signed_run(services: Services, instance: dg.DagsterInstance) -> dict[str, Any]:
     """What `execute_in_process` needs for a run that everybody sees this process work on from its beginning."""
+    wait_patiently(lambda: services.home)
     run_id = str(uuid.uuid4())
     tags = signature(run_id, services.home)
     return {"instance": instance, "run_id": run_id, "tags": tags, "run_config": _QUIET}
@@ -92,15 +90,3 @@ def warn_of_unlimited_gpu(instance: dg.DagsterInstance) -> None:
 @functools.cache
 def _warn_once(text: str) -> None:
     _log.warning(text)
-
-
-def wait_for_pools(pools: set[str], instance: dg.DagsterInstance, home: Path) -> None:
-    """Return when every pool has a free slot. Dagster would wait as well, but ignores Ctrl-C while it does."""
-    for pool in sorted(pools):
-        info = instance.event_log_storage.get_concurrency_info(pool)
-        if info.slot_count and info.active_slot_count >= info.slot_count:
-            _log.warning("waiting for the pool %s, taken by run %s", pool, ", ".join(sorted(info.active_run_ids)))
-        while info.slot_count and info.active_slot_count >= info.slot_count:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
-            close_dead_runs(instance, home)
-            info = instance.event_log_storage.get_concurrency_info(pool)

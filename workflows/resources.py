@@ -14,6 +14,7 @@ from sqlalchemy.exc import DatabaseError
 from yaml import YAMLError
 
 from assets.pipeline import Listener, Services, ignore
+from assets.process import sign
 from model_registry.moved import follow_move
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
@@ -130,5 +131,9 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
 
 
 @dg.resource(description="Store, launcher, tracker and registry under PEDIGREE_HOME.")
-def services(_: dg.InitResourceContext) -> Services:
-    return build_services(pedigree_home())
+def services(context: dg.InitResourceContext) -> Services:
+    """The run is signed before its first step, which may wait for hours for a slot in a pool."""
+    home = pedigree_home()
+    if context.instance is not None and context.run is not None:
+        sign(context.instance, context.run, home)
+    return build_services(home)

@@ -71,7 +71,7 @@ class RunReport:
     @property
     def interrupted(self) -> bool:
         """Whether somebody stopped it; then no further run shall begin."""
-        return any(asset.error == INTERRUPTED for asset in self.assets)
+        return INTERRUPTED in (self.error, *(asset.error for asset in self.assets))
 
     @property
     def warnings(self) -> list[CheckRun]:

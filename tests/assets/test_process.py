@@ -51,7 +51,7 @@ def test_a_run_of_dagster_is_interrupted_wherever_the_signal_falls(tmp_path: Pat
 
     @dg.asset
     def terminated(context: dg.AssetExecutionContext) -> None:
-        sign(context, tmp_path)
+        sign(context.instance, context.run, tmp_path)
         thing = Thing()
         reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
         del thing

@@ -1,22 +1,30 @@
 """Work outside of a recipe's run that needs the GPU: it takes its place in the pool, waits for it, and gives it back."""
 
 import os
+import signal
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import dagster as dg
 import pytest
+from dagster._core.execution.plan.active import ActiveExecution
+from dagster._core.execution.plan.step import ExecutionStep
 
 from assets.pipeline import Services
 from assets.process import PROCESS_TAG, close_dead_runs, is_alive, process_of, sign, this_process
 from tests.workflows.homes import ATTRIBUTES, write_recipe
+from tests.workflows.in_process import run_in
+from tests.workflows.test_truth_table import PLAIN
 from training.contract.errors import StoreError
 from training.contract.staging import claim_folder
 from workflows.execution import in_gpu_pool, materialize, warn_of_unlimited_gpu
 from workflows.recipes import load_recipe
 from workflows.resources import build_services, prepare_home
+from workflows.resources import services as services_of_dagster
+from workflows.run_report import INTERRUPTED
 
 
 @pytest.fixture
@@ -97,9 +105,76 @@ def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, cap
     assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE]
 
 
-@pytest.mark.parametrize("name", ["NOT_STARTED", "STARTING", "STARTED"])
+@contextmanager
+def taken(instance: dg.DagsterInstance) -> Iterator[str]:
+    """The only place in the pool is that of another run, whose id this gives."""
+    other = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
+    instance.event_log_storage.set_concurrency_slots("gpu", 1)
+    instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
+    yield other.run_id
+    instance.event_log_storage.free_concurrency_slots_for_run(other.run_id)
+
+
+@contextmanager
+def interrupted_when_it_waits(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    def interrupt() -> None:
+        while "waiting for the pool gpu" not in caplog.text:
+            threading.Event().wait(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    yield
+
+
+def test_who_waits_sleeps_meanwhile_and_ends_when_it_is_told_to(services, instance, caplog, monkeypatch):
+    """Dagster itself would ask thousands of times a second, and wait on. Others may take the place afterwards."""
+    looks, get_next_step = [], ActiveExecution.get_next_step
+
+    def look(active: ActiveExecution) -> ExecutionStep | None:
+        looks.append(active)
+        return get_next_step(active)
+
+    monkeypatch.setattr(ActiveExecution, "get_next_step", look)
+    with taken(instance), interrupted_when_it_waits(caplog), pytest.raises(dg.DagsterExecutionInterruptedError):
+        in_gpu_pool("inspect", services, instance, lambda: pytest.fail("it must not begin"))
+    assert 1 <= len(looks) <= 10
+    assert in_gpu_pool("inspect", services, instance, lambda: "worked") == "worked"
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_stopped_while_it_waits_is_reported_as_interrupted(instance, tmp_path, demo_maker, caplog):
+    """What comes before the pool is done by then, and kept."""
+    with run_in(tmp_path, demo_maker, {"plain": PLAIN}) as ground:
+        write_recipe(ground.folders["plain"], {**PLAIN, "tokenization": {**PLAIN["tokenization"], "max_length": 100}})
+        loaded = load_recipe(ground.folders["plain"])
+        with taken(instance), interrupted_when_it_waits(caplog):
+            report = materialize(loaded, ground.services, instance)
+        assert (report.succeeded, report.interrupted, report.error) == (False, True, INTERRUPTED)
+        assert [asset.outcome for asset in report.assets if asset.asset == "tokenized_pairs"] == ["computed"]
+        assert "reference_logprobs" not in {asset.asset for asset in report.assets}
+        again = {asset.asset: asset.outcome for asset in materialize(loaded, ground.services, instance).assets}
+        assert (again["tokenized_pairs"], again["released_model"]) == ("reused", "computed")
+
+
+def test_a_run_that_dagster_starts_is_signed_before_its_first_step(services, instance):
+    """That step may wait in the pool, and the run be killed meanwhile."""
+    seen = []
+
+    @dg.asset
+    def made(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> None:
+        seen.append(process_of(context.instance.get_run_by_id(context.run.run_id)))
+
+    assert dg.materialize([made], instance=instance, resources={"services": services_of_dagster}).success
+    assert seen == [this_process(services.home)]
+
+
+@pytest.mark.parametrize("name", ["NOT_STARTED", "STARTING", "STARTED", "CANCELED"])
 def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, name):
-    """As after a reboot: the run of a schedule takes the place in the pool that the one before was killed with."""
+    """As after a reboot: the run of a schedule takes the place in the pool that the one before was killed with.
+
+    A person may have marked that as canceled before.
+    """
     dead = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus(name))
     instance.add_run_tags(dead.run_id, {PROCESS_TAG: f"{dead.run_id} elsewhere 1 {services.home / 'gone.lock'}"})
     instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
@@ -107,14 +182,15 @@ def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, nam
 
     @dg.asset
     def source(context: dg.AssetExecutionContext) -> None:
-        sign(context, services.home)
+        sign(context.instance, context.run, services.home)
 
     @dg.asset(deps=[source], pool="gpu")
     def trained(context: dg.AssetExecutionContext) -> None:
-        sign(context, services.home)
+        sign(context.instance, context.run, services.home)
 
     assert dg.materialize([source, trained], instance=instance).success
-    assert instance.get_run_by_id(dead.run_id).status == dg.DagsterRunStatus.FAILURE
+    ended = "CANCELED" if name == "CANCELED" else "FAILURE"
+    assert instance.get_run_by_id(dead.run_id).status == dg.DagsterRunStatus(ended)
     assert places_taken(instance) == 0
 
 
@@ -128,7 +204,7 @@ def test_the_record_of_a_run_is_the_groups_from_its_beginning(services, instance
 
     @dg.asset
     def made(context: dg.AssetExecutionContext) -> None:
-        sign(context, services.home)
+        sign(context.instance, context.run, services.home)
         look()
 
     before = os.umask(0o002)
@@ -149,7 +225,7 @@ def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_
     @dg.asset
     def again(context: dg.AssetExecutionContext) -> None:
         close_dead_runs(instance, services.home)
-        sign(context, services.home)
+        sign(context.instance, context.run, services.home)
         close_dead_runs(instance, services.home)
         seen.append(is_alive(process_of(instance.get_run_by_id(context.run.run_id)), services.home))
 

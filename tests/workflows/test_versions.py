@@ -191,7 +191,7 @@ def test_weights_that_rot_in_place_do_not_stay_those_of_the_champion(ground: Gro
 
 
 def test_a_spoiled_evaluation_of_the_champion_is_taken_from_its_version(ground: Ground):
-    """Else nothing could be released any more: a candidate is compared with it. Where both are spoiled, both places are named."""
+    """Else nothing could be released any more: a candidate is compared with it. If both are spoiled, both are named."""
     [version] = ground.services.registry.versions()
     folder = ground.services.store.folder("evaluation", version.tags["pedigree.evaluation"])
     flip(folder / "pairs.parquet")
