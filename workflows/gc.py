@@ -32,6 +32,7 @@ from pydantic import ValidationError
 
 from assets.graph import GRAPH
 from assets.materialized import Materialization, latest_of, made_in
+from assets.names import demand_records
 from assets.pipeline import Services
 from assets.process import BEGUN, close_dead_runs
 from assets.release import demand_releases
@@ -76,8 +77,8 @@ class Collection:
 def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
     """Name what nothing refers to, and remove it if `delete`.
 
-    Raises RegistryError where the registry cannot be asked or is another one, CorruptRecord where it is unknown what a
-    current artifact was made from: a run mends that first.
+    Raises RegistryError where the registry cannot be asked or is another one, StoreError where Dagster is, CorruptRecord where
+    it is unknown what a current artifact was made from: a run mends that first.
     """
     close_dead_runs(instance, services.home)
     sweep = Sweep(services, instance)
@@ -162,6 +163,8 @@ class Sweep:
 
     def _materialized(self) -> Iterator[Reference]:
         """The latest, and what unfinished runs have: those go on from that, whatever others have recorded since."""
+        pipelines = {key.path[0] for key, latest in self._latest.items() if latest.fingerprint is not None}
+        demand_records(self._services.home, pipelines, Path(self._instance.root_directory))
         found = [self._latest]
         found += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
         for key, recorded in chain.from_iterable(each.items() for each in found):

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 import sqlite3
 import time
 
@@ -17,7 +18,7 @@ from assets.realize import publish_found
 from assets.world import Found
 from model_registry.versions import MERGED, ROLLED_BACK_TAG
 from tests.workflows.homes import Home, flip, latest
-from training.contract.errors import CorruptRecord, RegistryError
+from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Input, Job
 from training.contract.locks import holding
@@ -74,6 +75,20 @@ def test_what_is_referred_to_stays_and_the_rest_goes(looking):
     assert {asset.state for asset in found} == {"fresh"}
 
 
+def test_another_dagster_lets_nothing_go(looking, tmp_path):
+    """It knows other recipes, or none: what is current here is in the records of the one that saw it made."""
+    with (
+        dg.DagsterInstance.from_config(str(looking.home / "dagster")) as first,
+        dg.DagsterInstance.local_temp() as other,
+    ):
+        other.report_runless_asset_event(dg.AssetMaterialization(["elsewhere", "policy"]))
+        with pytest.raises(
+            StoreError, match=rf"know no asset of small, .* or remove {looking.home}/names if their assets"
+        ):
+            collect(looking.services, other, delete=True)
+        assert {item.kind for item in collect(looking.services, first).garbage} == {"job"}
+
+
 def test_what_lies_behind_a_link_stays(looking, tmp_path):
     """In place of a kind of artifact, a scoring rule, a model that was downloaded, or what was set aside."""
     places = ["store/proof", f"store/memo/{'a' * 64}", "mlflow/downloads/other", "store/corrupt/policy"]
@@ -113,7 +128,8 @@ def test_a_corrupt_record_of_another_way_to_the_same_contents_lets_nothing_go(lo
 
 
 def test_a_registered_version_keeps_its_lineage_and_its_memo(looking):
-    """A Dagster instance that knows of no materialization at all."""
+    """A Dagster instance that knows of no materialization at all, as after all was wiped for good."""
+    shutil.rmtree(looking.home / "names")
     with dg.DagsterInstance.ephemeral() as instance:
         found = collect(looking.services, instance)
     assert {item.kind for item in found.garbage} == {"job"}
