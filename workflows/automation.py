@@ -89,7 +89,7 @@ def _demand_timezone(name: str) -> None:
     try:
         ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-        raise RecipeError("it is no time zone; expected a name such as Europe/Berlin") from error
+        raise RecipeError("it is not a known time zone; expected a name such as Europe/Berlin") from error
 
 
 def _demand_date(cron: str, timezone: str) -> None:

@@ -32,8 +32,8 @@ def holds_recipe(folder: Path) -> bool:
         if error.errno in _NOT_THERE:
             return False
         raise UsageError(
-            f"{folder}: whether there is a recipe in it cannot be seen: {error.strerror}; let the user of this process enter "
-            "it, or take it away"
+            f"{folder}: whether there is a recipe in it cannot be seen: {error.strerror}; let this user enter it, or "
+            "move it elsewhere"
         ) from error
 
 
@@ -89,7 +89,7 @@ def refuse_foreign_parts(file: Path) -> None:
         node, what = foreign[0]
         raise RecipeError(
             f"{file}:{node.start_mark.line + 1}: there is more here than a recipe: {what}; expected one document with `type` "
-            "and `attributes` alone: take it away"
+            "and `attributes` alone: remove it"
         )
 
 

@@ -201,10 +201,16 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{%s, automation: {cron: '0 6 31 2,4 *'}}", r"3: automation.cron: 0 6 31 2,4 \*: it .* expected five fields"),
         (
             "{%s, automation: {cron: '0 6 * * 1', timezone: Europe}}",
-            "3: automation.timezone: Europe: it is no time zone",
+            "3: automation.timezone: Europe: it is not a known time zone",
         ),
-        ("{%s, automation: {cron: '0 6 * * 1', timezone: ../x}}", "3: automation.timezone: ../x: it is no time zone"),
-        ("{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}", "3: automation.timezone: Mars: it is no time zone"),
+        (
+            "{%s, automation: {cron: '0 6 * * 1', timezone: ../x}}",
+            "3: automation.timezone: ../x: it is not a known time zone",
+        ),
+        (
+            "{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}",
+            "3: automation.timezone: Mars: it is not a known time zone",
+        ),
         (
             "{%s, training: {loss: {type: sigmiod}}}",
             "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",

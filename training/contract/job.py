@@ -1,7 +1,7 @@
 """A job: one piece of work in processes of its own, described by one file, `job.json`.
 
-The launching side writes it and `training.main` reads it; nothing else passes in. It names the artifact to make, the
-artifacts it is made from with their folders, and the frozen settings. What comes out are `events.jsonl` and checkpoints in
+The launching side writes it and `training.main` reads it. It names the artifact to make, the artifacts it is made from with
+their folders, and the frozen settings. What comes out are `events.jsonl` and checkpoints in
 the job's folder, and the artifact, published in the store.
 """
 

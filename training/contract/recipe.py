@@ -73,9 +73,7 @@ class Tokenization(Section):
     @model_validator(mode="after")
     def _arguments_of_its_own(self) -> Self:
         if taken := sorted(self.template_kwargs.keys() & RESERVED):
-            raise ValueError(
-                f"`template_kwargs` has {', '.join(taken)}, which the template is given anyway; take it away"
-            )
+            raise ValueError(f"`template_kwargs` has {', '.join(taken)}, which the template is given anyway; remove it")
         return self
 
 

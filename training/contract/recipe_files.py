@@ -149,7 +149,7 @@ def _demand_listable(place: Path) -> None:
                 first.stat(follow_symlinks=False)
     except OSError as error:
         raise DataError(
-            f"{place} cannot be read: {error.strerror}; let the user of this process, or take it away"
+            f"{place} cannot be read: {error.strerror}; let this user enter it, or move it elsewhere"
         ) from error
 
 
