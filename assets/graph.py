@@ -38,7 +38,7 @@ def _tokenization(recipe: Recipe) -> Settings:
 
 
 def _tuning(recipe: Recipe) -> Settings:
-    return {} if recipe.reference.sft is None else _dumped(recipe.reference.sft, "router_aux_loss_coef")
+    return {} if recipe.reference.sft is None else _dumped(recipe.reference.sft, "precision", "router_aux_loss_coef")
 
 
 def _training(recipe: Recipe) -> Settings:

@@ -64,7 +64,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("loading the base model")
     balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
     with record.timed("loading"):
-        trainable = TrainableModel(base.folder, "float32")
+        trainable = TrainableModel(base.folder, settings.precision)
         masters = load_for_training(trainable, job.compute, group, events, routing=balance is not None)
     pairs.demand_known_tokens(text_config(masters.model).vocab_size)
     demand_trainable(masters.model, job.recipe)

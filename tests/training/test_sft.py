@@ -73,6 +73,14 @@ def test_losses_are_those_of_a_naive_loop(tiny_world):
     assert made.details["series"]["loss"] == losses(job)
 
 
+def test_bfloat16_tunes_like_float32(tiny_world):
+    """Oracle: the naive loop in float32, which each step's rounding leaves by less than a percent."""
+    job = tiny_world.job("sft", settings(precision="bfloat16"))
+    tune(job)
+    assert losses(job) == pytest.approx(naive_losses(tiny_world), rel=0.01)
+    assert {tensor.dtype for tensor in load_file(job.staging / "model.safetensors").values()} == {torch.bfloat16}
+
+
 @pytest.mark.slow
 def test_in_shards_it_is_that_of_one_process(tiny_world, forker):
     """A batch of eight in rows of 60 tokens; the last of an epoch has six pairs, fewer rows than three ranks want."""

@@ -212,6 +212,7 @@ TABLE: dict[str, Row] = {
     "supervised tuning": Row(field("reference.sft", {"epochs": 1, "batch_size": 4}), NEW_REFERENCE, ALL),
     # Supervised tuning
     "tuned: no tuning any more": Row(field("reference.sft", None), ".. ... .. uu uuC", 0, "tuned"),
+    "tuned: precision": Row(field("reference.sft.precision", "bfloat16"), NEW_REFERENCE, ALL, "tuned"),
     "tuned: epochs": Row(field("reference.sft.epochs", 3), NEW_REFERENCE, ALL, "tuned"),
     "tuned: batch_size": Row(field("reference.sft.batch_size", 6), NEW_REFERENCE, ALL, "tuned"),
     "tuned: micro_tokens": Row(field("reference.sft.micro_tokens", 200), NEW_REFERENCE, ALL, "tuned"),

@@ -86,6 +86,7 @@ class SupervisedTuning(Section):
     optimizer: Optimizer = AdamW(learning_rate=2e-5)
     schedule: Schedule = Schedule()
     max_grad_norm: Positive = 1.0
+    precision: Dtype = "float32"
     router_aux_loss_coef: NonNegative = 0.0
     seed: Seed = 0
 
