@@ -14,7 +14,7 @@ from training.contract.store import Artifact
 
 
 @dataclass(frozen=True)
-class Compared:
+class SharedPairs:
     """What `measure` says of the pairs of a candidate and of the champion, and which prompts they have.
 
     `rows` are the candidate's; `leaked` names the shared pairs whose prompts one of both was trained on before.
@@ -32,7 +32,7 @@ class Compared:
         return self.candidate.keys() & self.champion.keys()
 
 
-def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: Version) -> Compared:
+def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: Version) -> SharedPairs:
     """What can be compared of a candidate's `evaluation`, made from `raw_preferences`, and the champion's.
 
     Where few pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank, over
@@ -47,8 +47,8 @@ def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: V
     return replace(found, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
 
 
-def _comparable(step: Step, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact) -> Compared:
-    """The same, whatever has leaked."""
+def _comparable(step: Step, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact) -> SharedPairs:
+    """What can be compared of both evaluations, leaked pairs included."""
     measure = common_measure(evaluation, theirs)
     by_tokens = _compared(measure, rows_by_pair(evaluation), rows_by_pair(theirs), said)
     is_enough = count_prompts(by_tokens.shared, by_tokens.prompts) >= MIN_PROMPTS
@@ -67,9 +67,9 @@ def _comparable(step: Step, evaluation: Artifact, said: Artifact, champion: Vers
     return by_tokens if is_enough and 2 * len(by_tokens.shared) >= len(by_messages.shared) else by_messages
 
 
-def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> Compared:
+def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> SharedPairs:
     values, of_champion = measured(measure, rows, others), measured(measure, others, others)
-    return Compared(measure, values, of_champion, prompts(rows, said), rows)
+    return SharedPairs(measure, values, of_champion, prompts(rows, said), rows)
 
 
 def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:

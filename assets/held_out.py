@@ -32,13 +32,15 @@ def rows_by_pair(evaluation: Artifact, source: str | None = None) -> dict[str, R
 
 
 def rows_by_messages(evaluation: Artifact, raw_preferences: Artifact) -> dict[str, Row]:
-    """The same by what is said in the pair: `raw_preferences` are those that the evaluation was made from."""
+    """The rows by what is said in the pair: `raw_preferences` are those that the evaluation was made from."""
     rows = {row["row"]: row for row in pq.read_table(evaluation.file("pairs.parquet")).to_pylist()}
     columns = pq.read_schema(raw_preferences.file("preferences.parquet")).names
     said = _said(rows, raw_preferences, [name for name in columns if name not in _ORIGIN])
-    return {
-        value_digest(without_nulls(pair)).hex(): rows[row] for pair in said.to_pylist() for row in [pair.pop("row")]
-    }
+    by_messages = {}
+    for pair in said.to_pylist():
+        row = rows[pair.pop("row")]  # what is left of the pair is what is said
+        by_messages[value_digest(without_nulls(pair)).hex()] = row
+    return by_messages
 
 
 def prompts(rows: Mapping[str, Row], raw_preferences: Artifact) -> Prompts:

@@ -35,10 +35,9 @@ class Leakage:
 
 
 def find_leakage(store: Store, policies: Collection[str], rows: Mapping[str, Row], raw_preferences: str) -> Leakage:
-    """Which of the held-out pairs `rows` have prompts that the policies were trained on from which one of `policies` started.
+    """Which of the held-out pairs `rows` have prompts that a policy was trained on from which one of `policies` started.
 
-    Started directly or not; `raw_preferences` is the fingerprint of those that the pairs were made from. Raises StoreError if
-    these are gone.
+    Directly or not. `raw_preferences`: the fingerprint of what the pairs were made from. Raises StoreError if that is gone.
     """
     before, unknown = _policies_before(store, policies)
     if not before:

@@ -107,7 +107,7 @@ def locate_base_model(
 
 
 def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) -> LocatedModel | AbsentModel:
-    """The same without a download from the hub, and without reading files whose hashes are in the cache.
+    """The base model as far as this machine has it: nothing is downloaded from the hub, no file in the cache is read again.
 
     A registered model whose files are on a server is fetched, once.
     """

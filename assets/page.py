@@ -4,13 +4,11 @@ The file is self-contained and has no scripts. Its text comes from preference da
 security policy forbids scripts and requests besides.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from assets.rows import SIDES, TokenizedRow, TokenizedSide
-
-PolicyLogProbs = Mapping[int, tuple[float | None, float | None]]  # by row: chosen, rejected
 
 # Nats at which the colour is full: a token of probability one in 22,000.
 _FULL_NATS = 10.0
@@ -23,9 +21,8 @@ h2 { margin: 2rem 0 .3rem } h3 { margin: 1rem 0 .2rem; font-weight: 600 } .sums 
 """
 
 
-def render_page(title: str, rows: Sequence[TokenizedRow], policy: PolicyLogProbs | None = None) -> str:
-    """The page as HTML; `policy` holds the policy's log-probs by row, where they are known."""
-    sections = "\n".join(_section(row, (policy or {}).get(row.row, (None, None))) for row in rows)
+def render_page(title: str, rows: Sequence[TokenizedRow]) -> str:
+    sections = "\n".join(map(_section, rows))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -50,14 +47,15 @@ def write_page(path: Path, page: str) -> Path:
     return path
 
 
-def _section(row: TokenizedRow, policy: tuple[float | None, float | None]) -> str:
-    sides = "\n".join(_side(*side) for side in zip(SIDES, (row.chosen, row.rejected), policy, strict=True))
+def _section(row: TokenizedRow) -> str:
+    sides = "\n".join(map(_side, SIDES, (row.chosen, row.rejected)))
     return f"<h2>Row {row.row}, {escape(row.split)} split</h2>\n{sides}"
 
 
-def _side(name: str, side: TokenizedSide, policy: float | None) -> str:
+def _side(name: str, side: TokenizedSide) -> str:
     columns = zip(side.texts, side.mask, side.reference_token_logprobs, strict=True)
     tokens = "".join(_token(text, trained, value) for text, trained, value in columns)
+    policy = side.policy_logprob
     of_policy = "" if policy is None else f", policy log-prob {policy:.4f}"  # unknown on the pages of the reference
     return (
         f"<h3>{name}</h3>\n"

@@ -49,7 +49,7 @@ def keep_interrupts() -> None:
     A signal raises in whatever is running, and Python ignores what is raised in a callback of a weak reference, of which
     SQLAlchemy has many: Ctrl-C, or the termination of a run, would now and then do nothing.
     """
-    told = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def send_again(ignored: "sys.UnraisableHookArgs") -> None:
         if isinstance(ignored.exc_value, KeyboardInterrupt | dg.DagsterExecutionInterruptedError):
@@ -57,7 +57,7 @@ def keep_interrupts() -> None:
             again.daemon = True
             again.start()
         else:
-            told(ignored)
+            previous_hook(ignored)
 
     sys.unraisablehook = send_again
 
@@ -85,9 +85,10 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
 def share_records(records: Path, run_id: str, home: Path) -> None:
     """Make the databases in `records`, Dagster's, the group's, as the lock of this process is: that of the run is among them.
 
-    At the beginning of the run, once: a process that is killed does it at no end, and whoever comes next closes the run.
+    At the beginning of the run, once: whoever is killed does it at no end, and whoever comes next closes the run.
+    `run_id` is for the cache alone.
     """
-    share_databases(records.rglob("*.db*"), like=Path(_claim(home / "processes").lock.name))
+    share_databases(records.rglob("*.db*"), like=Path(_claim(home).lock.name))
 
 
 def signature(run_id: str, home: Path) -> dict[str, str]:
@@ -103,7 +104,7 @@ def process_of(run: dg.DagsterRun) -> str | None:
 
 def this_process(home: Path) -> str:
     """Host and process id, for people, and the lock of this process among those at work in `home`."""
-    return f"{platform.node()} {os.getpid()} {_claim(home / 'processes').lock.name}"
+    return f"{platform.node()} {os.getpid()} {_claim(home).lock.name}"
 
 
 def is_alive(process: str, home: Path) -> bool:
@@ -113,6 +114,6 @@ def is_alive(process: str, home: Path) -> bool:
 
 
 @functools.cache
-def _claim(place: Path) -> Claim:
+def _claim(home: Path) -> Claim:
     """Held until this process ends, when the kernel releases the lock."""
-    return claim_folder(place)
+    return claim_folder(home / "processes")

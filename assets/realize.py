@@ -7,7 +7,7 @@ The key's lock is held from the question to the answer, and by the job's own pro
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from logging import Logger, getLogger
+from logging import Logger
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,8 +28,6 @@ from training.contract.job import Input, Job, JobKind
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Made, write_json
 from training.launch.launcher import run_job
-
-_LOG = getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ def realize(step: Step, work: Work, found: Found | None = None) -> Realized:
 
 def realize_found(step: Step, found: Found) -> Realized:
     """The artifact of a source or a spec that no job has to make."""
-    return replace(publish_found(step.services, found), changes=found_changes(step, found))
+    return replace(publish_found(step.services, found, step.context.log), changes=found_changes(step, found))
 
 
 def make(
@@ -95,12 +93,12 @@ def make(
     return Realized(artifact, reused=known is not None)
 
 
-def publish_found(services: Services, found: Found) -> Realized:
+def publish_found(services: Services, found: Found, log: Logger) -> Realized:
     """What was found as an artifact of a few small JSON files, without a job; Dagster is told nothing."""
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
     derivation = found.derivation
     with services.store.lock(derivation.kind, derivation.key):
-        known = artifact = find_sound(services, derivation, _LOG)
+        known = artifact = find_sound(services, derivation, log)
         if artifact is None:
             with services.store.staging() as staging:
                 for name, content in found.files.items():

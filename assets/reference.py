@@ -1,6 +1,7 @@
 """The frozen model the policy is measured against, and the log-probs it gives every response."""
 
 from dataclasses import replace
+from logging import Logger
 from pathlib import Path
 
 import dagster as dg
@@ -22,16 +23,16 @@ _SHOWN_ROWS = 8
 
 def reference_model(step: Step) -> dg.MaterializeResult:
     if step.pipeline.recipe.reference.sft is None:
-        made = point_to_base_model(step.services, step.history.artifact("base_model").fingerprint)
+        made = point_to_base_model(step.services, step.history.artifact("base_model").fingerprint, step.context.log)
         return replace(made, changes=input_changes(step)).result({"made_by": "pointer to the base model"})
     made = realize(step, Work("sft", step.settings))
     return made.result({"made_by": "supervised tuning on chosen responses", **_numbers(made)})
 
 
-def point_to_base_model(services: Services, base_model: str) -> Realized:
+def point_to_base_model(services: Services, base_model: str, log: Logger) -> Realized:
     """The reference model that is the base model with this fingerprint, unchanged."""
     how = derive("reference_model", {"base_model": base_model}, {})
-    return publish_found(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}))
+    return publish_found(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}), log)
 
 
 def reference_logprobs(step: Step) -> dg.MaterializeResult:

@@ -24,7 +24,7 @@ class TokenizedSide:
     """A sequence: tokens of prompt and response as ids and as text; `mask` says which are trained; log-probs in nats.
 
     `reference_token_logprobs` has one entry a token, None for those that are not trained. Where the reference has not
-    scored the pair, all entries and the sum are None.
+    scored the pair, all entries and the sum are None. `policy_logprob` is None where nobody has asked for it.
     """
 
     token_ids: list[int]
@@ -32,6 +32,7 @@ class TokenizedSide:
     mask: list[bool]
     reference_logprob: float | None
     reference_token_logprobs: list[float | None]
+    policy_logprob: float | None = None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ wrong_recipe                         what Dagster shows of such a recipe, so tha
 definitions, automation, resources   what Dagster loads; scaffold: what `dg scaffold` writes
 cli, reporting, progress, show       the command: what is typed, how it ends, its bars, its tables
 execution, own_checks, run_report    `run`: what belongs to it beside the recipe, and what became of it
+waiting                              how a run waits for a slot in a pool
 outlook, lineage, plan               what a run would give; `status`; `plan`
 comparison, inspection, verify,      the other commands, each a file
   gc, servers

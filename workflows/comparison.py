@@ -26,7 +26,7 @@ from training.contract.fingerprint import short, shortened
 from workflows.lineage import judge
 from workflows.outlook import outlook
 
-MEASURES = {"accuracy": accuracy, "margin": margin, "loss": loss}
+SHOWN_VALUES = {"accuracy": accuracy, "margin": margin, "loss": loss}
 # Whose settings are which section of the recipe, and what stands there by its content, not by a path.
 _SECTIONS = {
     "raw_preferences": "data",
@@ -124,7 +124,7 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
         recipe=history.pipeline.name,
         settings=_settings(stood_on),
         scale=scale_of_loss,
-        values={name: {pair: of(row) for pair, row in rows.items()} for name, of in MEASURES.items()},
+        values={name: {pair: of(row) for pair, row in rows.items()} for name, of in SHOWN_VALUES.items()},
         notes=notes,
         prompts=prompts(rows, services.store.open("raw_preferences", raw_preferences)),
         reference=stood_on["reference_model"].fingerprint,
@@ -132,7 +132,7 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
 
 
 def _beside(first: Evaluated, each: Evaluated, differing: Sequence[str]) -> Compared:
-    measures = [name for name in MEASURES if name != "loss" or each.scale == first.scale]
+    measures = [name for name in SHOWN_VALUES if name != "loss" or each.scale == first.scale]
     pairs, shared = len(each.values["accuracy"]), each.values["accuracy"].keys() & first.values["accuracy"].keys()
     count = count_prompts(shared, each.prompts)
     comparable = each is not first and count >= MIN_PROMPTS

@@ -11,7 +11,7 @@ import dagster as dg
 
 from training.contract.errors import RecipeError
 from workflows.component import DEFS
-from workflows.recipe_file import RECIPE_FILE, TYPE, explained, refuse_foreign_parts, types_in
+from workflows.recipe_file import RECIPE_FILE, TYPE, cause_in, refuse_foreign_parts, types_in
 from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault
 from workflows.resources import pedigree_home, services
 from workflows.waiting import wait_patiently
@@ -39,7 +39,7 @@ def definitions_of(extra: ExtraRecipe) -> dg.Definitions:
     try:
         return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(extra.folder)))
     except Exception as error:  # ours, or whatever Dagster finds out only when the assets are made
-        return stand_in(extra.name, RecipeError(explained(extra.folder / RECIPE_FILE, error)))
+        return stand_in(extra.name, RecipeError(cause_in(extra.folder / RECIPE_FILE, error)))
 
 
 def definitions_in(folder: Path) -> dg.Definitions:

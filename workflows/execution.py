@@ -19,7 +19,7 @@ from workflows.recipes import LoadedRecipe
 from workflows.run_report import RunReport, report_of
 from workflows.waiting import wait_patiently
 
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 # Progress bars and reports tell what happens; Dagster's own log of a run is in its event log.
 _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
@@ -89,4 +89,4 @@ def warn_of_unlimited_gpu(instance: dg.DagsterInstance) -> None:
 
 @functools.cache
 def _warn_once(text: str) -> None:
-    _log.warning(text)
+    _LOG.warning(text)

@@ -65,7 +65,7 @@ class Garbage:
 
 
 @dataclass(frozen=True)
-class Collection:
+class Collected:
     """`kept` counts the artifacts that stay; `deleted` says whether the garbage is gone or only named."""
 
     garbage: list[Garbage]
@@ -74,7 +74,7 @@ class Collection:
     deleted: bool
 
 
-def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collection:
+def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collected:
     """Name what nothing refers to, and remove it if `delete`.
 
     Raises RegistryError where the registry cannot be asked or is another one, StoreError where Dagster is, CorruptRecord where
@@ -87,7 +87,7 @@ def collect(services: Services, instance: dg.DagsterInstance, delete: bool = Fal
         garbage = [item for item in garbage if sweep.remove(item)]
         if (storage := instance.schedule_storage) is not None:
             storage.purge_asset_evaluations(time.time() - _EVALUATIONS_SECONDS)
-    return Collection(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
+    return Collected(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
 
 
 class Sweep:

@@ -4,7 +4,7 @@ The policy's log-probs of held-out pairs are in its evaluation. Those of trainin
 computes them on demand; else they are None.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import dagster as dg
@@ -16,30 +16,19 @@ from assets.materialized import History
 from assets.page import render_page
 from assets.pipeline import Pipeline, Services
 from assets.rescoring import rescore
-from assets.rows import PairReader, TokenizedRow, TokenizedSide, find_row
+from assets.rows import PairReader, TokenizedRow, find_row
 from training.contract.errors import UsageError
 from training.contract.fingerprint import short
 from training.contract.nulls import without_nulls
 from training.contract.store import Artifact
 from workflows.execution import in_gpu_pool
 
-_TO_SCORE = ("tokenized_pairs", "reference_logprobs", "policy")
-
 
 @dataclass(frozen=True)
-class InspectedSide(TokenizedSide):
-    """`policy_logprob` is None where the policy was not evaluated on the pair and no score was asked for."""
+class InspectedRow(TokenizedRow):
+    """Log-probs of the policy are None where it was not evaluated on the pair and no score was asked for."""
 
-    policy_logprob: float | None
-
-
-@dataclass(frozen=True)
-class InspectedRow:
-    row: int
-    split: str
     messages: dict[str, Any]
-    chosen: InspectedSide
-    rejected: InspectedSide
 
 
 def inspect_row(
@@ -51,38 +40,37 @@ def inspect_row(
     """
     history = History(instance, pipeline, services.store)
     pairs = history.artifact("tokenized_pairs")
-    made_from = history.derivation("tokenized_pairs", pairs.fingerprint).inputs
-    raw = services.store.open("raw_preferences", made_from["raw_preferences"].fingerprint)  # not always the latest
+    inputs = history.derivation("tokenized_pairs", pairs.fingerprint).inputs
+    raw = services.store.open("raw_preferences", inputs["raw_preferences"].fingerprint)  # not always the latest
     table = pq.read_table(raw.file("preferences.parquet"))
     messages = without_nulls(_row(table, row))
     if messages is None:
         raise UsageError(
             f"there is no row {row} in raw_preferences {short(raw.fingerprint)}; its {len(table):,} rows are numbered from 0"
         )
-    reader = PairReader(services.store, pairs, _table_of(pairs, history))
+    logprobs = _table_of(pairs, history)
+    reader = PairReader(services.store, pairs, logprobs)
     tokens = reader.read(row)
     if tokens is None:
         raise UsageError(f"row {row} has no tokens: it was dropped when the pairs were tokenized")
     policy = _evaluated(row, reader.keys(row), history)
     if policy is None and score:
-        inputs = _scoring_inputs(row, pairs, history)
-        found = in_gpu_pool("inspect", services, instance, lambda: rescore(pipeline, services, inputs, [row]))
+        to_score = _scoring_inputs(row, pairs, logprobs, history)
+        found = in_gpu_pool("inspect", services, instance, lambda: rescore(pipeline, services, to_score, [row]))
         policy = found.rows[0]["chosen"]["live"], found.rows[0]["rejected"]["live"]
     chosen, rejected = policy or (None, None)
     return InspectedRow(
         row,
         tokens.split,
+        replace(tokens.chosen, policy_logprob=chosen),
+        replace(tokens.rejected, policy_logprob=rejected),
         messages,
-        InspectedSide(**vars(tokens.chosen), policy_logprob=chosen),
-        InspectedSide(**vars(tokens.rejected), policy_logprob=rejected),
     )
 
 
 def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
     """The row as a self-contained HTML page."""
-    policy = {found.row: (found.chosen.policy_logprob, found.rejected.policy_logprob)}
-    row = TokenizedRow(found.row, found.split, found.chosen, found.rejected)
-    return render_page(f"{pipeline.name}: row {found.row}", [row], policy)
+    return render_page(f"{pipeline.name}: row {found.row}", [found])
 
 
 def _table_of(pairs: Artifact, history: History) -> Artifact | None:
@@ -109,17 +97,17 @@ def _evaluated_policy(evaluation: Artifact, history: History) -> str:
     return history.derivation("evaluation", evaluation.fingerprint).inputs["policy"].fingerprint
 
 
-def _scoring_inputs(row: int, pairs: Artifact, history: History) -> dict[str, Artifact]:
-    inputs = {name: history.artifact(name) for name in _TO_SCORE}
-    if _table_of(pairs, history) is None:
+def _scoring_inputs(row: int, pairs: Artifact, logprobs: Artifact | None, history: History) -> dict[str, Artifact]:
+    policy = history.artifact("policy")
+    if logprobs is None:
         name = history.pipeline.name
         raise UsageError(
             f"{name}/reference_logprobs is of other pairs than {name}/tokenized_pairs {short(pairs.fingerprint)}, so "
             f"row {row} cannot be scored; run `pedigree run {history.pipeline.argument}` first"
         )
-    if (base := base_of(inputs["policy"], history.store)) is not None:
-        inputs["reference_model"] = base
-    return inputs
+    inputs = {"tokenized_pairs": pairs, "reference_logprobs": logprobs, "policy": policy}
+    base = base_of(policy, history.store)
+    return inputs if base is None else {**inputs, "reference_model": base}
 
 
 def _row(table: pa.Table, row: int) -> dict[str, Any] | None:

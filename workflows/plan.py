@@ -20,7 +20,7 @@ from assets.data import demand_splits, pairs_checks, pairs_work, preferences_wor
 from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline, Services
-from assets.realize import Realized, find_sound, make, publish_found
+from assets.realize import Work, find_sound, make, publish_found
 from assets.reference import point_to_base_model
 from assets.release import release_fault
 from assets.rows import SIDES, read_pairs
@@ -52,7 +52,7 @@ class PlannedAsset:
 
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
     """What a run would do for every asset, in the order of the graph. Raises what the cheap part of a run raises."""
-    cheap = _Cheap.made(pipeline, services)
+    cheap = _make_cheap(pipeline, services)
     expected = _mended(pipeline, services)
     planner = _Planner(pipeline, services, cheap, expected)
     history = History(instance, pipeline, services.store)
@@ -81,30 +81,29 @@ def sentence(planned: Sequence[PlannedAsset]) -> str:
 class _Cheap:
     """What is made in the store, unless it is there, before anything is planned."""
 
-    source: Realized
-    rows: Realized
-    pairs: Realized
+    source: Artifact
+    rows: Artifact
+    pairs: Artifact
 
-    @classmethod
-    def made(cls, pipeline: Pipeline, services: Services) -> "_Cheap":
-        data, model = find_data(pipeline), find_model(pipeline, services)
-        tokenizer = find_tokenizer(pipeline, services)
-        source, base_model = publish_found(services, data), publish_found(services, model)
-        for asset in ("training_spec", "evaluation_spec"):
-            publish_found(services, find_root(pipeline, services, asset))
-        spec = make(pipeline, services, "tokenization_spec", tokenizer_work(pipeline, tokenizer), {}, _LOG)
-        reading = preferences_work(pipeline, data)
-        rows = make(
-            pipeline, services, "raw_preferences", reading, {"preference_source": source.artifact.fingerprint}, _LOG
-        )
-        _demand_passed(rows_checks(pipeline, rows.artifact))
-        above = {"raw_preferences": rows.artifact.fingerprint, "tokenization_spec": spec.artifact.fingerprint}
-        pairs = make(pipeline, services, "tokenized_pairs", pairs_work(pipeline), above, _LOG)
-        demand_splits(pipeline, pairs.artifact, GRAPH)
-        _demand_passed(pairs_checks(pipeline, pairs.artifact))
-        if pipeline.recipe.reference.sft is None:
-            point_to_base_model(services, base_model.artifact.fingerprint)
-        return cls(source, rows, pairs)
+
+def _make_cheap(pipeline: Pipeline, services: Services) -> _Cheap:
+    def made(asset: str, work: Work, **inputs: Artifact) -> Artifact:
+        fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
+        return make(pipeline, services, asset, work, fingerprints, _LOG).artifact
+
+    data, model, tokenizer = find_data(pipeline), find_model(pipeline, services), find_tokenizer(pipeline, services)
+    source, base_model = (publish_found(services, found, _LOG).artifact for found in (data, model))
+    for asset in ("training_spec", "evaluation_spec"):
+        publish_found(services, find_root(pipeline, services, asset), _LOG)
+    spec = made("tokenization_spec", tokenizer_work(pipeline, tokenizer))
+    rows = made("raw_preferences", preferences_work(pipeline, data), preference_source=source)
+    _demand_passed(rows_checks(pipeline, rows))
+    pairs = made("tokenized_pairs", pairs_work(pipeline), raw_preferences=rows, tokenization_spec=spec)
+    demand_splits(pipeline, pairs, GRAPH)
+    _demand_passed(pairs_checks(pipeline, pairs))
+    if pipeline.recipe.reference.sft is None:
+        point_to_base_model(services, base_model.fingerprint, _LOG)
+    return _Cheap(source, rows, pairs)
 
 
 def _demand_passed(results: Sequence[dg.AssetCheckResult]) -> None:
@@ -137,13 +136,13 @@ class _Planner:
             return True
 
     def _work(self, asset: str) -> dict[str, Any]:
-        counts, recipe = self.cheap.pairs.artifact.details["counts"], self.pipeline.recipe
+        counts, recipe = self.cheap.pairs.details["counts"], self.pipeline.recipe
         match asset:
             case "preference_source":
-                rows = self.cheap.source.artifact.details["rows"].values()
+                rows = self.cheap.source.details["rows"].values()
                 return {"files": len(rows), "rows": None if None in rows else sum(rows)}
             case "raw_preferences":
-                found = self.cheap.rows.artifact.details["counts"]
+                found = self.cheap.rows.details["counts"]
                 return {"rows": found["pairs"]} | {
                     name: found[name] for name in ("quarantined", "duplicates", "conflicting")
                 }
@@ -163,7 +162,7 @@ class _Planner:
         return {}
 
     def _scoring(self) -> dict[str, int]:
-        keys_SK = distinct_sequences(self.cheap.pairs.artifact)
+        keys_SK = distinct_sequences(self.cheap.pairs)
         if self._is_there("reference_logprobs"):
             return {"sequences": len(keys_SK), "missing": 0}
         weights = self.expected["reference_model"].fingerprint

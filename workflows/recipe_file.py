@@ -131,7 +131,7 @@ def _variant_names(file: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
         return ()
 
 
-def explained(file: Path, error: BaseException) -> str:
+def cause_in(file: Path, error: BaseException) -> str:
     """The root cause of `error`, which loading `file` raised, as lines that each name their place."""
     while error.__cause__ is not None and not isinstance(error, (ValidationError, RecipeError)):
         error = error.__cause__

@@ -21,7 +21,7 @@ from workflows.automation import retraining
 from workflows.component import DEFS, NAME, PreferenceTuning
 from workflows.recipe_file import (
     RECIPE_FILE,
-    explained,
+    cause_in,
     holds_recipe,
     recipes_in,
     refuse_foreign_parts,
@@ -125,7 +125,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
         pipelines = [pipeline for component in components for pipeline in component.pipelines]
         found = [LoadedRecipe(pipeline, retraining(pipeline)) for pipeline in pipelines]
     except Exception as error:  # Dagster wraps whatever is wrong in a file in exceptions of many kinds
-        raise RecipeError(explained(folder / RECIPE_FILE, error)) from error
+        raise RecipeError(cause_in(folder / RECIPE_FILE, error)) from error
     return found
 
 

@@ -10,10 +10,11 @@ from rich.table import Table
 from assets.graph import GRAPH
 from assets.page import shown_logprob
 from assets.pipeline import Pipeline
+from assets.rows import TokenizedSide
 from training.contract.fingerprint import short, shortened
-from workflows.comparison import MEASURES, Compared, Comparison
-from workflows.gc import Collection
-from workflows.inspection import InspectedRow, InspectedSide
+from workflows.comparison import SHOWN_VALUES, Compared, Comparison
+from workflows.gc import Collected
+from workflows.inspection import InspectedRow
 from workflows.lineage import AssetStatus
 from workflows.plan import PlannedAsset, sentence
 from workflows.run_report import RunReport
@@ -104,13 +105,13 @@ def comparison(console: Console, found: Comparison) -> None:
     title = "As last evaluated" + (f", on {first.pairs} held-out pairs" if first else "")
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("recipe and its settings", overflow="fold")
-    for name in MEASURES:
+    for name in SHOWN_VALUES:
         table.add_column(name, no_wrap=True)
     for each in found.recipes:
         told = each.settings.items() if first in (each, None) else each.settings.items() - first.settings.items()
         lines = [f"  {name.removeprefix('training.')} {value}" for name, value in sorted(told) if value is not None]
         about = "\n".join([f"[bold]{each.recipe}[/]", *map(escape, lines)])
-        table.add_row(about, *(_compared(each, name) for name in MEASURES), end_section=True)
+        table.add_row(about, *(_compared(each, name) for name in SHOWN_VALUES), end_section=True)
     console.print(table)
     for each in found.recipes:
         for note in each.notes:
@@ -151,7 +152,7 @@ def verification(console: Console, found: Verification) -> None:
     console.print(f"Tolerance: {found.tolerance} nats times the square root of the response's number of tokens")
 
 
-def collection(console: Console, found: Collection) -> None:
+def collection(console: Console, found: Collected) -> None:
     table = Table("kind", "fingerprint or folder", "bytes", title="Deleted" if found.deleted else "Would be deleted")
     for item in found.garbage:
         table.add_row(escape(_short_kind(item.kind)), escape(shortened(item.fingerprint)), f"{item.bytes:,}")
@@ -189,14 +190,14 @@ def inspected(console: Console, found: InspectedRow) -> None:
         console.print("[dim]The policy was evaluated on held-out pairs only; --score computes its log-probs here.[/]")
 
 
-def _tokens(side: InspectedSide) -> str:
+def _tokens(side: TokenizedSide) -> str:
     return " ".join(
         f"[underline]{escape(text)}[/]" if trained else f"[dim]{escape(text)}[/]"
         for text, trained in zip(side.texts, side.mask, strict=True)
     )
 
 
-def _token_logprobs(side: InspectedSide) -> str:
+def _token_logprobs(side: TokenizedSide) -> str:
     pairs = zip(side.texts, side.reference_token_logprobs, strict=True)
     return " ".join(f"{escape(repr(text))} {value:.2f}" for text, value in pairs if value is not None)
 

@@ -142,7 +142,7 @@ class _Verifier:
         return "; ".join(changes_since(self._services.store, key, found))
 
     def _memo_fault(self, fingerprint: str) -> str | None:
-        kind = f"memo/{self._services.store.open('reference_logprobs', fingerprint).details['rule']}"
+        kind = f"memo/{self._services.store.open('reference_logprobs', fingerprint, hashes=False).details['rule']}"
         faults = [
             fault for shard in self._services.store.fingerprints(kind) if (fault := self._artifact_fault(kind, shard))
         ]

@@ -102,7 +102,7 @@ def decide(
     """Compare what `measure` says of a candidate with the champion's, by the pair's identity.
 
     `metrics` are those of the candidate's evaluation, with the accuracies; below a floor of the recipe's `gate` nothing is
-    promoted. If there is no champion, a candidate that is below none is promoted. Pairs that have `leaked`, since one of both
+    promoted. Without a champion, a candidate that misses no floor is promoted. Pairs that have `leaked`, since one of both
     was trained on their prompts before, are not compared.
     """
     accuracy = metrics["eval/rewards/accuracies"]

@@ -60,9 +60,7 @@ class Registry:
             return found
         with self._runs.asking(f"find a place for the files of {name}") as client:
             source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
-        with self._connection.asking(f"look for versions of {name}") as client:
-            taken = {version.source for version in client.search_model_versions(f"name = '{name}'")}
-        if source not in taken:  # what a version points at is kept
+        if source not in {version.source for version in self.versions(name)}:  # what a version points at is kept
             self.store_files(name, source, policy, tokenizer or policy, evaluation)
         with self._connection.asking(f"register {name}") as client, unrepeated():
             if _registered(client, name) is None:
@@ -94,26 +92,22 @@ class Registry:
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
         """The latest version of `name` that carries all of `tags`."""
         wanted = tags_of(tags).items()
-        return next((version for version in self._latest_first(name) if wanted <= version.tags.items()), None)
+        return next((version for version in self.versions(name) if wanted <= version.tags.items()), None)
 
     def find_released(self, name: str, weights: str) -> Version | None:
         """The latest version of `name` that was released with weights of this fingerprint."""
-        return next((version for version in self._latest_first(name) if version.weights == weights), None)
+        return next((version for version in self.versions(name) if version.weights == weights), None)
 
-    def _latest_first(self, name: str) -> list[Version]:
-        with self._connection.asking(f"look for versions of {name}") as client:
-            versions = [Version.of(found) for found in client.search_model_versions(f"name = '{name}'")]
-        return sorted(versions, key=lambda version: version.number, reverse=True)
-
-    def versions(self) -> list[Version]:
-        """Every version of every registered model."""
-        with self._connection.asking("list the versions of its models") as client:
+    def versions(self, name: str | None = None) -> list[Version]:
+        """Every version of the registered model `name`, by default of every model; the latest first."""
+        where = None if name is None else f"name = '{name}'"
+        with self._connection.asking(f"look for versions of {name or 'its models'}") as client:
             found, token = [], None
             while True:
-                some = client.search_model_versions(page_token=token)
+                some = client.search_model_versions(where, page_token=token)
                 found += [Version.of(version) for version in some]
                 if not (token := some.token):
-                    return found
+                    return sorted(found, key=lambda version: version.number, reverse=True)
 
     def link(self, version: Version) -> str:
         """The page of a version."""
@@ -231,7 +225,7 @@ class Registry:
         return found
 
     def remove_download(self, name: str) -> bool:
-        """Remove one of them; False if it is gone. It is renamed first, so that nobody finds half of it in its place."""
+        """Remove the download `name`; False if it is gone. It is renamed first, so nobody finds half of it in its place."""
         with scratch(self.downloads) as staging, suppress(FileNotFoundError):
             (self.downloads / name).rename(staging / "outdated")
             return True

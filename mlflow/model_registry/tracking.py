@@ -38,7 +38,7 @@ KEY_TAG = "pedigree.key"
 _EVALUATION_TAG = "pedigree.evaluation"
 # What MLflow takes, with a registry; a folder of files only where a person has set MLFLOW_ALLOW_FILE_STORE.
 _KINDS = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}
-_log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
@@ -84,7 +84,7 @@ class Tracker:
     """
 
     def __init__(
-        self, tracking_uri: str, artifact_root: Path | None, warn: Callable[[str], None] = _log.warning
+        self, tracking_uri: str, artifact_root: Path | None, warn: Callable[[str], None] = _LOG.warning
     ) -> None:
         self.tracking_uri = tracking_uri
         self._connection = Connection(tracking_uri, warn)

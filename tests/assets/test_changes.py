@@ -1,5 +1,6 @@
 """What is different in words, of records written by hand."""
 
+from logging import getLogger
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_the_files_of_a_data_set_of_the_hub_and_another_in_its_place(tmp_path):
     """Five files are named and the rest counted, by hand; of another data set no file is compared with any of the first."""
     services, digit = services_in(tmp_path), "ab"
     old, new = (_source({"files": {f"{n}.csv": d * 40 for n in range(7)}}) for d in digit)
-    made = publish_found(services, old)
+    made = publish_found(services, old, getLogger())
     names = ", ".join(f"{n}.csv differs" for n in range(5))
     key = made.artifact.derivation.key
     assert changes_since(services.store, key, new) == [f"org/pairs at commit cccccccccccc: {names}, and 2 more"]

@@ -96,7 +96,7 @@ def evaluated(
 
 
 # SimPO has no reference, whatever its recipe names; AOT sorts the pairs of a batch, so a loss is one of all of them.
-MEASURES = {
+SHOWN_VALUES = {
     "all the same": (("sigmoid", "a"), ("sigmoid", "a"), Measure.LOSS),
     "other pairs beside": (("sigmoid", "a", "c"), ("sigmoid", "a", "d"), Measure.LOSS),
     "other pairs beside, which count": (("aot", "a", "c"), ("aot", "a", "d"), Measure.ERROR_RATE),
@@ -113,7 +113,7 @@ MEASURES = {
 }
 
 
-@pytest.mark.parametrize(("candidate", "champion", "measure"), MEASURES.values(), ids=MEASURES)
+@pytest.mark.parametrize(("candidate", "champion", "measure"), SHOWN_VALUES.values(), ids=SHOWN_VALUES)
 def test_what_two_evaluations_have_in_common(
     tmp_path: Path, candidate: tuple[str, ...], champion: tuple[str, ...], measure: Measure
 ):

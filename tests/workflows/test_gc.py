@@ -6,6 +6,7 @@ import os
 import shutil
 import sqlite3
 import time
+from logging import getLogger
 
 import dagster as dg
 import mlflow
@@ -42,7 +43,7 @@ def named(looking, kind, delete=False):
 def publish(looking, text, kind="training_spec", **inputs):
     """An artifact that nobody refers to."""
     how = Derivation(kind=kind, code_version="1", inputs=inputs, settings={"text": text})
-    return publish_found(looking.services, Found(how, f"{len(text):064x}", {"spec.json": text})).artifact
+    return publish_found(looking.services, Found(how, f"{len(text):064x}", {"spec.json": text}), getLogger()).artifact
 
 
 def score(looking, rule):

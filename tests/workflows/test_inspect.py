@@ -1,5 +1,6 @@
 """One pair under the magnifying glass: the log-probs of its tokens, and a page that no text of the data can take over."""
 
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -31,8 +32,8 @@ def side(text, value):
 
 
 def test_what_the_data_say_is_text_and_nothing_else():
-    row = TokenizedRow(3, "train", side(HOSTILE, -2.5), side("no", None))
-    page = Page(render_page(HOSTILE, [row], {3: (-1.25, None)}))
+    row = TokenizedRow(3, "train", replace(side(HOSTILE, -2.5), policy_logprob=-1.25), side("no", None))
+    page = Page(render_page(HOSTILE, [row]))
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "img", "a", "link", "iframe"})
     assert page.text.count(HOSTILE) == 3, "title, heading and token"
     policy = {"http-equiv": "Content-Security-Policy", "content": "default-src 'none'; style-src 'unsafe-inline'"}

@@ -13,11 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from assets.pipeline import Pipeline
+from assets.rows import TokenizedSide
 from tests.workflows.homes import ATTRIBUTES
 from training.contract.recipe import Recipe
 from workflows import show
-from workflows.gc import Collection, Garbage
-from workflows.inspection import InspectedRow, InspectedSide
+from workflows.gc import Collected, Garbage
+from workflows.inspection import InspectedRow
 from workflows.lineage import AssetStatus
 from workflows.plan import PlannedAsset
 from workflows.progress import ProgressBars
@@ -219,27 +220,27 @@ def test_the_tables_of_a_verification_tell_the_row_that_differs():
 
 def test_the_table_of_a_collection_tells_what_is_freed():
     garbage = [Garbage(f"memo/{FINGERPRINT}", FINGERPRINT, 2048), Garbage("job", "policy-0123456789ab", 1)]
-    assert text_of(show.collection, Collection(garbage, 2049, 12, deleted=False)) == [
+    assert text_of(show.collection, Collected(garbage, 2049, 12, deleted=False)) == [
         "Would be deleted",
         "kind | fingerprint or folder | bytes",
         "memo/0123456789ab | 0123456789ab | 2,048",
         "job | policy-0123456789ab | 1",
         "2 items, 2,049 bytes would be freed with --delete; 12 artifacts are kept",
     ]
-    assert text_of(show.collection, Collection([], 0, 12, deleted=True)) == [
+    assert text_of(show.collection, Collected([], 0, 12, deleted=True)) == [
         "0 items, 0 bytes freed; 12 artifacts are kept"
     ]
 
 
 def test_a_pair_is_shown_with_what_is_known_of_it():
     chosen, rejected = (
-        InspectedSide([5, 6], ["Q", f"[{name}]"], [False, True], -2.5, [None, -2.5], policy_logprob=policy)
+        TokenizedSide([5, 6], ["Q", f"[{name}]"], [False, True], -2.5, [None, -2.5], policy_logprob=policy)
         for name, policy in (("yes", -1.5), ("no", None))
     )
     call = '[{"name": "ask"}]'
     prompt = [{"role": "user", "content": "[Why]?"}, {"role": "assistant", "content": "", "tool_calls": call}]
     messages = {"prompt": prompt, "tools": '[{"name": "ask"}]', "chat_template_kwargs": '{"a": 1}'}
-    assert text_of(show.inspected, InspectedRow(3, "train", messages, chosen, rejected)) == [
+    assert text_of(show.inspected, InspectedRow(3, "train", chosen, rejected, messages)) == [
         "row 3, train split",
         'tools: [{"name": "ask"}]',
         'chat_template_kwargs: {"a": 1}',
