@@ -146,19 +146,25 @@ def _released_model(version: Version, registry: Registry, cache: HashCache | Non
     """The files of `version`, or of another version of that name which was released with `weights`.
 
     What was begun goes on with the version it was begun with: another recipe's promotion, hours later, would throw it away.
-    Raises ModelError where they are not what was released.
+    A download that has rotted is fetched again. Raises ModelError where the files are not what was released.
     """
     if weights not in (None, version.weights):
         version = registry.find_released(version.name, weights) or version
-    folder = registry.folder(version)
-    located = LocatedModel(folder, weights_identity(folder, cache))
+    located = _files_of(version, registry, cache)
+    if version.weights not in (None, located.fingerprint) and registry.remove_download(version.download_name):
+        located = _files_of(version, registry, cache)
     if version.weights not in (None, located.fingerprint):
         raise ModelError(
-            f"version {version.number} of {version.name} leads to {folder}, whose weights are {short(located.fingerprint)} "
-            f"where {short(version.weights)} were released: run the recipe that released it, which puts them back, or let "
-            "the alias point at another version"
+            f"version {version.number} of {version.name} leads to {located.folder}, whose weights are "
+            f"{short(located.fingerprint)} where {short(version.weights)} were released: run the recipe that released it, "
+            "which puts them back, or let the alias point at another version"
         )
     return located
+
+
+def _files_of(version: Version, registry: Registry, cache: HashCache | None) -> LocatedModel:
+    folder = registry.folder(version)
+    return LocatedModel(folder, weights_identity(folder, cache))
 
 
 def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | None = None) -> LocatedTokenizer:

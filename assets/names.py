@@ -7,14 +7,13 @@ is refused as long as the first is there.
 """
 
 import json
-from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from assets.pipeline import Pipeline
 from training.contract.durable import write_durably
-from training.contract.errors import StoreError, UsageError
+from training.contract.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -57,23 +56,5 @@ def claim_name(home: Path, pipeline: Pipeline) -> None:
         write_durably(note, json.dumps(vars(mine), ensure_ascii=False).encode())
 
 
-def demand_records(home: Path, recorded: Set[str], records: Path) -> None:
-    """Raises StoreError where Dagster, whose `records` know the pipelines `recorded`, knows none of those that ran here.
-
-    Then it is another Dagster than the one that saw them run.
-    """
-    names = {note.stem for note in _notes(home).glob("*.json")}
-    if names and not names & recorded:
-        raise StoreError(
-            f"the records of Dagster in {records} know no asset of {', '.join(sorted(names))}, whose artifacts are in {home}, "
-            "so which are current is unknown: set DAGSTER_HOME to where they were recorded, or remove "
-            f"{_notes(home)} if their assets were wiped in Dagster for good"
-        )
-
-
 def _note(home: Path, pipeline: Pipeline) -> Path:
-    return _notes(home) / f"{pipeline.name}.json"
-
-
-def _notes(home: Path) -> Path:
-    return home / "names"
+    return home / "names" / f"{pipeline.name}.json"

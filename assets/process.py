@@ -14,6 +14,7 @@ from pathlib import Path
 
 import dagster as dg
 
+from assets.records import note_records
 from training.contract.durable import share_databases
 from training.contract.locks import is_held
 from training.contract.staging import Claim, claim_folder
@@ -36,6 +37,7 @@ def sign(instance: dg.DagsterInstance, run: dg.DagsterRun, home: Path) -> None:
     for a slot of theirs in a pool.
     """
     keep_interrupts()
+    note_records(instance, home)
     share_records(Path(instance.root_directory), run.run_id, home)
     if process_of(run) is None:
         close_dead_runs(instance, home)
@@ -77,7 +79,7 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
             instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
     for run_id in instance.event_log_storage.get_concurrency_run_ids():
         holder = instance.get_run_by_id(run_id)
-        if holder is None or (holder.is_finished and not ((process := process_of(holder)) and is_alive(process, home))):
+        if holder is None or (holder.is_finished and (process := process_of(holder)) and not is_alive(process, home)):
             instance.event_log_storage.free_concurrency_slots_for_run(run_id)
 
 

@@ -32,9 +32,9 @@ from pydantic import ValidationError
 
 from assets.graph import GRAPH
 from assets.materialized import Materialization, latest_of, made_in
-from assets.names import demand_records
 from assets.pipeline import Services
 from assets.process import BEGUN, close_dead_runs
+from assets.records import demand_all_records
 from assets.release import demand_releases
 from model_registry.versions import MERGED
 from training.contract.errors import CorruptArtifact, CorruptRecord
@@ -80,6 +80,7 @@ def collect(services: Services, instance: dg.DagsterInstance, delete: bool = Fal
     Raises RegistryError where the registry cannot be asked or is another one, StoreError where Dagster is, CorruptRecord where
     it is unknown what a current artifact was made from: a run mends that first.
     """
+    demand_all_records(instance, services.home)
     close_dead_runs(instance, services.home)
     sweep = Sweep(services, instance)
     garbage = list(sweep.garbage())
@@ -103,8 +104,9 @@ class Sweep:
         self._since = self._oldest_unfinished_run()
 
     def garbage(self) -> Iterator[Garbage]:
+        kept = self.kept  # nothing is garbage before it is sure that this can be known
         for kind, name in self._used:
-            if (kind, name) not in self.kept and kind.removeprefix(_MEMO) not in self._kept_rules:
+            if (kind, name) not in kept and kind.removeprefix(_MEMO) not in self._kept_rules:
                 yield _garbage(kind, self._store.folder(kind, name))
         yield from (_garbage("job", folder) for folder in self._jobs if self._is_over(folder))
         yield from (_garbage("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder))
@@ -163,8 +165,6 @@ class Sweep:
 
     def _materialized(self) -> Iterator[Reference]:
         """The latest, and what unfinished runs have: those go on from that, whatever others have recorded since."""
-        pipelines = {key.path[0] for key, latest in self._latest.items() if latest.fingerprint is not None}
-        demand_records(self._services.home, pipelines, Path(self._instance.root_directory))
         found = [self._latest]
         found += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
         for key, recorded in chain.from_iterable(each.items() for each in found):

@@ -17,6 +17,7 @@ from workflows.own_checks import OwnChecks
 
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _OURS = f"{PedigreeError.__module__}."
+_ENDS = {dg.DagsterEventType.RUN_SUCCESS, dg.DagsterEventType.RUN_FAILURE}
 _CHECK_FAILED = "DagsterAssetCheckFailedError"  # what Dagster ends a step with whose blocking check failed
 
 
@@ -153,8 +154,9 @@ def _errors(result: dg.ExecuteInProcessResult, steps: Collection[str], records: 
 
 def _ended_by(result: dg.ExecuteInProcessResult, records: Path) -> str | None:
     """What ended the run outside its steps, such as a database of Dagster's that went away."""
-    failures = result.filter_events(lambda event: event.event_type == dg.DagsterEventType.RUN_FAILURE)
-    return next((_reason(failure.job_failure_data.error, records) for failure in failures), None)
+    for end in result.filter_events(lambda event: event.event_type in _ENDS):
+        return _reason(end.job_failure_data.error, records) if end.is_failure else None
+    return INTERRUPTED  # of a run that a person has marked as canceled Dagster tells no such end
 
 
 def _reason(error: SerializableErrorInfo | None, records: Path) -> str:

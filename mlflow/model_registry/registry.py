@@ -95,8 +95,9 @@ class Registry:
         return next((version for version in self.versions(name) if wanted <= version.tags.items()), None)
 
     def find_released(self, name: str, weights: str) -> Version | None:
-        """The latest version of `name` that was released with weights of this fingerprint."""
-        return next((version for version in self.versions(name) if version.weights == weights), None)
+        """The latest version of `name` that was released with weights of this fingerprint, and has its files."""
+        same = (version for version in self.versions(name) if version.weights == weights)
+        return next((version for version in same if self.has_files(version)), None)
 
     def versions(self, name: str | None = None) -> list[Version]:
         """Every version of the registered model `name`, by default of every model; the latest first."""
@@ -221,7 +222,7 @@ class Registry:
             with self._connection.asking(f"look for the aliases of {model.name}") as client:
                 numbers = set((_registered(client, model.name) or {}).values())
                 named = {Version.of(client.get_model_version(model.name, number)).download_name for number in numbers}
-            found += sorted(f"{model.name}/{folder.name}" for folder in model.iterdir() if folder.name not in named)
+            found += sorted(name for folder in model.iterdir() if (name := f"{model.name}/{folder.name}") not in named)
         return found
 
     def remove_download(self, name: str) -> bool:
@@ -253,7 +254,7 @@ class Registry:
 
         Whoever else wants it waits: a second download would take the place of the first, which is read by then.
         """
-        target = self.downloads / version.name / version.download_name
+        target = self.downloads / version.download_name
         if target.is_dir() or not self.has_files(version):
             return target
         with locked(self.downloads / f".{version.name}-{target.name}.lock"), scratch(self.downloads) as staging:

@@ -37,11 +37,11 @@ class Version:
 
     @property
     def download_name(self) -> str:
-        """The name of the folder it is downloaded to.
+        """The folder it is downloaded to, below that of all downloads.
 
         The number alone names no version: it is that of another one on another server, and once the model was deleted.
         """
-        return f"{self.number}-{short(fingerprint('downloaded_version', self.source))}"
+        return f"{self.name}/{self.number}-{short(fingerprint('downloaded_version', self.source))}"
 
 
 def lineage_tags(lineage: Mapping[str, str]) -> dict[str, str]:

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
+from assets.locate import locate_champion
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
+from tests.workflows.homes import ATTRIBUTES, flip
 from training.contract.errors import RegistryAway, RegistryError
 from training.contract.events import EventWriter, Follower, read_events
-from training.contract.weights import weights_identity
+from training.contract.recipe import Recipe
+from training.contract.weights import weights_fingerprint, weights_identity
 
 pytestmark = pytest.mark.slow
 ABOUT: dict[str, Any] = {"experiment": "remote", "name": "policy", "params": {"seed": 0}, "tags": {}}
@@ -89,6 +92,19 @@ def test_files_of_a_version_are_missed_and_put_where_they_were(server, policy: P
     registry.store_files("gone", version.source, policy, policy, None)
     assert registry.has_files(version)
     assert weights_identity(registry.resolve("models:/gone/1")) == weights_identity(policy)
+
+
+def test_a_download_that_has_rotted_is_fetched_again(server, policy: Path, tmp_path: Path):
+    """Nothing else would do so: the files of the version, on the server, have no fault."""
+    tracker, registry = Tracker(server.uri, None), Registry(server.uri, tmp_path / "downloads")
+    weights = weights_fingerprint(weights_identity(policy))
+    with tracker.run(key="rotten", **ABOUT) as run:
+        version = registry.register("small", policy, run.run_id, identity={"pedigree.policy": weights}, tags={})
+    registry.promote(version, over=None)
+    flip(next(registry.folder(version).glob("*.safetensors")))
+    assert weights_fingerprint(weights_identity(registry.folder(version))) != weights
+    found = locate_champion(Recipe.model_validate(ATTRIBUTES), registry)
+    assert found is not None and found.fingerprint == weights
 
 
 def test_a_model_that_begins_anew_is_not_taken_for_the_one_that_was_deleted(server, policy: Path, tmp_path: Path):

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import dagster as dg
 import pytest
@@ -25,6 +26,7 @@ from workflows.recipes import load_recipe
 from workflows.resources import build_services, prepare_home
 from workflows.resources import services as services_of_dagster
 from workflows.run_report import INTERRUPTED
+from workflows.waiting import wait_patiently
 
 
 @pytest.fixture
@@ -116,10 +118,16 @@ def taken(instance: dg.DagsterInstance) -> Iterator[str]:
 
 
 @contextmanager
-def interrupted_when_it_waits(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def interrupted_when_it_waits(
+    caplog: pytest.LogCaptureFixture, marked: dg.DagsterInstance | None = None
+) -> Iterator[None]:
+    """The latest run of `marked` is marked as canceled before."""
+
     def interrupt() -> None:
         while "waiting for the pool gpu" not in caplog.text:
             threading.Event().wait(0.05)
+        if marked:
+            marked.report_run_canceled(marked.get_runs(limit=1)[0])
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt, daemon=True)
@@ -142,13 +150,40 @@ def test_who_waits_sleeps_meanwhile_and_ends_when_it_is_told_to(services, instan
     assert in_gpu_pool("inspect", services, instance, lambda: "worked") == "worked"
 
 
+def test_a_free_slot_that_was_nobody_s_is_taken(services, instance, monkeypatch):
+    """Given back while this run took its place in the queue: nothing tells it any more. Dagster itself would wait for ever."""
+    storage = instance.event_log_storage
+    with taken(instance):
+        remember, free = storage.add_pending_step, storage.free_concurrency_slots_for_run
+
+        def late(**place: Any) -> None:
+            for slot in storage.get_concurrency_info("gpu").claimed_slots:
+                free(slot.run_id)
+            remember(**place)
+
+        monkeypatch.setattr(storage, "add_pending_step", late)
+        assert in_gpu_pool("inspect", services, instance, lambda: places_taken(instance)) == 1
+
+
+def test_a_step_that_has_its_pool_in_a_tag_waits_as_well(services, instance, caplog):
+    @dg.op(name="tagged", tags={"dagster/concurrency_key": "gpu"})
+    def tagged() -> None:
+        pytest.fail("it must not begin")
+
+    wait_patiently(lambda: services.home)
+    job = dg.GraphDefinition("job", node_defs=[tagged]).to_job(executor_def=dg.in_process_executor)
+    with taken(instance), interrupted_when_it_waits(caplog), pytest.raises(dg.DagsterExecutionInterruptedError):
+        job.execute_in_process(instance=instance)
+
+
 @pytest.mark.slow
-def test_a_recipe_that_is_stopped_while_it_waits_is_reported_as_interrupted(instance, tmp_path, demo_maker, caplog):
+@pytest.mark.parametrize("canceled", [False, True], ids=["", "after a person has marked it as canceled"])
+def test_a_recipe_that_is_stopped_while_it_waits_is_interrupted(instance, tmp_path, demo_maker, caplog, canceled):
     """What comes before the pool is done by then, and kept."""
     with run_in(tmp_path, demo_maker, {"plain": PLAIN}) as ground:
         write_recipe(ground.folders["plain"], {**PLAIN, "tokenization": {**PLAIN["tokenization"], "max_length": 100}})
         loaded = load_recipe(ground.folders["plain"])
-        with taken(instance), interrupted_when_it_waits(caplog):
+        with taken(instance), interrupted_when_it_waits(caplog, marked=canceled and instance):
             report = materialize(loaded, ground.services, instance)
         assert (report.succeeded, report.interrupted, report.error) == (False, True, INTERRUPTED)
         assert [asset.outcome for asset in report.assets if asset.asset == "tokenized_pairs"] == ["computed"]
