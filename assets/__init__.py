@@ -8,7 +8,8 @@ sources, specs, data, reference,     the bodies of the assets, a file a stage
 realize                              what nearly every body does: ask the store, else launch a job
 world, locate, named_model,          what sources and specs would be now: files, models and data sets, and where the
   written, counting                  recipe names them
-materialized, kinship, process       what Dagster recorded, whether it goes together, and which process works on a run
+materialized, kinship, process,      what Dagster recorded, whether it goes together, which process works on a run, and
+  records                            which Dagster records the runs of a home
 changes, tokenizer_changes           what changed since, in words
 checks, metadata, event_log,         what people see of an artifact, of a job, of a pair
   rows, page
