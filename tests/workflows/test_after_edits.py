@@ -241,8 +241,22 @@ def test_a_policy_that_starts_from_the_champion(ground: Ground, world: World):
     second = registry.find_version(name, {"pedigree.policy": made.fingerprint})
     assert registry.promote(second, over=first)
     assert causes(pipeline, ground)["training_spec"] == (f"champion {short(weights)} -> {short(made.fingerprint)}",)
+    client = MlflowClient(registry.tracking_uri)
+    tags = [
+        (name, str(version.number), "pedigree.policy")
+        for version in registry.versions(name)
+        if version.weights == weights
+    ]
+    for tag in tags:  # so that no version is known to have these weights
+        client.delete_model_version_tag(*tag)
     with pytest.raises(StoreError, match=f"champion with the weights {short(weights)}, and now it has the weights"):
         select(["policy"], loaded, ground)
+    for tag in tags:
+        client.set_model_version_tag(*tag, weights)
+    select(["policy"], loaded, ground)
+    assert latest(ground.instance, pipeline.key("policy")).fingerprint == made.fingerprint, (
+        "of what the spec has frozen"
+    )
     assert registry.promote(first, over=second)
     assert {a.state for a in status(pipeline, ground.services, ground.instance)} == {"fresh"}
 
