@@ -21,12 +21,13 @@ def note_records(instance: dg.DagsterInstance, home: Path) -> None:
 
 def demand_all_records(instance: dg.DagsterInstance, home: Path) -> None:
     """Raises StoreError where runs in `home` were recorded by another Dagster than `instance`."""
+    own = _identity(instance)
     for note in sorted(_notes(home).glob("[!.]*")):
-        if note.name != _identity(instance):
+        if note.name != own:
             raise StoreError(
                 f"what is current in {home} is not known to Dagster in {instance.root_directory} alone: runs were recorded in "
-                f"{note.read_text().strip()} too; set DAGSTER_HOME to that if all were, else remove the artifacts by hand, or "
-                f"remove {note} if those records are gone for good or of no interest"
+                f"{note.read_text().strip()} too; set DAGSTER_HOME to that if all of them were, or remove {note} if those "
+                "records no longer count. As long as both count, nothing is removed"
             )
 
 

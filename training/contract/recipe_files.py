@@ -149,7 +149,7 @@ def _demand_listable(place: Path) -> None:
                 first.stat(follow_symlinks=False)
     except OSError as error:
         raise DataError(
-            f"{place} cannot be read: {error.strerror}; let this user enter it, or move it elsewhere"
+            f"{place} cannot be read: {error.strerror}; let this user read it, or move it elsewhere"
         ) from error
 
 
