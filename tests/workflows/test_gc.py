@@ -150,6 +150,17 @@ def test_nothing_goes_where_the_registry_is_another_one(looking):
     assert {item.kind for item in collect(looking.services, looking.instance).garbage} == {"job"}
 
 
+def test_what_was_set_aside_stays_as_well_where_the_registry_is_another_one(looking):
+    """Though nothing else is left: what a person has to restore is refused before anything goes, not after."""
+    mlflow.MlflowClient(looking.services.registry.tracking_uri).delete_registered_model("small")
+    for kind in (*GRAPH, "memo", "proof"):
+        shutil.rmtree(looking.home / "store" / kind, ignore_errors=True)
+    (aside := looking.home / "store" / "corrupt" / "policy").mkdir(parents=True)
+    with pytest.raises(RegistryError, match="has no version that small released"):
+        collect(looking.services, looking.instance, delete=True)
+    assert aside.is_dir()
+
+
 def test_a_job_in_progress_and_one_to_be_taken_up_keep_their_folders(looking):
     running, interrupted = (job_of(looking, asset) for asset in ("reference_logprobs", "policy"))
     staging = [running.staging, looking.home / "store" / "staging" / "policy-abandoned"]
