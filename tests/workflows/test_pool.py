@@ -166,14 +166,13 @@ def test_a_free_slot_that_was_nobody_s_is_taken(services, instance, monkeypatch)
 
 
 def test_a_step_that_has_its_pool_in_a_tag_waits_as_well(services, instance, caplog):
-    @dg.op(name="tagged", tags={"dagster/concurrency_key": "gpu"})
+    @dg.asset(op_tags={"dagster/concurrency_key": "gpu"})
     def tagged() -> None:
         pytest.fail("it must not begin")
 
     wait_patiently(lambda: services.home)
-    job = dg.GraphDefinition("job", node_defs=[tagged]).to_job(executor_def=dg.in_process_executor)
     with taken(instance), interrupted_when_it_waits(caplog), pytest.raises(dg.DagsterExecutionInterruptedError):
-        job.execute_in_process(instance=instance)
+        dg.materialize([tagged], instance=instance)
 
 
 @pytest.mark.slow
