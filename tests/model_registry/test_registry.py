@@ -131,6 +131,7 @@ def test_its_folder_names_no_place_of_this_machine(registered: Registered, polic
     assert all(path.name.startswith("policy-") for path in folder.parent.iterdir()), "nothing of the making is left"
 
 
+@pytest.mark.usefixtures("packaged_here")
 def test_two_versions_of_one_run_keep_each_its_own_files(registered: Registered, policy: Path, tmp_path: Path):
     """The second has another tokenizer. Registered once more under a lost tag, it is not packaged: there is no policy."""
     other = shutil.copytree(policy, tmp_path / "other", ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -240,6 +241,7 @@ def test_a_version_is_promoted_only_over_the_champion_it_was_compared_with(
     assert PREVIOUS_TAG not in registry.find_version("demo", third.tags).tags
 
 
+@pytest.mark.usefixtures("packaged_here")
 def test_a_registry_elsewhere_has_the_versions_and_the_runs_keep_the_files(
     uri: str, tracker: Tracker, migrated_database: Path, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -321,6 +323,7 @@ def test_what_only_a_cloud_knows_is_taken_to_be_there(registry: Registry, cloud:
     assert registry.has_files(Version("demo", 1, f"{cloud}/run/artifacts/policy", {}))
 
 
+@pytest.mark.usefixtures("packaged_here")
 def test_what_a_killed_registration_left_goes_with_the_next(registered: Registered, policy: Path):
     """A copy of a model for each attempt that was killed would fill the disk."""
     beside = local_path(MlflowClient(registered.uri).get_run(registered.run_id).info.artifact_uri).parent / ".staging"

@@ -78,6 +78,7 @@ def test_a_run_and_a_version_through_http(
     assert not (tmp_path / "not used").exists()
 
 
+@pytest.mark.usefixtures("packaged_here")
 def test_files_of_a_version_are_missed_and_put_where_they_were(server, policy: Path, tmp_path: Path):
     """Their run was deleted, which does not hinder it."""
     tracker, registry = Tracker(server.uri, None), Registry(server.uri, tmp_path / "downloads")
@@ -94,6 +95,7 @@ def test_files_of_a_version_are_missed_and_put_where_they_were(server, policy: P
     assert weights_identity(registry.resolve("models:/gone/1")) == weights_identity(policy)
 
 
+@pytest.mark.usefixtures("packaged_here")
 def test_a_download_that_has_rotted_is_fetched_again(server, policy: Path, tmp_path: Path):
     """Nothing else would do so: the files of the version, on the server, have no fault."""
     tracker, registry = Tracker(server.uri, None), Registry(server.uri, tmp_path / "downloads")
@@ -107,6 +109,7 @@ def test_a_download_that_has_rotted_is_fetched_again(server, policy: Path, tmp_p
     assert found is not None and found.fingerprint == weights
 
 
+@pytest.mark.usefixtures("packaged_here")
 def test_a_model_that_begins_anew_is_not_taken_for_the_one_that_was_deleted(server, policy: Path, tmp_path: Path):
     """Its versions have the same numbers, as those of another server have, and other weights."""
     shutil.copytree(policy, retrained := tmp_path / "retrained")
@@ -223,6 +226,7 @@ def _read_request(connection: socket.socket) -> bytes:
     return head
 
 
+@pytest.mark.usefixtures("packaged_here")
 def test_what_was_made_though_the_answer_was_lost_is_made_once(
     server, policy: Path, tmp_path: Path, warnings: list[str]
 ):

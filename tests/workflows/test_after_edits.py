@@ -115,6 +115,22 @@ def test_a_report_is_of_its_own_run(ground: Ground, world: World):
     assert outcomes["policy"] == "reused" and outcomes["evaluation"] == "computed"
 
 
+def test_a_run_that_is_deleted_in_dagster_goes_on(ground: Ground, world: World):
+    """A person does so while the evaluation works: what is made is recorded, and told, nevertheless."""
+    field("evaluation.max_new_tokens", 9)(world)
+
+    def delete(event: Event) -> None:
+        for run in ground.instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED])):
+            ground.instance.delete_run(run.run_id)
+
+    loaded = load_recipe(world.folder)
+    report = materialize(loaded, replace(ground.services, listener=delete), ground.instance)
+    assert report.succeeded and ground.instance.get_run_by_id(report.dagster_run_id) is None
+    computed = {asset.asset for asset in report.assets if asset.outcome == "computed"}
+    assert computed == {"evaluation_spec", "evaluation", "released_model"}
+    assert {asset.state for asset in status(loaded.pipeline, ground.services, ground.instance)} == {"fresh"}
+
+
 def test_what_a_run_makes_fits_together(ground: Ground, world: World):
     """Another run puts the pairs of before in the place of this one's, while this one computes their log-probs."""
     data_lines(lambda rows: rows[:-1])(world)

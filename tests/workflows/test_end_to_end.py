@@ -2,14 +2,12 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import mlflow.transformers
 import pytest
 from mlflow import MlflowClient
 
-from tests.workflows.homes import ATTRIBUTES, write_recipe
 from tests.workflows.test_recipes import EXPECTED
 
 pytestmark = pytest.mark.slow
@@ -48,32 +46,6 @@ def test_one_line_a_step(materialized):
     steps = steps_of(home, report)
     assert [event["step"] for event in steps] == list(range(1, 13))
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-
-
-def test_with_weights_in_shards_everything_is_what_it_was(materialized, small_recipe, new_home, tmp_path):
-    """Every job of the GPU pool, in another home: the same bits where nothing was trained, the same losses elsewhere."""
-    folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {**ATTRIBUTES["compute"], "parallel": "fsdp"}})
-    for name in ("preferences.jsonl", "base"):
-        (folder / name).symlink_to(small_recipe / name)
-    by_models = ["reference_logprobs", "policy", "evaluation"]
-    home, made_again = new_home(), shutil.ignore_patterns("memo", *by_models)
-    shutil.copytree(materialized[0].path / "store", home.path / "store", ignore=made_again)
-    report = home.run(str(folder), "--select", "evaluation")
-    fingerprints = [{a["asset"]: a["fingerprint"] for a in r["assets"]} for r in (materialized[1], report)]
-    for asset in by_models:
-        assert {"asset": asset, "outcome": "computed"}.items() <= next(
-            a for a in report["assets"] if a["asset"] == asset
-        ).items()
-        [events] = (home.path / "jobs").glob(f"{asset}-*/events.jsonl")
-        assert "2 processes, weights in 2 shards, 1 times (fsdp: as the recipe says)" in events.read_text(), asset
-    assert fingerprints[0]["reference_logprobs"] == fingerprints[1]["reference_logprobs"]
-    losses = [[e["loss"] for e in steps_of(*run)] for run in (materialized, (home, report))]
-    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
-    evaluations = [
-        json.loads((h.path / "store" / "evaluation" / f["evaluation"] / "metrics.json").read_text())
-        for h, f in zip((materialized[0], home), fingerprints, strict=True)
-    ]
-    assert evaluations[1] == pytest.approx(evaluations[0], abs=1e-4)
 
 
 BELOW_THE_POLICY = {"evaluation_spec", "evaluation", "released_model"}

@@ -6,19 +6,14 @@ import shutil
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import dagster as dg
 import psutil
 import pytest
 
-from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, edit, write_recipe
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
 from tests.workflows.test_end_to_end import steps_of
-from training.contract.events import Event
-from workflows.execution import materialize
-from workflows.lineage import status
-from workflows.recipes import load_recipe
 
 pytestmark = pytest.mark.slow
 SECONDS_TO_END = 60.0  # twice the grace in which the ranks save a checkpoint, which a slow disk may need
@@ -120,18 +115,3 @@ def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_poli
 
 def fingerprint(report, asset):
     return next(a["fingerprint"] for a in report["assets"] if a["asset"] == asset)
-
-
-def test_a_run_that_is_deleted_in_dagster_goes_on(looking):
-    """A person does so while the evaluation works: what is made is recorded, and told, nevertheless."""
-
-    def delete(event: Event) -> None:
-        for run in looking.instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED])):
-            looking.instance.delete_run(run.run_id)
-
-    edit(looking, {**ATTRIBUTES, "evaluation": {"samples": 1, "max_new_tokens": 4}})
-    report = materialize(load_recipe(looking.folder), replace(looking.services, listener=delete), looking.instance)
-    assert report.succeeded and looking.instance.get_run_by_id(report.dagster_run_id) is None
-    computed = {asset.asset for asset in report.assets if asset.outcome == "computed"}
-    assert computed == {"evaluation_spec", "evaluation", "released_model"}
-    assert {asset.state for asset in status(looking.pipeline, looking.services, looking.instance)} == {"fresh"}

@@ -1,4 +1,7 @@
-"""training.main with other work in place of the policy's: what `settings["act"]` says, on every rank of a real launcher."""
+"""training.main with other work in place of the policy's: what `settings["act"]` says, on every rank of a real launcher.
+
+A rank so imports torch, but not what training needs, which takes longer than everything that is done here.
+"""
 
 import json
 import os
@@ -8,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from training import loop, main
+from training import main
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
@@ -16,7 +19,7 @@ from training.contract.store import Made
 from training.distributed import Group
 
 
-def act(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> Made:
     if job.settings["act"] == "exchange":
         return exchange(job, group)
     pids = group.gather_rows(torch.tensor([[os.getpid(), os.getppid()]]))
@@ -58,5 +61,5 @@ def exchange(job: Job, group: Group) -> Made:
 
 
 if __name__ == "__main__":
-    loop.run = act
+    main.WORK["policy"] = "ranked_program"
     sys.exit(main.main(Path(sys.argv[1])))
