@@ -68,7 +68,7 @@ def tokenized_pairs(step: Step) -> dg.MaterializeResult:
         "dagster/row_count": details["counts"]["pairs"],
         **{name: count for name, count in details["counts"].items() if name != "pairs"},
         "dropped_reasons": table(dropped, ("reason", "pairs")),
-        "lengths": length_histogram(details["histogram"]),
+        "lengths": step.picture("lengths", made.artifact, lambda: length_histogram(details["histogram"])),
         "examples": rendered_pairs(details["examples"]),
     }
     return made.result(metadata, pairs_checks(step.pipeline, made.artifact))

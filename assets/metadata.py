@@ -2,9 +2,7 @@
 
 import base64
 import io
-import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import dagster as dg
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SIZE_INCHES = (7.0, 3.0)
-_Drawing = Callable[[Mapping[str, Sequence[float]]], dg.MarkdownMetadataValue]
 
 
 def artifact_metadata(artifact: Artifact) -> dict[str, Any]:
@@ -46,16 +43,6 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.Table
     return dg.MetadataValue.table(records, schema=schema)
 
 
-def _drawn_once(draw: _Drawing) -> _Drawing:
-    """`draw`, which remembers its last pictures.
-
-    Variants share their pairs, and drawing takes longer than all else that is done for an artifact that is reused.
-    """
-    remembered = lru_cache(maxsize=8)(lambda numbers: draw(json.loads(numbers)))
-    return lambda numbers: remembered(json.dumps(numbers))
-
-
-@_drawn_once
 def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
     """Tokens of chosen and rejected sequences: `edges` has one entry more than `chosen` and `rejected`."""
     figure = _figure()
@@ -67,7 +54,6 @@ def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMet
     return _picture(figure, "sequence lengths")
 
 
-@_drawn_once
 def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
     """Chosen and rejected rewards and their margin by training step, with the loss beside them."""
     figure = _figure()

@@ -30,7 +30,7 @@ def policy(step: Step) -> dg.MaterializeResult:
     made = realize(step, Work("policy", settings, start, during=tracking.follow))
     details = made.artifact.details
     metadata = {
-        "rewards": reward_curves(details["series"]),
+        "rewards": step.picture("rewards", made.artifact, lambda: reward_curves(details["series"])),
         "steps": details["steps"],
         **details["train"],
         **details.get("eval", {}),

@@ -1,5 +1,6 @@
 """One asset of one pipeline while it is materialized: what its body is given."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,6 +10,7 @@ from assets.graph import GRAPH, Settings
 from assets.kinship import demand_one_lineage
 from assets.materialized import History, input_version_tag
 from assets.pipeline import Pipeline, Services
+from training.contract.store import Artifact
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,17 @@ class Step:
         found = {name: self.history.fingerprint(name) for name in self._names()}
         demand_one_lineage(self.history, self.asset, found)
         return found
+
+    def picture(
+        self, name: str, artifact: Artifact, draw: Callable[[], dg.MarkdownMetadataValue]
+    ) -> dg.MarkdownMetadataValue:
+        """What the latest materialization shows as `name`, if it is of `artifact`; else what `draw` gives.
+
+        Drawing takes longer than all else that is done for an artifact that is reused.
+        """
+        latest = self.history.latest(self.asset)
+        shown = latest.metadata.get(name) if latest.fingerprint == artifact.fingerprint else None
+        return draw() if shown is None else dg.MetadataValue.md(shown)
 
     def provenance(self) -> dict[str, str]:
         """Tags with the data versions that it was made from, in the place of Dagster's: those of the latest materializations.

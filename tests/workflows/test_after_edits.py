@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import dagster as dg
 import pytest
+from matplotlib.figure import Figure
 from mlflow import MlflowClient
 
 from assets.changes import CORRUPT_RECORD, NO_RECORD
@@ -107,6 +109,31 @@ def run_with_another(ground: Ground, world: World, meanwhile: str) -> dict[str, 
     report = materialize(load_recipe(world.folder), replace(ground.services, listener=hear), ground.instance)
     assert heard, report
     return {asset.asset: asset.outcome for asset in report.assets}
+
+
+def test_a_picture_is_drawn_once(ground: Ground, world: World, monkeypatch: pytest.MonkeyPatch):
+    """What a reused artifact shows is what its latest materialization shows."""
+    drawn: list[Figure] = []
+    save = Figure.savefig
+
+    def counted(figure: Figure, *given: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *given, **options)
+
+    def pictures() -> list[str]:
+        """Those of pairs and policy, once the recipe was run."""
+        pipeline, shown = run(ground, world).pipeline, {"tokenized_pairs": "lengths", "policy": "rewards"}
+        return [latest(ground.instance, pipeline.key(asset)).metadata[name] for asset, name in shown.items()]
+
+    monkeypatch.setattr(Figure, "savefig", counted)
+    first = pictures()
+    assert [text.partition("]")[0] for text in first] == ["![sequence lengths", "![rewards by step"] and drawn == []
+    field("training.seed", 7)(world)
+    second = pictures()
+    assert (second[0] == first[0], second[1] == first[1], len(drawn)) == (True, False, 1)
+    data_lines(lambda rows: rows[3:])(world)
+    third = pictures()
+    assert (third[0] == second[0], third[1] == second[1], len(drawn)) == (False, False, 3)
 
 
 def test_a_report_is_of_its_own_run(ground: Ground, world: World):
