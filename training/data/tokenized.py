@@ -12,7 +12,7 @@ the requested sequences are read; columns with one number a pair are read whole.
 """
 
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -53,7 +53,7 @@ class Pairs:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
-        self.prompt_lengths: NDArray[np.int32] = table.column("prompt_length").to_numpy()
+        self.prompt_lengths: NDArray[np.int32] = _as_numpy(table.column("prompt_length"))
 
     @classmethod
     def open(cls, folder: Path) -> Self:
@@ -74,8 +74,7 @@ class Pairs:
     @property
     def rows(self) -> NDArray[np.int64]:
         """The row of `preferences.parquet` each pair was made from."""
-        rows: NDArray[np.int64] = self._table.column("row").to_numpy()
-        return rows
+        return _as_numpy(self._table.column("row"))
 
     @property
     def largest_token(self) -> int:
@@ -91,7 +90,9 @@ class Pairs:
 
     def indices(self, split: str) -> NDArray[np.int64]:
         """The positions of the pairs of a split, ascending."""
-        return np.flatnonzero(pc.equal(self._table.column("split"), split))
+        splits = self._table.column("split").combine_chunks().dictionary_encode()
+        names = splits.dictionary.to_pylist()
+        return np.flatnonzero(_as_numpy(splits.indices) == (names.index(split) if split in names else -1))
 
     def sequence(self, index: int, side: Side) -> TokenSequence:
         ids = self._list(f"{side}_ids", index)
@@ -113,7 +114,7 @@ class Pairs:
 
     def lengths(self, side: Side) -> NDArray[np.int64]:
         """Tokens of each sequence, prompt included."""
-        return np.asarray(pc.list_value_length(self._table.column(f"{side}_ids")), np.int64)
+        return _as_numpy(pc.list_value_length(self._table.column(f"{side}_ids"))).astype(np.int64)
 
     def trained_lengths(self, side: Side) -> NDArray[np.int64]:
         """Trained tokens of each sequence."""
@@ -131,10 +132,25 @@ class Pairs:
     def _list(self, column: str, index: int) -> NDArray[np.generic]:
         if not 0 <= index < len(self):
             raise IndexError(f"pair {index} of {len(self)}")
-        found: NDArray[np.generic] = self._table.column(column)[int(index)].values.to_numpy(zero_copy_only=False)
-        return found
+        return _as_numpy(self._table.column(column)[int(index)].values)
 
 
 def _sums(lists: pa.ListArray) -> NDArray[np.int64]:
     """How many values of each list of booleans are true."""
-    return np.bincount(pc.list_parent_indices(lists).filter(lists.flatten()), minlength=len(lists))
+    return np.bincount(_as_numpy(pc.list_parent_indices(lists).filter(lists.flatten())), minlength=len(lists))
+
+
+def _as_numpy(values: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
+    """Numbers or booleans, of which none is missing.
+
+    Whatever Arrow itself turns into numpy, or takes from Python, has it import pandas: half a second and 30 MB a rank.
+    """
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    if not pa.types.is_boolean(values.type):
+        return np.from_dlpack(values)
+    first, skipped = divmod(values.offset, 8)  # eight to a byte
+    bits = np.unpackbits(
+        np.frombuffer(values.buffers()[1], np.uint8, offset=first), count=skipped + len(values), bitorder="little"
+    )
+    return bits[skipped:].astype(np.bool_)
