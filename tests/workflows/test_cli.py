@@ -134,18 +134,20 @@ def test_no_file_takes_the_place_of_a_stream_that_is_closed(tmp_path, closed):
     assert (done.stdout, done.stderr) == ("" if ">&- 2" in closed else "out\n", "" if "2" in closed else "err\n")
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
-def test_what_a_terminal_has_no_letter_for_is_escaped(encoding):
+def test_what_a_terminal_has_no_letter_for_is_escaped():
     """By Python's rules for stderr; in JSON by its own, so that a program reads what was written."""
+    encodings = ["ascii", "latin-1", "utf-8"]
     source = (
-        "import pedigree; from workflows.reporting import print_json; "
-        "pedigree.open_standard_streams(); print('é漢'); print_json({'a': 'é漢😀'})"
+        "import pedigree, sys; from workflows.reporting import print_json\n"
+        "for encoding in sys.argv[1:]:\n"
+        "    sys.stdout.reconfigure(encoding=encoding, errors='strict'); pedigree.open_standard_streams()\n"
+        "    print('é漢'); print_json({'a': 'é漢😀'})"
     )
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, env=environment, capture_output=True, check=True)
-    text, told = done.stdout.decode(encoding).splitlines()
-    assert json.loads(told) == {"a": "é漢😀"}
-    assert text == "é漢".encode(encoding, "backslashreplace").decode(encoding)
+    command = [sys.executable, "-c", source, *encodings]
+    lines = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.splitlines()
+    for encoding, text, told in zip(encodings, lines[::2], lines[1::2], strict=True):
+        assert json.loads(told.decode(encoding)) == {"a": "é漢😀"}
+        assert text == "é漢".encode(encoding, "backslashreplace")
 
 
 def test_an_unknown_asset_is_wrong_use(home):
