@@ -17,7 +17,11 @@ from tests.workflows.test_end_to_end import steps_of
 
 pytestmark = pytest.mark.slow
 SECONDS_TO_END = 60.0  # twice the grace in which the ranks save a checkpoint, which a slow disk may need
-LONG = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "max_steps": 4000}}
+LONG = {
+    **ATTRIBUTES,
+    "training": {**ATTRIBUTES["training"], "max_steps": 4000},
+    "compute": {**ATTRIBUTES["compute"], "parallel": "fsdp"},
+}
 
 
 @pytest.fixture
@@ -73,7 +77,7 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
             start_new_session=True,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
-    until_steps(home.path, 3)
+    assert "2 processes, weights in 2 shards" in until_steps(home.path, 3).read_text()
     ranks = [p for p in processes_of(home.path) if "training.main" in " ".join(p.cmdline())]
     assert len(ranks) >= 3, "torchrun and two ranks"
     # Ctrl-C in a terminal reaches the whole foreground group; the command is the leader of its own.
