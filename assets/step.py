@@ -51,12 +51,14 @@ class Step:
     def picture(
         self, name: str, artifact: Artifact, draw: Callable[[], dg.MarkdownMetadataValue]
     ) -> dg.MarkdownMetadataValue:
-        """What the latest materialization shows as `name`, if it is of `artifact`; else what `draw` gives.
+        """What the latest materialization shows as `name`, if that made `artifact` in the same way; else what `draw` gives.
 
-        Drawing takes longer than all else that is done for an artifact that is reused.
+        Drawing takes longer than all else that is done for an artifact that is reused. Who changes a drawing gives the asset
+        another code version.
         """
         latest = self.history.latest(self.asset)
-        shown = latest.metadata.get(name) if latest.fingerprint == artifact.fingerprint else None
+        is_same = (latest.fingerprint, latest.key) == (artifact.fingerprint, artifact.derivation.key)
+        shown = latest.metadata.get(name) if is_same else None
         return draw() if shown is None else dg.MetadataValue.md(shown)
 
     def provenance(self) -> dict[str, str]:

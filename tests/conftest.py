@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from model_registry.package import package
+
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
@@ -28,3 +30,9 @@ def shared_data() -> Path:
     if os.environ.get("CI") == "true":
         pytest.fail(message)
     pytest.skip(message)
+
+
+@pytest.fixture
+def packaged_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A policy is packaged by a call of what a process of its own calls, which spends seconds on imports."""
+    monkeypatch.setattr("model_registry.files._package", package)

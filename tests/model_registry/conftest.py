@@ -19,9 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-import model_registry.files
 from model_registry.connection import connect
-from model_registry.package import package
 from model_registry.tracking import Tracker
 
 CHAT_TEMPLATE = (
@@ -88,12 +86,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "training.json").write_text("{}")
     subprocess.run([sys.executable, "-c", MAKE_MODEL, str(folder), str(tokenizer.get_vocab_size())], check=True)
     return folder
-
-
-@pytest.fixture
-def packaged_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy is packaged by a call of what a process of its own calls, which spends seconds on imports."""
-    monkeypatch.setattr(model_registry.files, "_package", package)
 
 
 class Server:

@@ -134,6 +134,8 @@ def test_a_picture_is_drawn_once(ground: Ground, world: World, monkeypatch: pyte
     data_lines(lambda rows: rows[3:])(world)
     third = pictures()
     assert (third[0] == second[0], third[1] == second[1], len(drawn)) == (False, False, 3)
+    edits.code_version("policy")(world)
+    assert (pictures(), len(drawn)) == (third, 4), "the same artifact, by another version of the code, is drawn again"
 
 
 def test_a_report_is_of_its_own_run(ground: Ground, world: World):

@@ -17,12 +17,10 @@ import pytest
 from dagster._core.storage.event_log import InMemoryEventLogStorage
 from sqlalchemy.exc import OperationalError
 
-import model_registry.files
 from assets.held_out import rows_by_pair
 from assets.pipeline import Services
 from assets.release import sole_decision
 from model_registry.connection import connect
-from model_registry.package import package
 from model_registry.registry import Registry
 from model_registry.run import TrackedRun
 from model_registry.tracking import Tracker
@@ -39,8 +37,7 @@ from workflows.run_report import RunReport
 
 
 @pytest.fixture
-def services(tmp_path, monkeypatch) -> Services:
-    monkeypatch.setattr(model_registry.files, "_package", package)  # what a process of its own does, done here
+def services(tmp_path, packaged_here) -> Services:
     return services_in(tmp_path / "home")
 
 

@@ -10,10 +10,8 @@ from textwrap import dedent
 import dagster as dg
 import pytest
 
-import model_registry.files
 from assets.graph import GRAPH
 from assets.pipeline import Services
-from model_registry.package import package
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import UsageError
@@ -55,8 +53,7 @@ def small(tmp_path, demo_maker) -> LoadedRecipe:
 
 
 @pytest.fixture
-def services(tmp_path, monkeypatch) -> Services:
-    monkeypatch.setattr(model_registry.files, "_package", package)
+def services(tmp_path, packaged_here) -> Services:
     return services_in(tmp_path / "home")
 
 

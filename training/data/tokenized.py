@@ -90,6 +90,7 @@ class Pairs:
 
     def indices(self, split: str) -> NDArray[np.int64]:
         """The positions of the pairs of a split, ascending."""
+        # Numbered, since a comparison with a string of Python's would import pandas: see _as_numpy.
         splits = self._table.column("split").combine_chunks().dictionary_encode()
         names = splits.dictionary.to_pylist()
         return np.flatnonzero(_as_numpy(splits.indices) == (names.index(split) if split in names else -1))
