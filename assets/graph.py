@@ -91,6 +91,7 @@ GRAPH: dict[str, Node] = {
         "sources",
         ("json",),
         "Preference files or a hub data set, as they are now. The data version is the fingerprint of their contents.",
+        version="2",
     ),
     "base_model": Node(
         "sources",

@@ -5,7 +5,7 @@ Their bodies, `pedigree status` and `pedigree plan` all ask here, so that they a
 
 from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from assets.counting import count_rows
@@ -26,6 +26,7 @@ from training.contract.fingerprint import fingerprint
 from training.contract.hash_cache import HashCache
 from training.contract.hub import check_files
 from training.contract.manifest import Derivation
+from training.contract.recipe_files import data_format
 from training.contract.weights import weight_files
 
 ROOTS = tuple(name for name, node in GRAPH.items() if not node.needs)
@@ -127,10 +128,16 @@ def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCac
 
 
 def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
-    """The preference sources. File names give the order and nothing else: a renamed or moved file is the same data."""
+    """The preference sources. File names give the order and, by their extensions, how they are read, and nothing else.
+
+    So a moved file, or one with another name, is the same data.
+    """
     sources = locate_sources(pipeline, cache)
     identity = [source.identity for source in sources]
-    contents = [[file["sha256"] for file in each] if isinstance(each, list) else each for each in identity]
+    contents = [
+        [[file["sha256"], data_format(PurePath(file["name"]))] for file in each] if isinstance(each, list) else each
+        for each in identity
+    ]
     how = derive("preference_source", {}, {"sources": identity})
     return FoundData(how, fingerprint("preference_source", contents), {"sources.json": identity}, sources)
 

@@ -21,6 +21,7 @@ from model_registry.tracking import Tracker, artifact_root, registry_uri, tracki
 from training.contract.durable import share_databases, write_durably
 from training.contract.errors import StoreError
 from training.contract.fingerprint import demand_text
+from training.contract.hub import asking_once
 from training.contract.locks import locked
 from training.contract.store import Store
 from training.launch.conductor import NodesLauncher
@@ -131,9 +132,13 @@ def build_services(home: Path, listener: Listener = ignore) -> Services:
 
 
 @dg.resource(description="Store, launcher, tracker and registry under PEDIGREE_HOME.")
-def services(context: dg.InitResourceContext) -> Services:
-    """The run is signed before its first step, which may wait for hours for a slot in a pool."""
+def services(context: dg.InitResourceContext) -> Iterator[Services]:
+    """The run is signed before its first step, which may wait for hours for a slot in a pool.
+
+    And all its steps are of one state of the hub: a branch that moves meanwhile is for the next run.
+    """
     home = pedigree_home()
     if context.instance is not None and context.run is not None:
         sign(context.instance, context.run, home)
-    return build_services(home)
+    with asking_once():
+        yield build_services(home)

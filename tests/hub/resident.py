@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,10 +22,11 @@ from tests.workflows.in_process import services_in
 from training.contract.errors import PedigreeError
 from training.contract.events import Event
 from training.contract.hub import asking_once
+from workflows import resources
 from workflows.execution import materialize
 from workflows.lineage import status
 from workflows.plan import plan
-from workflows.recipes import load_recipe
+from workflows.recipes import LoadedRecipe, load_recipe
 from workflows.verify import verify
 
 
@@ -43,17 +45,28 @@ def answer(question: dict[str, Any], home: Path, instance: dg.DagsterInstance) -
                 found = asdict(verify(loaded.pipeline, services, instance, rows=2))
             case "run":
                 found = asdict(materialize(loaded, services, instance, question.get("select")))
+            case "run by Dagster":
+                os.environ["PEDIGREE_HOME"] = str(home)
+                found = run_by_dagster(loaded, instance)
     except PedigreeError as error:
         return {"error": str(error), "heard": heard}
     return {"found": found, "heard": heard}
+
+
+def run_by_dagster(loaded: LoadedRecipe, instance: dg.DagsterInstance) -> bool:
+    """Whether a run succeeds that has what Dagster gives it, as one that is started in the UI or by a schedule."""
+    own = dg.Definitions(resources={"services": resources.services}, executor=dg.in_process_executor)
+    job = dg.Definitions.merge(loaded.definitions, own).resolve_implicit_global_asset_job_def()
+    return job.execute_in_process(instance=instance, raise_on_error=False).success
 
 
 def main(home: Path, replies: TextIO) -> None:
     logging.getLogger("dagster").setLevel(logging.CRITICAL)
     with dg.DagsterInstance.ephemeral() as instance:
         for line in sys.stdin:
-            with asking_once():  # as within a command
-                found = answer(json.loads(line), home, instance)
+            question = json.loads(line)
+            with nullcontext() if question["do"] == "run by Dagster" else asking_once():  # as within a command
+                found = answer(question, home, instance)
             replies.write(json.dumps(found, default=str) + "\n")
             replies.flush()
 

@@ -115,10 +115,16 @@ def test_another_text_on_the_card_changes_nothing(hub: Hub, resident: Resident, 
     hub.requests.clear()
     assert set(resident.outcomes(whole).values()) == {"reused"}
     assert hub.asked("/blobs/") == [], "a file that is in the cache is not downloaded again for another commit"
+    assert_each_branch_was_asked_for_once(hub)
+    hub.requests.clear()
+    assert resident.found("run by Dagster", whole), "a branch that moves during a run is for the next one"
+    assert_each_branch_was_asked_for_once(hub)
+
+
+def assert_each_branch_was_asked_for_once(hub: Hub) -> None:
+    """Those of three data sets, the model and the tokenizer."""
     branches = Counter(request for request in hub.asked() if re.fullmatch(r"GET /api/\w+/org/\w+", request))
-    assert len(branches) == 5 and set(branches.values()) == {1}, (
-        "three data sets, model and tokenizer: each asked for once"
-    )
+    assert len(branches) == 5 and set(branches.values()) == {1}, branches
 
 
 @pytest.mark.parametrize(

@@ -159,6 +159,7 @@ TABLE: dict[str, Row] = {
     "a chosen answer is rejected": Row(data_lines(edits.swap_sides(TRAINED)), NEW_DATA, 0),
     "a row that is none": Row(data_lines(lambda rows: [*rows, "{}\n"]), "C. ... Cc .r rrr", 0),
     "file renamed": Row(edits.rename_data, "n. ... .. .. ..."),
+    "file read in another way": Row(edits.rename_extension, SAME_PAIRS, 0),
     "file moved, found by a glob": Row(edits.move_data, NOTHING),
     "file touched": Row(edits.touch_data, NOTHING),
     "file written in other words": Row(edits.rewrite_data, SAME_PAIRS, 0),

@@ -200,8 +200,11 @@ _COMMITS: ContextVar[dict[Repository, str]] = ContextVar("_COMMITS")  # set with
 
 @contextlib.contextmanager
 def asking_once() -> Iterator[None]:
-    """Within the block a branch stays where it was when first asked for: all that is made there is made from one state."""
-    token = _COMMITS.set({})
+    """Within the block a branch stays where it was when first asked for: all that is made there is made from one state.
+
+    A block within another is of the other's state.
+    """
+    token = _COMMITS.set(_COMMITS.get({}))
     try:
         yield
     finally:

@@ -89,6 +89,11 @@ def data_suffix(path: PurePath) -> str:
     return PurePath(path.stem).suffix.lower() if suffix == COMPRESSED else suffix
 
 
+def data_format(path: PurePath) -> str:
+    """What the name says of how a data file is read: another one makes other rows of the same bytes."""
+    return data_suffix(path) + (COMPRESSED if path.suffix.lower() == COMPRESSED else "")
+
+
 def open_data(path: Path) -> BufferedReader:
     """The bytes of a data file, decompressed if it is a .gz."""
     return BufferedReader(gzip.open(path)) if path.suffix.lower() == COMPRESSED else open(path, "rb")
