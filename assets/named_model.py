@@ -9,6 +9,8 @@ from training.contract.errors import HubError, ModelError
 from training.contract.events import Emit
 from training.contract.hub import Repository
 
+REGISTERED = "models:/"
+
 
 @dataclass(frozen=True)
 class NamedModel:
@@ -19,7 +21,7 @@ class NamedModel:
 
     @property
     def is_registered(self) -> bool:
-        return self.address.startswith("models:/")
+        return self.address.startswith(REGISTERED)
 
     @property
     def is_of_hub(self) -> bool:

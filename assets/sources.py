@@ -11,6 +11,7 @@ from assets.event_log import with_log
 from assets.metadata import table
 from assets.realize import realize_found
 from assets.step import Step
+from assets.version_files import put_back_named
 from assets.world import find_data, find_model, named_files
 from training.contract.fingerprint import short
 
@@ -32,6 +33,7 @@ def preference_source(step: Step) -> dg.MaterializeResult:
 
 
 def base_model(step: Step) -> dg.MaterializeResult:
+    put_back_named(step.services, step.pipeline, "reference.model", step.pipeline.recipe.reference.model)
     found = find_model(step.pipeline, with_log(step.services, step.context.log, "base_model"))
     made = realize_found(step, found)
     assert found.located is not None

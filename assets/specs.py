@@ -10,7 +10,7 @@ from assets.metadata import verbatim
 from assets.pipeline import Pipeline
 from assets.realize import Work, realize, realize_found
 from assets.step import Step
-from assets.version_files import put_back
+from assets.version_files import put_back, put_back_named
 from assets.world import FoundTokenizer, find_root, find_tokenizer
 from assets.written import tokenizer_places
 
@@ -27,6 +27,10 @@ def tokenizer_work(pipeline: Pipeline, found: FoundTokenizer) -> Work:
 
 
 def tokenization_spec(step: Step) -> dg.MaterializeResult:
+    if own := step.pipeline.recipe.tokenization.tokenizer:
+        put_back_named(step.services, step.pipeline, "tokenization.tokenizer", own)
+    else:
+        put_back_named(step.services, step.pipeline, "reference.model", step.pipeline.recipe.reference.model)
     found = find_tokenizer(step.pipeline, step.services)
     made = realize(step, tokenizer_work(step.pipeline, found), found)
     spec = made.artifact.json("spec.json")

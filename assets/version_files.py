@@ -6,7 +6,9 @@ And what spoils the weights of a policy in place spoils the version's, which are
 
 import logging
 
-from assets.pipeline import Services
+from assets.named_model import REGISTERED
+from assets.pipeline import Pipeline, Services
+from assets.written import written
 from model_registry.files import local_path
 from model_registry.registry import Registry
 from model_registry.versions import MERGED, Version
@@ -36,6 +38,16 @@ def put_back(services: Services, version: Version) -> bool:
         registry.store_files(version.name, version.source, model, tokenization / "tokenizer", evaluation)
     _LOG.warning("%s: they were put back from the store", fault)
     return True
+
+
+def put_back_named(services: Services, pipeline: Pipeline, field: str, address: str) -> None:
+    """The same for the version at `address`, which `field` of the recipe names; nothing where that names another place.
+
+    A recipe that begins with what it released itself would else never get as far as its release, which puts files back.
+    """
+    if address.startswith(REGISTERED):
+        with written(pipeline, field):
+            put_back(services, services.registry.version_at(address))
 
 
 def files_fault(registry: Registry, version: Version, cache: HashCache | None = None) -> str | None:

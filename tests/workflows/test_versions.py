@@ -262,6 +262,9 @@ def test_the_champion_is_whole_before_a_policy_starts_from_it(ground: Ground):
     whole = registry.resolve(f"models:/plain/{promoted.model_version}")
     [policy] = [asset.fingerprint for asset in promoted.assets if asset.asset == "policy"]
     assert weights_fingerprint(weights_identity(whole)) == policy
+    shutil.rmtree(ground.home / "artifacts")
+    begun = {"reference": {"model": "models:/plain@champion"}, "automation": {"on_change": False}}
+    assert run(ground, training=longer, **begun).succeeded, "who begins with it puts it back, too"
 
 
 def test_a_policy_does_not_start_from_a_champion_that_is_spoiled(ground: Ground):
