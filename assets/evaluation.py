@@ -5,17 +5,23 @@ from typing import Any
 import dagster as dg
 
 from assets import checks
+from assets.changes import setting_changes
+from assets.graph import Settings
 from assets.held_out import rows_by_pair
 from assets.leakage import find_leakage
 from assets.metadata import table
 from assets.policy import delivered_run
 from assets.realize import Work, realize
 from assets.step import Step
+from training.contract.errors import StoreError
+from training.contract.loss import Loss
 from training.contract.store import Artifact
 
 
 def evaluation(step: Step) -> dg.MaterializeResult:
-    made = realize(step, Work("evaluation", step.settings))
+    settings = step.settings
+    _demand_loss_of_policy(step, settings["loss"])
+    made = realize(step, Work("evaluation", settings))
     details = made.artifact.details
     metadata = {
         **{name: value for name, value in details["metrics"].items() if not name.startswith("eval/sources/")},
@@ -26,6 +32,18 @@ def evaluation(step: Step) -> dg.MaterializeResult:
         **_tracked(step, made.artifact),
     }
     return made.result(metadata, [checks.accuracy(made.artifact), _leakage(step, made.artifact)])
+
+
+def _demand_loss_of_policy(step: Step, loss: Settings) -> None:
+    """Raises StoreError where the policy was trained with another loss: two specs have it, and may be of two recipes."""
+    name = step.pipeline.name
+    trained = step.history.derivation("policy", step.history.fingerprint("policy")).settings["loss"]
+    if Loss.model_validate(trained) != Loss.model_validate(loss):
+        differing = "; ".join(setting_changes({"loss": trained}, {"loss": loss}))
+        raise StoreError(
+            f"{name}/policy was trained with another loss than that of {name}/evaluation_spec: {differing}; materialize "
+            f"{name}/training_spec, {name}/evaluation_spec, {name}/policy and {name}/evaluation in one run"
+        )
 
 
 def _leakage(step: Step, evaluation: Artifact) -> dg.AssetCheckResult:

@@ -41,9 +41,10 @@ def refuse_namesake(home: Path, pipeline: Pipeline) -> None:
     if first is None or first.folder == mine.folder or first.model_name == mine.model_name:
         return
     if (Path(first.folder) / pipeline.file.name).is_file():
+        which = "this folder" if pipeline.variant is None else f"the variant {pipeline.variant} of this recipe"
         raise UsageError(
             f"in {home} the name {pipeline.name} is that of the recipe in {first.folder}, which releases the model "
-            f"{first.model_name}, and the one in {mine.folder} releases {mine.model_name}: rename this folder, set another "
+            f"{first.model_name}, and the one in {mine.folder} releases {mine.model_name}: rename {which}, set another "
             f"PEDIGREE_HOME, or remove {note} if this recipe is to take over the other's assets"
         )
 

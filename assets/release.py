@@ -135,10 +135,9 @@ def _release(candidate: _Candidate) -> _Released:
         version = _register(candidate)
         with sole_decision(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
             registry.nominate(version)
-            decision = _carry_out(candidate, version)
-            reasons = "; ".join(decision.reasons)
-            log.info(f"version {version.number} of {version.name}: {reasons}")
-            tags = {_DECISION_TAG: "yes" if decision.promote else "no", _REASONS_TAG: reasons}
+            decision, version = _carry_out(candidate, version)
+            log.info(f"version {version.number} of {version.name}: {version.tags[_REASONS_TAG]}")
+            tags = {_DECISION_TAG: "yes" if decision.promote else "no"}
             return _Released(registry.tag(version, tags), "computed", decision.figures)
 
 
@@ -182,18 +181,23 @@ def _description(candidate: _Candidate, lineage: Mapping[str, str]) -> str:
     return "\n".join([title, "", "| artifact | fingerprint |", "|---|---|", *rows])
 
 
-def _carry_out(candidate: _Candidate, version: Version) -> Decision:
-    """The gate's decision, carried out; again if meanwhile another home, or a person, has made another version champion."""
+def _carry_out(candidate: _Candidate, version: Version) -> tuple[Decision, Version]:
+    """The gate's decision, carried out; again if meanwhile another home, or a person, has made another version champion.
+
+    Its reasons are on the version before the alias moves: who goes on after that finds the champion, and nothing to compare.
+    """
+    registry = candidate.registry
     while True:
-        champion = candidate.registry.champion(version.name)
+        champion = registry.champion(version.name)
         decision = _decide(candidate, version, champion)
-        if not decision.promote or candidate.registry.promote(version, over=champion):
-            return decision
+        version = registry.tag(version, {_REASONS_TAG: "; ".join(decision.reasons)})
+        if not decision.promote or registry.promote(version, over=champion):
+            return decision, version
 
 
 def _decide(candidate: _Candidate, version: Version, champion: Version | None) -> Decision:
     if champion is not None and champion.number == version.number:
-        return Decision(True, ["it is the champion already"], {})
+        return Decision(True, [version.tags.get(_REASONS_TAG, "it is the champion already")], {})
     evaluation = candidate.above["evaluation"]
     metrics, gate = evaluation.details["metrics"], candidate.step.pipeline.recipe.release.gate
     if champion is None:
@@ -211,13 +215,27 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
             prompts=found.prompts,
             leaked=found.leaked,
         )
-    return _unless_rolled_back(candidate, decision)
+        if version.weights == champion.weights and not decision.promote:
+            decision = replace(decision, reasons=[*decision.reasons, *_of_champions_policy(version, champion)])
+    return _unless_rolled_back(candidate, version, decision)
 
 
-def _unless_rolled_back(candidate: _Candidate, decision: Decision) -> Decision:
-    """The same policy comes again as another version, after an edit of the evaluation say: it stays rolled back."""
-    rolled_back = {**lineage_tags({"policy": candidate.lineage["policy"]}), ROLLED_BACK_TAG: "true"}
-    earlier = candidate.registry.find_version(candidate.name, rolled_back)
+def _of_champions_policy(version: Version, champion: Version) -> Iterator[str]:
+    """What a person may do about a candidate that no held-out pair tells from the champion, whose policy it has."""
+    if version.fingerprint_of("tokenization_spec") != champion.fingerprint_of("tokenization_spec"):
+        yield (
+            "its policy is the champion's, with another tokenizer or chat template: if these are to be used, point the alias "
+            "champion at it in MLflow"
+        )
+
+
+def _unless_rolled_back(candidate: _Candidate, version: Version, decision: Decision) -> Decision:
+    """The same policy comes again as another version, after an edit of the evaluation say: it stays rolled back.
+
+    It is known by its weights, since an adapter's are not those that it was released with.
+    """
+    rolled_back = (v for v in candidate.registry.versions(version.name) if ROLLED_BACK_TAG in v.tags)
+    earlier = next((v for v in rolled_back if v.weights == version.weights), None)
     if earlier is None:
         return decision
     reason = f"its policy is that of version {earlier.number}, which was rolled back"

@@ -10,10 +10,12 @@ from typing import Any
 import mlflow.transformers
 import pytest
 import torch
+from mlflow import MlflowClient
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from assets.graph import GRAPH
+from model_registry.versions import ROLLED_BACK_TAG
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ground, run_in, write_inputs
 from tests.workflows.test_truth_table import PLAIN
@@ -129,6 +131,11 @@ def test_files_of_the_champion_that_are_gone_are_put_back_merged(ground: Ground)
     assert weights_fingerprint(weights_identity(registry.resolve("models:/adapted@champion"))) == merged
 
 
+def spoil(file: Path, content: bytes) -> None:
+    file.unlink()  # it is a link to the store's
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_maker: ModuleType, tmp_path: Path):
     later = {**ADAPTED, "reference": {"model": "models:/adapted@champion"}, "release": {"model_name": "later"}}
     folder = write_recipe(tmp_path / "later", later)
@@ -141,14 +148,30 @@ def test_the_champion_is_a_reference_for_another_recipe(ground: Ground, demo_mak
     assert made["reference_model"] == weights_fingerprint(weights_identity(champion))
     file = champion / "model.safetensors"
     content = file.read_bytes()
-    file.unlink()  # it is a link to the store's
-    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    spoil(file, content)
+    assert materialize(loaded, ground.services, ground.instance).succeeded and file.read_bytes() == content
+    spoil(file, content)
+    merged = ground.services.store.folder("merged_policy", made["reference_model"])
+    merged.rename(merged.with_name("elsewhere"))
     try:
         failed = materialize(loaded, ground.services, ground.instance)
     finally:
+        merged.with_name("elsewhere").rename(merged)
         file.write_bytes(content)
     [error] = [asset.error for asset in failed.assets if asset.outcome == "failed"]
     spoiled = (
         r"version 1 of adapted leads to .*, whose weights are \w{12} where \w{12} were released: run the recipe that"
     )
     assert re.search(spoiled, error), error
+
+
+def test_rolled_back_as_an_adapter_it_does_not_return_as_a_whole_model(ground: Ground):
+    """Merged before it is released or before it is a policy: the weights are the same, and a person has refused them."""
+    registry, folder = ground.services.registry, ground.folders["adapted"]
+    version = registry.tag(registry.champion("adapted"), {ROLLED_BACK_TAG: "true"})
+    MlflowClient(registry.tracking_uri).delete_registered_model_alias("adapted", "champion")
+    write_recipe(folder, {**ADAPTED, "training": {**ADAPTED["training"], "adapter": {**ADAPTER, "export": "merged"}}})
+    report = materialize(load_recipe(folder), ground.services, ground.instance)
+    assert version.weights in {asset.fingerprint for asset in report.assets if asset.asset == "policy"}
+    assert (report.model_version, report.is_champion, registry.champion("adapted")) == ("2", False, None)
+    assert (report.reasons or "").startswith("its policy is that of version 1, which was rolled back; ")

@@ -86,7 +86,11 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     assert version.tags["pedigree.policy"] == before["policy"]
     released = ground.services.registry.resolve(f"models:/plain/{version.number}")
     assert (released / "chat_template.jinja").read_text().startswith("{#- of now -#}")
-    assert re.match(r"held-out accuracy 0\.\d+ is below the recipe's floor of 1; ", version.tags["pedigree.reasons"])
+    assert re.fullmatch(
+        r"held-out accuracy 0\.\d+ is below the recipe's floor of 1; .*; its policy is the champion's, with another tokenizer "
+        "or chat template: if these are to be used, point the alias champion at it in MLflow",
+        version.tags["pedigree.reasons"],
+    )
     shown = [latest(ground.instance, pipeline.key(name)).metadata["changes"] for name in (*now, "released_model")]
     old, new = before["preference_source"], now["preference_source"]
     assert "preferences.jsonl differs" in shown[0] and f"preference_source {short(old)} -> {short(new)}" in shown[1]
@@ -347,6 +351,14 @@ def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: Worl
             "policy {policy} was made from tokenized_pairs {tokenized_pairs}, and plain/tokenized_pairs is {now} now",
             "plain/reference_logprobs, plain/policy and plain/evaluation",
             id="log-probs of other pairs",
+        ),
+        pytest.param(
+            field("training.loss.beta", 0.5),
+            ["training_spec", "policy"],
+            "evaluation",
+            "plain/policy was trained with another loss than that of plain/evaluation_spec: loss.beta 0.5 -> 0.1",
+            "plain/training_spec, plain/evaluation_spec, plain/policy and plain/evaluation",
+            id="a loss that is not the one of the evaluation",
         ),
         pytest.param(
             template(lambda text: "To whom it may concern: " + text),
@@ -629,12 +641,13 @@ def test_a_version_that_is_gone_is_told_by_status_and_by_plan(ground: Ground, wo
     registry = ground.services.registry
     version = registry.find_version("plain", {"pedigree.release": key})
     assert version is not None
+    reasons = version.tags["pedigree.reasons"]
     client, words = MlflowClient(registry.tracking_uri), ("its version is no longer in the registry",)
     client.delete_model_version_tag("plain", str(version.number), "pedigree.champion")
     assert causes(loaded.pipeline, ground)["released_model"] == words, "the gate has not decided on it"
     run(ground, world, "released_model")
     tags = registry.find_version("plain", {"pedigree.release": key}).tags
-    assert (tags["pedigree.champion"], tags["pedigree.reasons"]) == ("yes", "it is the champion already")
+    assert (tags["pedigree.champion"], tags["pedigree.reasons"]) == ("yes", reasons)
     client.delete_model_version("plain", str(version.number))
     found = status(loaded.pipeline, ground.services, ground.instance)
     assert found[-1] == AssetStatus("released_model", "stale", words, key)

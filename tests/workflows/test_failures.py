@@ -312,6 +312,26 @@ def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(fo
     assert registry.champion("split").number == int(report.model_version) + 2
 
 
+class Promoted(Registry):
+    """Its server promotes, and is away before it has answered."""
+
+    was_away = False
+
+    def promote(self, version: Version, over: Version | None) -> bool:
+        is_promoted = super().promote(version, over)
+        if not self.was_away:
+            self.was_away = True
+            raise RegistryAway("it restarts")
+        return is_promoted
+
+
+def test_the_reasons_of_a_decision_outlive_a_restart(folder, services):
+    registry = Promoted(services.registry.tracking_uri, services.home / "downloads")
+    report = run(folder, replace(services, registry=registry), None, 0.6)
+    assert registry.was_away and report.is_champion
+    assert report.reasons == "there was no champion before"
+
+
 class Restarting(Registry):
     """Its server is away when it is first asked for files."""
 

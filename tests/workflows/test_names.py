@@ -62,10 +62,10 @@ def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
     changed = {**ATTRIBUTES, "variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
     claim_name(home, written(tmp_path / "first" / "mine", changed, "hot"))
     other = written(tmp_path / "second" / "mine-hot", OTHER)
-    with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
+    with pytest.raises(UsageError, match=r"the name mine-hot is that of the recipe in .*: rename this folder, set"):
         refuse_namesake(home, other)
     claim_name(tmp_path / "another home", other)
-    with pytest.raises(UsageError, match="the name mine-hot is that of the recipe in"):
+    with pytest.raises(UsageError, match=r"is that of the recipe in .*: rename the variant hot of this recipe, set"):
         refuse_namesake(tmp_path / "another home", load_recipe(tmp_path / "first" / "mine", "hot").pipeline)
 
 

@@ -263,7 +263,10 @@ def test_the_champion_is_whole_before_a_policy_starts_from_it(ground: Ground):
     [policy] = [asset.fingerprint for asset in promoted.assets if asset.asset == "policy"]
     assert weights_fingerprint(weights_identity(whole)) == policy
     shutil.rmtree(ground.home / "artifacts")
-    begun = {"reference": {"model": "models:/plain@champion"}, "automation": {"on_change": False}}
+    begun: dict[str, dict[str, Any]] = {
+        "reference": {"model": "models:/plain@champion"},
+        "automation": {"on_change": False},
+    }
     assert run(ground, training=longer, **begun).succeeded, "who begins with it puts it back, too"
 
 
