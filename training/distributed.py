@@ -10,13 +10,15 @@ and the number of threads fixed by OMP_NUM_THREADS, since it decides the order o
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from training.contract.errors import TrainingError
 from training.contract.job import RENDEZVOUS
@@ -95,6 +97,17 @@ class Group:
 
 
 ALONE = Group(0, 1, torch.device("cpu"))  # one process, for work on data: torch is not prepared for any other
+
+
+def mesh_of(ranks: Group, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The ranks in dimensions of these names and sizes, the last of consecutive ranks. Collective.
+
+    The groups of a dimension wait for their ranks as all ranks do for each other: with NCCL it would be ten minutes.
+    """
+    mesh = init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes:
+        _set_pg_timeout(TIMEOUT, mesh[name].get_group())
+    return mesh
 
 
 @contextlib.contextmanager

@@ -38,7 +38,9 @@ def exchange(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 
 @pytest.mark.slow
 def test_two_ranks(exchange: Callable[..., Any]) -> None:
-    """Rank r gives, with k = r + 1: k rows, r rows, k flags; sums of (1, 10) and 2 x (1, 10); rank 0's (7, 8)."""
+    """Rank r gives, with k = r + 1: k rows, r rows, k flags; sums of (1, 10) and 2 x (1, 10); rank 0's (7, 8).
+
+    All ranks, and those of a dimension of a mesh, wait two hours for each other."""
     first, second = exchange(2)
     assert first == second
     assert first == {
@@ -49,6 +51,7 @@ def test_two_ranks(exchange: Callable[..., Any]) -> None:
         "transposed": [[0, 3], [1, 4], [2, 5], [100, 103], [101, 104], [102, 105]],
         "sum": [3.0, 30.0],
         "broadcast": [7, 8],
+        "waits": {"all": 7200, "alone": 7200},
     }
 
 

@@ -42,6 +42,10 @@ from training.model.head import Head
 # GPU it should be large enough to occupy it. Keeping all tiles would save a quarter of the head's work, for memory.
 TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 KEPT_BYTES = {"cpu": 96 << 20, "cuda": 2 << 30}
+# On a GPU the compiler measures which order of a sum is the fastest, and takes that, so another run, or another rank, could
+# get other bits. That torch is to use deterministic algorithms does not stop it everywhere (`_dynamic_scale_rblock` in
+# torch/_inductor/runtime/triton_heuristics.py).
+DETERMINISTIC = {"deterministic": True}
 # Tiles begin at multiples of so many columns: a GPU's fast products want rows that begin at multiples of 16 bytes.
 _COLUMNS = 64
 
@@ -228,7 +232,7 @@ def _run(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Fused into as few passes over a tile as possible; one kernel for tiles of all sizes."""
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True)
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, options=DETERMINISTIC)
     return compiled
 
 

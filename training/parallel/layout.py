@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
-from training.distributed import Group
+from training.distributed import Group, mesh_of
 from training.model.load import named_tensors
 from training.model.logprobs import hook_passes
 from training.parallel.precision import AS_LOADED, Precision
@@ -53,7 +53,7 @@ class Layout:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        return init_device_mesh(self.group.device.type, (self.copies, self.shards), mesh_dim_names=("copy", "shard"))
+        return mesh_of(self.group, {"copy": self.copies, "shard": self.shards})
 
     def place(self, load: Load, precision: Precision = AS_LOADED) -> PreTrainedModel:
         """The model that `load` gives, laid out on all ranks; shards of it run in `precision`.

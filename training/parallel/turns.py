@@ -11,9 +11,8 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
-from training.distributed import Group
+from training.distributed import Group, mesh_of
 
 
 class TurnsOfCopies:
@@ -26,9 +25,7 @@ class TurnsOfCopies:
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:
-        machines = (self._ranks.nodes, self.processes)
-        mesh = init_device_mesh(self._ranks.device.type, machines, mesh_dim_names=("machine", "rank"))
-        return mesh["rank"].get_group()
+        return mesh_of(self._ranks, {"machine": self._ranks.nodes, "rank": self.processes})["rank"].get_group()
 
     def size(self, name: str, rows: Tensor) -> int:
         return int(rows.numel())

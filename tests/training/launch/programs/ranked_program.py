@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Job
 from training.contract.store import Made
-from training.distributed import Group
+from training.distributed import Group, mesh_of
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -55,7 +56,11 @@ def exchange(job: Job, group: Group) -> Made:
     got["broadcast"] = torch.tensor([7, 8]) * own
     assert group.sum_(got["sum"]) is got["sum"]
     assert group.broadcast_(got["broadcast"]) is got["broadcast"]
-    text = json.dumps({name: tensor.tolist() for name, tensor in got.items()})
+    told: dict[str, Any] = {name: tensor.tolist() for name, tensor in got.items()}
+    mesh = mesh_of(group, {"all": group.world, "alone": 1})
+    backends = {name: mesh[name].get_group()._get_backend(group.device) for name in ("all", "alone")}
+    told["waits"] = {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
+    text = json.dumps(told)
     (job.folder / f"got-{group.rank}.json").write_text(text)
     return Made(fingerprint="e" * 64)
 
