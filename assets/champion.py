@@ -1,38 +1,19 @@
 """What a candidate is compared with: the champion's evaluation, wherever it was released."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from assets.event_log import tell
 from assets.held_out import Row, common_measure, measured, prompts, rows_by_messages, rows_by_pair
 from assets.leakage import find_leakage
 from assets.step import Step
-from model_registry.gate import MIN_PROMPTS, Measure, Prompts, Values, count_prompts
+from model_registry.gate import MIN_PROMPTS, ComparedPairs, Measure, count_prompts
 from model_registry.versions import Version
 from training.contract.errors import CorruptArtifact, RegistryAway, RegistryError
 from training.contract.store import Artifact
 
 
-@dataclass(frozen=True)
-class SharedPairs:
-    """What `measure` says of the pairs of a candidate and of the champion, and which prompts they have.
-
-    `rows` are the candidate's; `leaked` names the shared pairs whose prompts one of both was trained on before.
-    """
-
-    measure: Measure
-    candidate: Values
-    champion: Values
-    prompts: Prompts
-    rows: Mapping[str, Row]
-    leaked: frozenset[str] = frozenset()
-
-    @property
-    def shared(self) -> set[str]:
-        return self.candidate.keys() & self.champion.keys()
-
-
-def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: Version) -> SharedPairs:
+def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: Version) -> ComparedPairs:
     """What can be compared of a candidate's `evaluation`, made from `raw_preferences`, and the champion's.
 
     Where few pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank, over
@@ -41,35 +22,39 @@ def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: V
     is nowhere; CorruptArtifact where the candidate's data are.
     """
     store, theirs = step.services.store, _artifact_of(step, champion, "evaluation")
-    found = _comparable(step, evaluation, store.open("raw_preferences", raw_preferences), champion, theirs)
-    shared = {pair: found.rows[pair] for pair in found.shared}
+    found, rows = _comparable(step, evaluation, store.open("raw_preferences", raw_preferences), champion, theirs)
+    shared = {pair: rows[pair] for pair in found.shared}
     policies = [each.derivation.inputs["policy"].fingerprint for each in (evaluation, theirs)]
     return replace(found, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
 
 
-def _comparable(step: Step, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact) -> SharedPairs:
-    """What can be compared of both evaluations, leaked pairs included."""
-    measure = common_measure(evaluation, theirs)
-    by_tokens = _compared(measure, rows_by_pair(evaluation), rows_by_pair(theirs), said)
+def _comparable(
+    step: Step, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact
+) -> tuple[ComparedPairs, Mapping[str, Row]]:
+    """What can be compared of both evaluations, leaked pairs included, and the candidate's rows of it."""
+    rows, others = rows_by_pair(evaluation), rows_by_pair(theirs)
+    by_tokens = _compared(common_measure(evaluation, theirs), rows, others, said)
     is_enough = count_prompts(by_tokens.shared, by_tokens.prompts) >= MIN_PROMPTS
-    if is_enough and 2 * len(by_tokens.shared) >= min(len(by_tokens.candidate), len(by_tokens.champion)):
-        return by_tokens
+    if is_enough and 2 * len(by_tokens.shared) >= min(len(rows), len(others)):
+        return by_tokens, rows
     try:
         before = _artifact_of(step, champion, "raw_preferences")
     except RegistryAway:
         raise
     except RegistryError:
         if is_enough:
-            return by_tokens
+            return by_tokens, rows
         raise
-    rows, others = rows_by_messages(evaluation, said), rows_by_messages(theirs, before)
-    by_messages = _compared(Measure.ERROR_RATE, rows, others, said)
-    return by_tokens if is_enough and 2 * len(by_tokens.shared) >= len(by_messages.shared) else by_messages
+    said_rows = rows_by_messages(evaluation, said)
+    by_messages = _compared(Measure.ERROR_RATE, said_rows, rows_by_messages(theirs, before), said)
+    if is_enough and 2 * len(by_tokens.shared) >= len(by_messages.shared):
+        return by_tokens, rows
+    return by_messages, said_rows
 
 
-def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> SharedPairs:
+def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> ComparedPairs:
     values, of_champion = measured(measure, rows, others), measured(measure, others, others)
-    return SharedPairs(measure, values, of_champion, prompts(rows, said), rows)
+    return ComparedPairs(measure, values, of_champion, prompts(rows, said))
 
 
 def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:

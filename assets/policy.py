@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import dagster as dg
@@ -25,9 +26,8 @@ from training.contract.store import Artifact
 
 def policy(step: Step) -> dg.MaterializeResult:
     settings = step.settings
-    tracking = _Tracking(step)
     start = _start(step, settings["champion"]) if settings.get("champion") else {}
-    made = realize(step, Work("policy", settings, start, during=tracking.follow))
+    made = realize(step, Work("policy", settings, start, during=partial(_follow, step)))
     details = made.artifact.details
     metadata = {
         "rewards": step.picture("rewards", made.artifact, lambda: reward_curves(details["series"])),
@@ -36,7 +36,7 @@ def policy(step: Step) -> dg.MaterializeResult:
         **details.get("eval", {}),
         "seconds_by_phase": dg.MetadataValue.json(details["seconds"]),
         "provenance": dg.MetadataValue.json(details["provenance"]),
-        **tracking.links(made.artifact),
+        **_links(step, made.artifact),
     }
     return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
 
@@ -57,7 +57,7 @@ def _start(step: Step, champion: str) -> dict[str, Any]:
 def delivered_run(step: Step, policy: Artifact) -> str | None:
     """The MLflow run of a policy that was trained before, after what it misses was delivered; None if there is none."""
     derivation = step.history.derivation("policy", policy.fingerprint)
-    return _Tracking(step).deliver(replace(policy, derivation=derivation), policy.json("recipe.json"))
+    return _deliver(step, replace(policy, derivation=derivation), policy.json("recipe.json"))
 
 
 def _events(policy: Artifact) -> Iterator[Event]:
@@ -67,54 +67,48 @@ def _events(policy: Artifact) -> Iterator[Event]:
     return (event for event in told if is_its_own or event["event"] != "eval")
 
 
-class _Tracking:
-    """The policy's MLflow run: made when the job starts, or afterwards from the events that the artifact keeps."""
+def _deliver(step: Step, policy: Artifact, recipe: dict[str, Any]) -> str | None:
+    """The id of the policy's MLflow run; one that does not exist, or lacks events, is replayed. None where no server answers.
 
-    def __init__(self, step: Step):
-        self._step, self._tracker = step, step.services.tracker
-        self._followed: TrackedRun | None = None
+    `recipe`: what the run shows as its own. That of the artifact is of the first recipe which led to these weights.
+    """
+    derivation = policy.derivation
+    if (known := step.services.tracker.find_run(step.pipeline.family, derivation.key)) is not None:
+        return known
+    with _run(step, derivation, recipe) as run:
+        run.replay(_events(policy))
+    return run.run_id
 
-    @contextmanager
-    def follow(self, job: Job) -> Iterator[Listener]:
-        with self._run(job.derivation, job.recipe) as run:
-            self._followed = run
-            yield run.record
 
-    def deliver(self, policy: Artifact, recipe: dict[str, Any]) -> str | None:
-        """The run's id; a run that does not exist, or lacks events, is replayed first. None where no server answers.
+def _links(step: Step, policy: Artifact) -> dict[str, Any]:
+    tracker, run_id = step.services.tracker, _deliver(step, policy, step.pipeline.recipe.model_dump(mode="json"))
+    if run_id is None:
+        return {}
+    tracker.tag(run_id, {"policy": policy.fingerprint})
+    return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(tracker.run_link(run_id))}
 
-        `recipe`: what the run shows as its own. That of the artifact is of the first recipe which led to these weights.
-        """
-        derivation = policy.derivation
-        if (known := self._tracker.find_run(self._step.pipeline.family, derivation.key)) is not None:
-            return known
-        with self._run(derivation, recipe) as run:
-            run.replay(_events(policy))
-        if run.run_id is None and self._followed is not None:
-            return self._followed.run_id  # the server went away meanwhile: for the release it may be back
-        return run.run_id
 
-    def links(self, policy: Artifact) -> dict[str, Any]:
-        run_id = self.deliver(policy, self._step.pipeline.recipe.model_dump(mode="json"))
-        if run_id is None:
-            return {}
-        self._tracker.tag(run_id, {"policy": policy.fingerprint})
-        return {"mlflow_run_id": run_id, "mlflow": dg.MetadataValue.url(self._tracker.run_link(run_id))}
+@contextmanager
+def _follow(step: Step, job: Job) -> Iterator[Listener]:
+    """The run is made when the job starts, and hears its events."""
+    with _run(step, job.derivation, job.recipe) as run:
+        yield run.record
 
-    def _run(self, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
-        pipeline, trained_on = self._step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
-        pairs = self._step.services.store.open("tokenized_pairs", trained_on, hashes=False)  # not always the latest
-        lineage = self._step.history.lineage({name: source.fingerprint for name, source in derivation.inputs.items()})
-        return self._tracker.run(
-            experiment=pipeline.family,  # the runs of a recipe and of its variants stand beside each other
-            key=derivation.key,
-            name=f"{pipeline.name}-{short(derivation.key)}",
-            params=recipe,
-            tags={**lineage, "recipe": pipeline.name, "dagster_run_id": self._step.context.run.run_id},
-            dataset=DatasetUsed(
-                name="tokenized_pairs",
-                fingerprint=pairs.fingerprint,
-                source=pairs.folder.as_uri(),
-                rows={split: pairs.details["counts"][split] for split in ("train", "validation")},
-            ),
-        )
+
+def _run(step: Step, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
+    pipeline, trained_on = step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
+    pairs = step.services.store.open("tokenized_pairs", trained_on, hashes=False)  # not always the latest
+    lineage = step.history.lineage({name: source.fingerprint for name, source in derivation.inputs.items()})
+    return step.services.tracker.run(
+        experiment=pipeline.family,  # the runs of a recipe and of its variants stand beside each other
+        key=derivation.key,
+        name=f"{pipeline.name}-{short(derivation.key)}",
+        params=recipe,
+        tags={**lineage, "recipe": pipeline.name, "dagster_run_id": step.context.run.run_id},
+        dataset=DatasetUsed(
+            name="tokenized_pairs",
+            fingerprint=pairs.fingerprint,
+            source=pairs.folder.as_uri(),
+            rows={split: pairs.details["counts"][split] for split in ("train", "validation")},
+        ),
+    )

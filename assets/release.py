@@ -26,7 +26,7 @@ from assets.pipeline import Pipeline, Services
 from assets.step import Step
 from assets.version_files import files_fault, put_back
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, shown, through_restart
-from model_registry.gate import Decision, Measure, decide
+from model_registry.gate import ComparedPairs, Decision, Measure, decide
 from model_registry.registry import Registry
 from model_registry.versions import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
 from training.contract.errors import RegistryError
@@ -201,20 +201,11 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
     evaluation = candidate.above["evaluation"]
     metrics, gate = evaluation.details["metrics"], candidate.step.pipeline.recipe.release.gate
     if champion is None:
-        decision = decide(
-            measured(Measure.LOSS, rows_by_pair(evaluation), {}), None, Measure.LOSS, metrics=metrics, gate=gate
-        )
+        losses = measured(Measure.LOSS, rows_by_pair(evaluation), {})
+        decision = decide(ComparedPairs(Measure.LOSS, losses), metrics, gate)
     else:
-        found = compared(candidate.step, evaluation, candidate.lineage["raw_preferences"], champion)
-        decision = decide(
-            found.candidate,
-            found.champion,
-            found.measure,
-            metrics=metrics,
-            gate=gate,
-            prompts=found.prompts,
-            leaked=found.leaked,
-        )
+        pairs = compared(candidate.step, evaluation, candidate.lineage["raw_preferences"], champion)
+        decision = decide(pairs, metrics, gate)
         if version.weights == champion.weights and not decision.promote:
             decision = replace(decision, reasons=[*decision.reasons, *_of_champions_policy(version, champion)])
     return _unless_rolled_back(candidate, version, decision)

@@ -77,14 +77,14 @@ class Connection:
             # Dagster shows the words of every cause, and those of this one may have the password of the address.
             raise failure from (error if shown(self.uri) == self.uri else None)
 
-    def attempt(self, what: str, work: Callable[[MlflowClient], None]) -> bool:
-        """Do `work` with short timeouts; returns whether it succeeded, and warns of a failure, once until `what` succeeds."""
+    def attempt(self, what: str, work: Callable[[MlflowClient], T]) -> T | None:
+        """What `work` gives, done with short timeouts; None where it fails, with a warning, once until `what` succeeds."""
         started = time.monotonic()
         if started < self._away_until:
-            return False
+            return None
         try:
             with _brief_patience():
-                work(self.client)
+                done = work(self.client)
         except Exception as error:  # whatever a database, a network or a disk can do
             ended = time.monotonic()
             self.failure = failure = self._failure(what, error, ended - started)
@@ -93,9 +93,9 @@ class Connection:
             if what not in self._told:
                 self._told.add(what)
                 self.warn(str(failure))
-            return False
+            return None
         self._told.discard(what)
-        return True
+        return done
 
     def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
         kind = RegistryAway if is_away(error) else RegistryError

@@ -22,7 +22,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from training.contract.recipe import Gate
@@ -52,6 +52,24 @@ class Measure(StrEnum):
                 return "the champion's losses are of another loss or template and cannot be compared; "
             case Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
                 return "the champion's losses are over another reference and cannot be compared; "
+
+
+@dataclass(frozen=True)
+class ComparedPairs:
+    """What `measure` says of the pairs of a candidate and of the champion, if there is one, and which prompts they have.
+
+    `leaked` names shared pairs whose prompts one of both was trained on before.
+    """
+
+    measure: Measure
+    candidate: Values
+    champion: Values | None = None
+    prompts: Prompts = field(default_factory=dict)
+    leaked: Set[str] = frozenset()
+
+    @property
+    def shared(self) -> Set[str]:
+        return frozenset() if self.champion is None else self.candidate.keys() & self.champion.keys()
 
 
 @dataclass(frozen=True)
@@ -89,36 +107,30 @@ class Decision:
     figures: dict[str, float]
 
 
-def decide(
-    candidate: Values,
-    champion: Values | None,
-    measure: Measure,
-    *,
-    metrics: Mapping[str, float],
-    gate: Gate,
-    prompts: Prompts = _OWN_PROMPTS,
-    leaked: Set[str] = frozenset(),
-) -> Decision:
-    """Compare what `measure` says of a candidate with the champion's, by the pair's identity.
+def decide(pairs: ComparedPairs, metrics: Mapping[str, float], gate: Gate) -> Decision:
+    """Compare the candidate with the champion, by the pair's identity, on all shared pairs that have not leaked.
 
     `metrics` are those of the candidate's evaluation, with the accuracies; below a floor of the recipe's `gate` nothing is
-    promoted. Without a champion, a candidate that misses no floor is promoted. Pairs that have `leaked`, since one of both
-    was trained on their prompts before, are not compared.
+    promoted. Without a champion, a candidate that misses no floor is promoted.
     """
     accuracy = metrics["eval/rewards/accuracies"]
-    figures = {"candidate_pairs": float(len(candidate)), "accuracy": accuracy}
-    reasons = _unfit(candidate, "candidate")
+    figures = {"candidate_pairs": float(len(pairs.candidate)), "accuracy": accuracy}
+    reasons = _unfit(pairs.candidate, "candidate")
     if gate.min_accuracy is not None:
         reasons += _below(gate.min_accuracy, accuracy, figures)
     for name, floor in gate.min_accuracy_of.items():
         reasons += _below(floor, metrics.get(f"eval/sources/{name}/rewards/accuracies"), figures, f" of {name}")
-    if champion is not None:
-        beaten, compared = _compare(candidate, champion, measure, prompts, leaked, figures)
+    if pairs.champion is not None:
+        beaten, compared = _compare(pairs, pairs.champion, figures)
         return Decision(beaten and not reasons, [*reasons, *compared], figures)
     if reasons:
         return Decision(False, reasons, figures)
-    figures[f"candidate_{measure.name.lower()}"] = rounded(statistics.fmean(candidate.values()), len(candidate))
+    figures |= _score(pairs.measure, "candidate", pairs.candidate)
     return Decision(True, ["there was no champion before"], figures)
+
+
+def _score(measure: Measure, whose: str, values: Values) -> dict[str, float]:
+    return {f"{whose}_{measure.name.lower()}": rounded(statistics.fmean(values.values()), len(values))}
 
 
 def rounded(score: float, count: int) -> float:
@@ -147,17 +159,11 @@ def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: 
     )
 
 
-def _compare(
-    candidate: Values,
-    champion: Values,
-    measure: Measure,
-    prompts: Prompts,
-    leaked: Set[str],
-    figures: dict[str, float],
-) -> tuple[bool, list[str]]:
+def _compare(pairs: ComparedPairs, champion: Values, figures: dict[str, float]) -> tuple[bool, list[str]]:
     """Whether the candidate is better by more than one standard error on the pairs both have, and the reason."""
-    shared = sorted((candidate.keys() & champion.keys()) - leaked)
-    count = count_prompts(shared, prompts)
+    measure, leaked = pairs.measure, pairs.leaked
+    shared = sorted(pairs.shared - leaked)
+    count = count_prompts(shared, pairs.prompts)
     of_prompts = f" of {count} prompts" if count < len(shared) else ""
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
     without = ""
@@ -169,17 +175,13 @@ def _compare(
             f"only {len(shared)} held-out pairs{of_prompts}{without} are shared with the champion; {MIN_PROMPTS} prompts are "
             "needed: compare them yourself, and point the alias champion at the better one in MLflow"
         ]
-    ours, theirs = {pair: candidate[pair] for pair in shared}, {pair: champion[pair] for pair in shared}
+    ours, theirs = ({pair: values[pair] for pair in shared} for values in (pairs.candidate, champion))
     if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
         return False, broken
-    better = paired_difference(theirs, ours, prompts)
+    better = paired_difference(theirs, ours, pairs.prompts)
     gain, error = better.mean, better.standard_error
-    figures |= {
-        f"candidate_{measure.name.lower()}": rounded(statistics.fmean(ours.values()), len(shared)),
-        f"champion_{measure.name.lower()}": rounded(statistics.fmean(theirs.values()), len(shared)),
-        "gain": gain,
-        "standard_error": error,
-    }
+    figures |= _score(measure, "candidate", ours) | _score(measure, "champion", theirs)
+    figures |= {"gain": gain, "standard_error": error}
     found = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
     # The one pair in which two error rates differ is one standard error exactly, and not decided by how floats round.
     return gain > error * (1 + _ROUNDING), [

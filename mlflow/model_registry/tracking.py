@@ -125,15 +125,13 @@ class Tracker:
 
         None where there is none, or where the server cannot be asked: replay the events then.
         """
-        found: list[str] = []
 
-        def work(client: MlflowClient) -> None:
-            if place := client.get_experiment_by_name(experiment):
-                runs = _runs(client, place.experiment_id, key)
-                found.extend(str(run.info.run_id) for run in runs if run.info.status == "FINISHED")
+        def work(client: MlflowClient) -> str | None:
+            place = client.get_experiment_by_name(experiment)
+            runs = [] if place is None else _runs(client, place.experiment_id, key)
+            return next((str(run.info.run_id) for run in runs if run.info.status == "FINISHED"), None)
 
-        self._connection.attempt("look for a run", work)
-        return found[0] if found else None
+        return self._connection.attempt("look for a run", work)
 
     def tag(self, run_id: str, tags: Mapping[str, Any]) -> None:
         """Add tags to a run, finished or not; what an outage keeps away the next call brings."""
@@ -146,14 +144,12 @@ class Tracker:
 
     def run_link(self, run_id: str, part: str = "") -> str:
         """The page of the run, or of a `part` of it such as `artifacts`; the server's first page if it does not answer."""
-        found = [page(self.tracking_uri)]
 
-        def work(client: MlflowClient) -> None:
+        def work(client: MlflowClient) -> str:
             experiment_id = client.get_run(run_id).info.experiment_id
-            found.append(page(self.tracking_uri, f"experiments/{experiment_id}/runs/{run_id}/{part}".rstrip("/")))
+            return page(self.tracking_uri, f"experiments/{experiment_id}/runs/{run_id}/{part}".rstrip("/"))
 
-        self._connection.attempt("find the page of a run", work)
-        return found[-1]
+        return self._connection.attempt("find the page of a run", work) or page(self.tracking_uri)
 
     def log_evaluation(self, run_id: str, identity: str, metrics: Mapping[str, float], step: int, report: Path) -> bool:
         """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`; gives whether the server has both.
@@ -164,15 +160,16 @@ class Tracker:
         moment = round(time.time() * 1000)
         points = [Metric(name, value, moment, step) for name, value in metrics.items()]
 
-        def work(client: MlflowClient) -> None:
+        def work(client: MlflowClient) -> bool:
             if client.get_run(run_id).data.tags.get(_EVALUATION_TAG) == identity:
-                return
+                return True
             new = [point for point in self._finite(points) if not _is_latest(client, run_id, point)]
             client.log_batch(run_id, metrics=new)
             client.log_artifact(run_id, str(report), "evaluation")
             client.set_tag(run_id, _EVALUATION_TAG, identity)
+            return True
 
-        return self._connection.attempt("log the evaluation; a later run does", work)
+        return bool(self._connection.attempt("log the evaluation; a later run does", work))
 
     def _finite(self, points: list[Metric]) -> list[Metric]:
         if left_out := sorted(point.key for point in points if not is_finite(point)):

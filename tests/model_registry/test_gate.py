@@ -2,19 +2,22 @@
 
 import math
 import random
-from functools import partial
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from model_registry import gate
-from model_registry.gate import MIN_PROMPTS, Measure, paired_difference, rounded
+import model_registry.gate
+from model_registry.gate import MIN_PROMPTS, ComparedPairs, Decision, Measure, paired_difference, rounded
 from training.contract.recipe import Gate
 
 ACCURACY = "eval/rewards/accuracies"
-decide = partial(gate.decide, measure=Measure.LOSS, metrics={ACCURACY: 0.75}, gate=Gate())
 losses = st.lists(st.floats(0, 50), min_size=MIN_PROMPTS, max_size=60)
+
+
+def decide(candidate, champion, metrics=None, gate=None, **about) -> Decision:
+    pairs = ComparedPairs(about.pop("measure", Measure.LOSS), candidate, champion, **about)
+    return model_registry.gate.decide(pairs, metrics or {ACCURACY: 0.75}, gate or Gate())
 
 
 def named(values: list[float]) -> dict[str, float]:
