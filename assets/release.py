@@ -1,8 +1,8 @@
 """From an evaluated policy to a version in the registry, and the gate's decision whether it becomes champion.
 
-The order of the steps makes a release repeatable: register, point `candidate` at the version, decide, point `champion` at
-it, and write the decision onto the version last. A version without a decision is continued where it was left. A policy that
-a person has rolled back stays so: no run promotes it again. An adapter is registered merged into its base.
+The order of the steps makes a release repeatable: register, point `candidate` at the version, decide, write the reasons onto
+it, point `champion` at it, and write the decision onto it last. A version without a decision is continued where it was left. A
+policy that a person has rolled back stays so: no run promotes it again. An adapter is registered merged into its base.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
