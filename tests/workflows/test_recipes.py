@@ -143,12 +143,12 @@ def test_scientific_notation_is_a_number(tmp_path):
 
 # Of a recipe that says no more than it must. Another value is another key, and everything of that asset is made again.
 CODE_VERSIONS = {
-    "preference_source": "1-10e93c011412",
+    "preference_source": "2-10e93c011412",
     "base_model": "1-10e93c011412",
     "tokenization_spec": "1-ae782c9ff1ed",
     "training_spec": "1-b343bf3cd062",
     "evaluation_spec": "1-7d6b65356284",
-    "raw_preferences": "6-eb4c85cd1786",
+    "raw_preferences": "7-eb4c85cd1786",
     "tokenized_pairs": "2-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",
@@ -161,9 +161,11 @@ CODE_VERSIONS = {
 def test_what_a_store_has_of_a_recipe_is_found_again():
     """As it was when stores were filled; a field that is added leaves the key as it is at its default, or comes with a version.
 
-    With version 4 of `raw_preferences` rows may hold arguments for the template, and with version 5 transcripts may begin in
-    `prompt`, and `history` counts beside all plain text, so they have to be read again anyway, and version 6 counts pairs that
-    repeat another; with version 2 of `tokenized_pairs` a pair is dropped of which the template leaves out a message.
+    With version 2 of `preference_source` the extension by which a file is read counts. With version 4 of `raw_preferences` rows
+    may hold arguments for the template, and with version 5 transcripts may begin in `prompt`, and `history` counts beside all
+    plain text, so they have to be read again anyway, version 6 counts pairs that repeat another, and version 7 has the lines of
+    CSV and takes no source without a row; with version 2 of `tokenized_pairs` a pair is dropped of which the template leaves
+    out a message.
     `disable_dropout` counts at its default too, since before it policies were trained with the dropout of their config.
     """
     recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
@@ -248,6 +250,15 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         (
             "{data: {sources: [{path: ''}]}, reference: {model: b}, release: {model_name: x}}",
             "3: data.sources.0.path: expected text, found ''; leave the field out, or give it a value$",
+        ),
+        (
+            "{data: {sources: [{path: a, columns: {chosen: yes}}]}, reference: {model: b}, release: {model_name: x}}",
+            r"3: data.sources.0.columns.chosen: expected text, in quotes, found true \(YAML also reads yes, no, on and off as",
+        ),
+        ("{%s, variants: {'a b': {}}}", "variants.a b: expected letters, digits, hyphens, underscores, found 'a b'$"),
+        (
+            "{data: {sources: [{path: a}]}, reference: {model: b}, release: {model_name: x/y}}",
+            "3: release.model_name: expected letters, digits, hyphens, underscores and dots, and not dots alone, found 'x/y'$",
         ),
         ("{%s, automation: {timezone: ' '}}", "3: automation.timezone: expected text, found ' '"),
         ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),

@@ -36,7 +36,10 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class Record:
-    """One row: `line` counts from 1; `raw` is its text, unless the file is binary; with a `problem`, `value` is empty."""
+    """One row: `line` counts from 1, and is the row's number where a file has no line for each.
+
+    `raw` is its text, unless the file is binary; with a `problem`, `value` is empty.
+    """
 
     line: int
     value: Row
@@ -150,18 +153,21 @@ def _parquet_batches(file: BufferedReader) -> Iterator[pa.RecordBatch]:
 
 
 def _read_csv(path: Path) -> Iterator[Record]:
+    """Its lines are those of the file: a row begins on one, and a cell may hold several."""
     csv.field_size_limit(sys.maxsize)
-    number = 0
+    before = 0
     with TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
             _refuse_repeated(path, header)
-            for number, cells in enumerate(reader, start=1):
+            before = reader.line_num
+            for cells in reader:
                 if cells:
-                    yield _csv_record(number, header, cells)
+                    yield _csv_record(before + 1, header, cells)
+                before = reader.line_num
         except csv.Error as error:
-            raise DataError(f"{path} is not CSV after row {number}: {error}; quote its fields") from error
+            raise DataError(f"{path} is not CSV after line {before}: {error}; quote its fields") from error
 
 
 def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
@@ -170,11 +176,11 @@ def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
         raise DataError(f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one")
 
 
-def _csv_record(number: int, header: list[str], cells: list[str]) -> Record:
+def _csv_record(line: int, header: list[str], cells: list[str]) -> Record:
     if len(cells) == len(header):
-        return Record(number, dict(zip(header, cells, strict=True)))
+        return Record(line, dict(zip(header, cells, strict=True)))
     problem = Quarantined(Reason.MISSING_FIELD, f"{len(cells)} cells in the row, {len(header)} in the header")
-    return Record(number, {}, json.dumps(cells, ensure_ascii=False), problem)
+    return Record(line, {}, json.dumps(cells, ensure_ascii=False), problem)
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {

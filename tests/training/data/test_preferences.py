@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.contract.errors import DataError
+from training.contract.events import read_events
 from training.contract.fingerprint import value_digest
 from training.contract.hashing import hash_file
 from training.contract.recipe_files import data_files
@@ -241,10 +242,9 @@ def test_what_a_held_out_source_asks_is_held_out_wherever_it_stands(workshop, tm
     assert by_hash - {f"train {n}" for n in (5, 6, 7)}
 
 
-@pytest.mark.parametrize("text", ["", "{}\n"])
-def test_a_held_out_source_without_a_pair_is_refused(workshop, tmp_path, text):
+def test_a_held_out_source_without_a_pair_is_refused(workshop, tmp_path):
     (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n")
-    (tmp_path / "test.jsonl").write_text(text)
+    (tmp_path / "test.jsonl").write_text("{}\n")
     train, test = ({"path": str(tmp_path / name), "format": "strings"} for name in ("train.jsonl", "test.jsonl"))
     with pytest.raises(
         DataError, match=r"`data.sources\.1` \(test.jsonl ...\) is held out, and none of its rows is a usable pair;"
@@ -300,6 +300,21 @@ def test_only_what_is_used_of_a_held_out_source_is_held_out(workshop, tmp_path):
         workshop.preferences(same, {**same, "held_out": True, "fraction": 1e-6})
     with pytest.raises(DataError, match=r"no usable preference pair in rows.jsonl \(100 x left out by `fraction`\)$"):
         workshop.preferences({**same, "fraction": 1e-6})
+
+
+@pytest.mark.parametrize(("suffix", "empty"), [("jsonl", ""), ("json", "[]"), ("csv", "prompt,chosen,rejected\n")])
+def test_a_source_without_a_row_is_refused_and_a_file_of_it_is_told(workshop, tmp_path, suffix, empty):
+    """A failed export would else train on what is left, and say so nowhere."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(GOOD) + "\n")
+    (tmp_path / f"export.{suffix}").write_text(empty)
+    sources = [{"path": str(tmp_path / name)} for name in ("rows.jsonl", f"export.{suffix}")]
+    with pytest.raises(
+        DataError, match=rf"`data.sources.1` \(export.{suffix} ...\) has no row at all, .*; write its rows"
+    ):
+        workshop.preferences(*sources)
+    done = workshop.preferences({"path": str(tmp_path / "*.*")})
+    told = [event["text"] for event in read_events(done.events) if event["event"] == "note"]
+    assert done.details["counts"]["pairs"] == 1 and told == [f"export.{suffix} has no row"]
 
 
 RENAMED = [
