@@ -35,7 +35,7 @@ def evaluation(step: Step) -> dg.MaterializeResult:
 
 
 def _demand_loss_of_policy(step: Step, loss: Settings) -> None:
-    """Raises StoreError where the policy was trained with another loss: two specs have it, and may be of two recipes."""
+    """Raises StoreError where the policy was trained with another loss: two specs have it, and one may be made alone."""
     name = step.pipeline.name
     trained = step.history.derivation("policy", step.history.fingerprint("policy")).settings["loss"]
     if Loss.model_validate(trained) != Loss.model_validate(loss):

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from assets.named_model import NamedModel
+from assets.named_model import NamedModel, base_model_of, tokenizer_of
 from assets.pipeline import Pipeline
 from assets.written import written
 from model_registry.registry import Registry
@@ -98,8 +98,8 @@ def locate_base_model(
     A model of the hub is downloaded; `emit` hears of it. Where an alias has moved away from the version with the fingerprint
     `weights`, it is that version still.
     """
-    named = _named_model(pipeline.recipe)
-    with written(pipeline, "reference.model"):
+    named = base_model_of(pipeline.recipe)
+    with written(pipeline, named.field):
         if not named.is_of_hub:
             return _local_model(named, registry, weights=weights)
         commit, folder = named.downloaded(_MODEL_FILES, _OTHER_WEIGHTS, emit)
@@ -111,8 +111,8 @@ def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache)
 
     A registered model whose files are on a server is fetched, once.
     """
-    named = _named_model(pipeline.recipe)
-    with written(pipeline, "reference.model"):
+    named = base_model_of(pipeline.recipe)
+    with written(pipeline, named.field):
         if not named.is_of_hub:
             return _local_model(named, registry, cache)
         commit = named.commit()
@@ -182,16 +182,15 @@ def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | 
 
 
 def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
-    settings = pipeline.recipe.tokenization
-    own = settings.tokenizer and NamedModel(settings.tokenizer, settings.revision)
-    named = own or _named_model(pipeline.recipe)
-    with written(pipeline, "tokenization.tokenizer" if own else "reference.model"):
+    named = tokenizer_of(pipeline.recipe)
+    with written(pipeline, named.field):
         if named.is_of_hub:
             _, folder = named.downloaded((*TOKENIZER_FILES, *_LOADED_WITH))
         else:
             folder = named.local_folder(registry)
         if not holds_tokenizer(folder):
-            wanted = "name a tokenizer that has it" if own else "name one in `tokenization.tokenizer`"
+            is_own = pipeline.recipe.tokenization.tokenizer is not None
+            wanted = "name a tokenizer that has it" if is_own else "name one in `tokenization.tokenizer`"
             raise ModelError(f"{folder} holds no tokenizer; expected tokenizer.json in it: {wanted}")
     return folder
 
@@ -244,10 +243,6 @@ def _configs(card: str) -> Any:
         return json.loads(json.dumps(configs, default=str, allow_nan=False, ensure_ascii=False).encode())
     except (yaml.YAMLError, ValueError, TypeError, RecursionError):
         return header[1]
-
-
-def _named_model(recipe: Recipe) -> NamedModel:
-    return NamedModel(recipe.reference.model, recipe.reference.revision)
 
 
 def _identity_of_download(

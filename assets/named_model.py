@@ -8,20 +8,20 @@ from model_registry.registry import Registry
 from training.contract.errors import HubError, ModelError
 from training.contract.events import Emit
 from training.contract.hub import Repository
-
-REGISTERED = "models:/"
+from training.contract.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """Every method raises ModelError or RegistryError."""
+    """`field` is that of the recipe which names it. Every method raises ModelError or RegistryError."""
 
+    field: str
     address: str
     revision: str | None
 
     @property
     def is_registered(self) -> bool:
-        return self.address.startswith(REGISTERED)
+        return self.address.startswith("models:/")
 
     @property
     def is_of_hub(self) -> bool:
@@ -58,3 +58,15 @@ class NamedModel:
 
     def _neither(self, error: HubError) -> ModelError:
         return ModelError(f"it is neither a folder beside the recipe nor a model that the hub gives: {error}")
+
+
+def base_model_of(recipe: Recipe) -> NamedModel:
+    return NamedModel("reference.model", recipe.reference.model, recipe.reference.revision)
+
+
+def tokenizer_of(recipe: Recipe) -> NamedModel:
+    """The base model's, unless the recipe names another."""
+    settings = recipe.tokenization
+    if settings.tokenizer is None:
+        return base_model_of(recipe)
+    return NamedModel("tokenization.tokenizer", settings.tokenizer, settings.revision)

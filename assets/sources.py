@@ -9,6 +9,7 @@ import dagster as dg
 
 from assets.event_log import with_log
 from assets.metadata import table
+from assets.named_model import base_model_of
 from assets.realize import realize_found
 from assets.step import Step
 from assets.version_files import put_back_named
@@ -33,7 +34,7 @@ def preference_source(step: Step) -> dg.MaterializeResult:
 
 
 def base_model(step: Step) -> dg.MaterializeResult:
-    put_back_named(step.services, step.pipeline, "reference.model", step.pipeline.recipe.reference.model)
+    put_back_named(step.services, step.pipeline, base_model_of(step.pipeline.recipe))
     found = find_model(step.pipeline, with_log(step.services, step.context.log, "base_model"))
     made = realize_found(step, found)
     assert found.located is not None

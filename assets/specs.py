@@ -7,6 +7,7 @@ then. An asset below that has fields of its own (`reads` in `assets.graph`) take
 import dagster as dg
 
 from assets.metadata import verbatim
+from assets.named_model import tokenizer_of
 from assets.pipeline import Pipeline
 from assets.realize import Work, realize, realize_found
 from assets.step import Step
@@ -27,10 +28,7 @@ def tokenizer_work(pipeline: Pipeline, found: FoundTokenizer) -> Work:
 
 
 def tokenization_spec(step: Step) -> dg.MaterializeResult:
-    if own := step.pipeline.recipe.tokenization.tokenizer:
-        put_back_named(step.services, step.pipeline, "tokenization.tokenizer", own)
-    else:
-        put_back_named(step.services, step.pipeline, "reference.model", step.pipeline.recipe.reference.model)
+    put_back_named(step.services, step.pipeline, tokenizer_of(step.pipeline.recipe))
     found = find_tokenizer(step.pipeline, step.services)
     made = realize(step, tokenizer_work(step.pipeline, found), found)
     spec = made.artifact.json("spec.json")

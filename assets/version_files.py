@@ -6,7 +6,7 @@ And what spoils the weights of a policy in place spoils the version's, which are
 
 import logging
 
-from assets.named_model import REGISTERED
+from assets.named_model import NamedModel
 from assets.pipeline import Pipeline, Services
 from assets.written import written
 from model_registry.files import local_path
@@ -40,14 +40,14 @@ def put_back(services: Services, version: Version) -> bool:
     return True
 
 
-def put_back_named(services: Services, pipeline: Pipeline, field: str, address: str) -> None:
-    """The same for the version at `address`, which `field` of the recipe names; nothing where that names another place.
+def put_back_named(services: Services, pipeline: Pipeline, named: NamedModel) -> None:
+    """The same for the version that a recipe begins with, if it is one.
 
     A recipe that begins with what it released itself would else never get as far as its release, which puts files back.
     """
-    if address.startswith(REGISTERED):
-        with written(pipeline, field):
-            put_back(services, services.registry.version_at(address))
+    if named.is_registered:
+        with written(pipeline, named.field):
+            put_back(services, services.registry.version_at(named.address))
 
 
 def files_fault(registry: Registry, version: Version, cache: HashCache | None = None) -> str | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from assets.named_model import tokenizer_of
 from assets.pipeline import Pipeline
 from training.contract.errors import PedigreeError, RegistryAway
 
@@ -37,9 +38,8 @@ def _place(pipeline: Pipeline, field: str) -> str:
 
 def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
     """The places of the fields that chose the tokenizer and the chat template, which another field may have brought along."""
-    settings = pipeline.recipe.tokenization
-    tokenizer = "reference.model" if settings.tokenizer is None else "tokenization.tokenizer"
-    template = tokenizer if settings.chat_template is None else "tokenization.chat_template"
+    tokenizer = tokenizer_of(pipeline.recipe).field
+    template = tokenizer if pipeline.recipe.tokenization.chat_template is None else "tokenization.chat_template"
     return {"tokenizer": _place(pipeline, tokenizer), "chat_template": _place(pipeline, template)}
 
 

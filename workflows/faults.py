@@ -51,7 +51,7 @@ def _words(name: str, fault: Any) -> str:
         case "missing":
             return "it is missing, and has no default"
         case "value_error":
-            hint = _TAKE_AWAY if name.startswith("variants.") else ""
+            hint = _TAKE_AWAY if name.startswith("variants.") and not name.endswith("[key]") else ""
             return str(fault["msg"]).removeprefix("Value error, ") + hint
         case "enum" | "literal_error":
             return _no_choice(fault["ctx"]["expected"], fault["input"])
@@ -59,11 +59,6 @@ def _words(name: str, fault: Any) -> str:
             return f"expected at least {fault['ctx']['min_length']} item, found {found}"
         case "tuple_type":
             return f"expected a list, found {found}"
-        case "string_pattern_mismatch":  # of a name: our patterns differ in whether they take dots
-            dots = " and dots, and not dots alone" if "." in fault["ctx"]["pattern"] else ""
-            return f"expected letters, digits, hyphens, underscores{dots}, found {found}"
-        case "string_type" if isinstance(fault["input"], bool):
-            return f"expected text, in quotes, found {found.lower()} (YAML also reads yes, no, on and off as booleans)"
         case kind if kind in _NO_SECTION and (fields := _section(name)):
             return f"expected a section with fields ({', '.join(fields)}), found {found}"
     return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, found {found}"

@@ -103,8 +103,8 @@ class TrackedRun:
                 self._not_finite.add(metric.key)
                 self._connection.warn(f"not logged to MLflow: {metric.key} is {metric.value} at step {metric.step}")
 
-    def _deliver(self, client: MlflowClient) -> bool:
-        """Gives True: what fails is raised."""
+    def _deliver(self, client: MlflowClient) -> str | None:
+        """The run's id, once everything is delivered."""
         if self.run_id is None:
             self._begin(client, self._open_run())
         pending = list(self._pending)
@@ -114,7 +114,7 @@ class TrackedRun:
             self._delivered.update(points)
             for point in points:
                 del self._pending[point]
-        return True
+        return self.run_id
 
     def _begin(self, client: MlflowClient, run: Run) -> None:
         """Describe a new run; learn what a continued one holds already."""

@@ -39,7 +39,7 @@ def run(module: str, *arguments: str, threads: int, seconds: float | None = None
     Raises Failed.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    # TRL refuses more than one: one process of ours has one.
+    # TRL refuses to train where it sees several GPUs, and a process of ours uses one.
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "mlflow"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]

@@ -255,10 +255,10 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             "{data: {sources: [{path: a, columns: {chosen: yes}}]}, reference: {model: b}, release: {model_name: x}}",
             r"3: data.sources.0.columns.chosen: expected text, in quotes, found true \(YAML also reads yes, no, on and off as",
         ),
-        ("{%s, variants: {'a b': {}}}", "variants.a b: expected letters, digits, hyphens, underscores, found 'a b'$"),
+        ("{%s, variants: {'a b': {}}}", "variants.a b: expected only letters, digits, `-` and `_`, found 'a b'$"),
         (
             "{data: {sources: [{path: a}]}, reference: {model: b}, release: {model_name: x/y}}",
-            "3: release.model_name: expected letters, digits, hyphens, underscores and dots, and not dots alone, found 'x/y'$",
+            "3: release.model_name: expected only letters, digits, `-`, `_` and `.`, and not dots alone, found 'x/y'$",
         ),
         ("{%s, automation: {timezone: ' '}}", "3: automation.timezone: expected text, found ' '"),
         ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.contract.fields import Positive, Section, SourceName, Text
+from training.contract.fields import Column, Positive, Section, SourceName, Text
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
@@ -45,7 +45,7 @@ class DataSource(Section):
     split: Text | None = None
     revision: Text | None = None
     format: Format = "auto"
-    columns: dict[FieldName, str | None] = Field(default={})
+    columns: dict[FieldName, Column | None] = Field(default={})
     name: SourceName | None = None
     held_out: bool = False
     fraction: Annotated[Positive, Field(le=1)] = 1.0

@@ -1,6 +1,8 @@
 """The models that files are read into, which refuse unknown fields: `Frozen`, a recipe's `Section`, and types for fields."""
 
 import datetime
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
 from pydantic import (
@@ -9,11 +11,16 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
     ValidationInfo,
     WithJsonSchema,
     field_validator,
 )
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+from pydantic_core.core_schema import no_info_after_validator_function
 
 # YAML 1.1 reads `5e-7` as text, so validation and JSON schema accept numeric text as well.
 NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
@@ -34,16 +41,54 @@ def _text(given: str) -> str:
     return given
 
 
+@dataclass(frozen=True)
+class Spelling:
+    """How a name may be spelled: as `pattern`, which `words` tell a person, who would read the pattern itself otherwise."""
+
+    pattern: str
+    words: str
+
+    def _spelled(self, given: str) -> str:
+        if not re.fullmatch(self.pattern, given):
+            raise ValueError(f"expected {self.words}, found {given!r}")
+        return given
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._spelled, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {**handler(schema), "pattern": f"^{self.pattern}$"}
+
+
 Text = Annotated[str, AfterValidator(_text)]
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")]
+Name = Annotated[
+    str,
+    Spelling(
+        r"[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*", "only letters, digits, `-`, `_` and `.`, and not dots alone"
+    ),
+]
 # Part of the names of metrics, which MLflow takes for paths, of 250 characters at most.
-SourceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=100)]
+SourceName = Annotated[
+    str,
+    StringConstraints(max_length=100),
+    Spelling(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", "only letters, digits, `-`, `_` and `.`, and no dot at the front"),
+]
 
 
 def _misread(given: bool, expected: str) -> ValueError:
     """pydantic accepts true as 1, and YAML reads yes and on as true."""
     found = f"{str(given).lower()} (YAML also reads yes, no, on and off as booleans)"
     return ValueError(f"expected {expected}, found {found}")
+
+
+def _quoted(given: Any) -> Any:
+    if isinstance(given, bool):
+        raise _misread(given, "text, in quotes")
+    return given
+
+
+# The name of a column, which may be any.
+Column = Annotated[str, BeforeValidator(_quoted)]
 
 
 def _number(given: Any) -> Any:

@@ -11,12 +11,12 @@ of its own: no schedule trains it, and it cannot become the champion that others
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, model_validator
 
-from training.contract.fields import Section
+from training.contract.fields import Section, Spelling
 from training.contract.recipe import Recipe
 
-VariantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
+VariantName = Annotated[str, Spelling(r"[A-Za-z0-9_-]+", "only letters, digits, `-` and `_`")]
 
 
 class RecipeFile(Recipe):

@@ -98,6 +98,7 @@ class Collector:
     refused: list[bytes] = field(default_factory=list)
     held_out_prompts: set[bytes] = field(default_factory=set)
     formats: dict[str, str] = field(default_factory=dict)
+    rows_of_file: Counter[str] = field(default_factory=Counter)
     pairs_of_source: Counter[int] = field(default_factory=Counter)
     splits: Counter[str] = field(default_factory=Counter)
     left_out: int = 0
@@ -161,10 +162,19 @@ class Collector:
             first = f"; the first: {row['source']}, line {row['line']}: {row['detail']}"
         raise DataError(f"there is no usable preference pair in {', '.join(self.formats)} ({found}){first}")
 
-    def refuse_empty_held_out(self, inputs: Sequence[SourceFile]) -> None:
-        """Raises DataError for a source that is held out and has no pair: the evaluation would be of other pairs alone."""
+    def refuse_empty_sources(self, inputs: Sequence[SourceFile]) -> None:
+        """Raises DataError for a source that has no row, or is held out and has no pair.
+
+        An export may have failed, and what is left would be trained on; the evaluation would be of other pairs alone.
+        """
+        filled = {each.source.number for each in inputs if self.rows_of_file[each.file.name]}
         for each in inputs:
             source = each.source
+            if source.number not in filled:
+                raise DataError(
+                    f"`data.sources.{source.number}` ({each.file.name} ...) has no row at all, and without it the rest would "
+                    "be trained on; write its rows again, or take it out of `data.sources` for as long as it has none"
+                )
             if source.held_out and not self.pairs_of_source[source.number]:
                 part = f" in its `fraction` of {source.fraction}" if source.fraction < 1 else ""
                 raise DataError(

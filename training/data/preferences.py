@@ -8,7 +8,7 @@ names of the files they came from.
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from training.contract.data_source import DataSource, settings_by_source
@@ -53,25 +53,22 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     with contextlib.closing(Collector(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
         rows = _rows_to_read(job)
         progress = Progress(events, rows or len(inputs), "rows" if rows else "files")
-        read = Counter[int]()
         for each in sorted(inputs, key=lambda each: not each.source.held_out):
-            before = read.total()
             for _ in _collect(each, collector):
-                read[each.source.number] += 1
                 if rows:
                     progress.advance()
             if not rows:
                 progress.advance()
-            if read.total() == before:
-                events.note(f"{each.file.name} has no row")
     for source in sources:
         source.columns.refuse_unseen("the source's rows")
     collector.refuse_if_empty()
-    _refuse_without_rows([each for each in inputs if not read[each.source.number]])
-    collector.refuse_empty_held_out(inputs)
+    collector.refuse_empty_sources(inputs)
     for source in sources:
         if collector.pairs_of_source[source.number]:
             source.columns.refuse_unread()
+    for each in inputs:
+        if not collector.rows_of_file[each.file.name]:
+            events.note(f"{each.file.name} has no row")
     for reason, count in collector.reasons.most_common():
         events.note(f"{count} rows in quarantine: {reason}")
     if collector.left_out:
@@ -112,6 +109,7 @@ def _collect(given: SourceFile, collector: Collector) -> Iterator[None]:
     name, records = _recognize(given)
     collector.formats[file.name] = name
     for record in records:
+        collector.rows_of_file[file.name] += 1
         try:
             pair = _convert(record, name, given.source.columns)
         except Quarantined as problem:
@@ -119,15 +117,6 @@ def _collect(given: SourceFile, collector: Collector) -> Iterator[None]:
         else:
             collector.keep(pair, given, record.line)
         yield
-
-
-def _refuse_without_rows(inputs: Sequence[SourceFile]) -> None:
-    """Raises DataError for the first of `inputs`, files of sources that have no row: an export failed, it may be."""
-    for each in inputs:
-        raise DataError(
-            f"`data.sources.{each.source.number}` ({each.file.name} ...) has no row at all, and without it the rest would be "
-            "trained on; write its rows again, or take it out of `data.sources` for as long as it has none"
-        )
 
 
 def _convert(record: Record, name: str, columns: Columns) -> Pair:

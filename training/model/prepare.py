@@ -37,12 +37,12 @@ from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs import response_logprobs
 from training.model.routing import demand_experts
 from training.model.selfcheck import LONGEST, tiny_groups
-from training.model.tiles import DETERMINISTIC, compile_tiles
+from training.model.tiles import COMPILE_OPTIONS, compile_tiles
 
 # Draw dropout as without compiling: the compiler's own random numbers would change the run. And fuse no reductions of two
 # orders on a GPU: whether that pays depends on the number of tokens (torch/_inductor/scheduler.py, `MixOrderReduction`), so a
 # graph would be compiled again for batches of other sizes.
-_COMPILE_OPTIONS = {**DETERMINISTIC, "fallback_random": True, "triton.mix_order_reduction": False}
+_LAYER_OPTIONS = {**COMPILE_OPTIONS, "fallback_random": True, "triton.mix_order_reduction": False}
 # How much longer than the self-check's are the sequences of the warm-up: kernels for 36 tokens are slow ones for thousands.
 # An odd number, so that a row is as long as no size of a model: the compiler takes equal sizes for one.
 _TIMES = 31
@@ -89,7 +89,7 @@ def prepare_for_training(
     if compute.compile:
         events.phase("compiling")
         for layer in _layers(model):
-            layer.forward = torch.compile(layer.forward, dynamic=True, options=_COMPILE_OPTIONS)
+            layer.forward = torch.compile(layer.forward, dynamic=True, options=_LAYER_OPTIONS)
     if compute.activation_checkpointing:
         for layer in _layers(model):
             layer.forward = partial(

@@ -45,7 +45,7 @@ KEPT_BYTES = {"cpu": 96 << 20, "cuda": 2 << 30}
 # On a GPU the compiler measures which order of a sum is the fastest, and takes that, so another run, or another rank, could
 # get other bits. That torch is to use deterministic algorithms does not stop it everywhere (`_dynamic_scale_rblock` in
 # torch/_inductor/runtime/triton_heuristics.py).
-DETERMINISTIC = {"deterministic": True}
+COMPILE_OPTIONS = {"deterministic": True}
 # Tiles begin at multiples of so many columns: a GPU's fast products want rows that begin at multiples of 16 bytes.
 _COLUMNS = 64
 
@@ -232,7 +232,7 @@ def _run(function: Callable[..., Any], head: Head) -> Callable[..., Any]:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Fused into as few passes over a tile as possible; one kernel for tiles of all sizes."""
-    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, options=DETERMINISTIC)
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, options=COMPILE_OPTIONS)
     return compiled
 
 

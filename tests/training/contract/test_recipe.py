@@ -156,8 +156,8 @@ MISTAKES = [
     ("data: {sources: [{path: a, columns: {prompt: 1}}]}", "data.sources.0.columns.prompt", "string"),
     ("data: {sources: [{path: a, fraction: 0}]}", "data.sources.0.fraction", "greater than 0"),
     ("data: {sources: [{path: a, fraction: 10}]}", "data.sources.0.fraction", "less than or equal to 1"),
-    ("data: {sources: [{path: a, name: a b}]}", "data.sources.0.name", "pattern"),
-    ("data: {sources: [{path: a, name: ..}]}", "data.sources.0.name", "pattern"),
+    ("data: {sources: [{path: a, name: a b}]}", "data.sources.0.name", "only letters, digits"),
+    ("data: {sources: [{path: a, name: ..}]}", "data.sources.0.name", "only letters, digits"),
     (f"data: {{sources: [{{path: a, name: {'n' * 101}}}]}}", "data.sources.0.name", "at most 100 characters"),
     (
         "{data: {sources: [{path: a, name: c}, {path: b, name: a}]}, "
@@ -182,8 +182,8 @@ MISTAKES = [
     ("data: {sources: [{path: a}], validation_fraction: 1}", "data.validation_fraction", "less than 1"),
     ("tokenization: {max_length: 1}", "tokenization.max_length", "greater than or equal to 2"),
     ("tokenization: {over_length: cut}", "tokenization.over_length", "'truncate_prompt'"),
-    ("release: {model_name: a/b}", "release.model_name", "pattern"),
-    ("release: {model_name: ..}", "release.model_name", "pattern"),
+    ("release: {model_name: a/b}", "release.model_name", "only letters, digits"),
+    ("release: {model_name: ..}", "release.model_name", "only letters, digits"),
     ("release: {}", "release.model_name", "required"),
     ("compute: {device: tpu}", "compute.device", "'cpu'"),
     ("compute: {parallel: tensor}", "compute.parallel", "'fsdp'"),
