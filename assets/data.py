@@ -1,12 +1,15 @@
 """From preference files to pairs in one schema, and from there to token ids."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import dagster as dg
 
 from assets import checks
+from assets.event_log import tell
 from assets.graph import GRAPH
 from assets.metadata import length_histogram, rendered_pairs, table
+from assets.pair_changes import pair_changes
 from assets.pipeline import Pipeline
 from assets.realize import Work, realize
 from assets.step import Step
@@ -40,6 +43,10 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
             f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences"
         )
     made = realize(step, preferences_work(step.pipeline, found))
+    changed = pair_changes(step.services.store, step.history.latest("raw_preferences").fingerprint, made.artifact)
+    if words := list(changed.words() if changed else ()):
+        tell(step.services, step.context.log, step.asset, "; ".join(words))
+        made = replace(made, changes=[*(made.changes or ()), *words])
     details = made.artifact.details
     counts = details["counts"]
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]

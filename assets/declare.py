@@ -14,6 +14,7 @@ from assets.names import claim_name
 from assets.pipeline import Pipeline, Services, emitting
 from assets.process import sign
 from assets.step import Step
+from assets.written import written_where_named
 from training.contract.hashing import telling
 
 _OWNER = "team:preference-tuning"
@@ -58,7 +59,8 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         claim_name(services.home, pipeline)
         step = Step(pipeline, services, context)
         started = time.monotonic()
-        with telling(emitting(with_log(services, context.log, asset).listener, asset)):
+        hashing = emitting(with_log(services, context.log, asset).listener, asset)
+        with telling(hashing), written_where_named(pipeline):
             made = _BODIES[asset](step)
         return dg.MaterializeResult(
             metadata={**(made.metadata or {}), "seconds": round(time.monotonic() - started, 3)},

@@ -21,7 +21,7 @@ from training.contract.store import Artifact
 
 Row = Mapping[str, Any]
 _REFERENCE = "reference_model"
-_ORIGIN = {"split", "source", "line", "source_name"}
+_ORIGIN = {"split", "source", "line", "source_name", "identity"}
 
 
 def rows_by_pair(evaluation: Artifact, source: str | None = None) -> dict[str, Row]:

@@ -24,7 +24,7 @@ from assets.world import Found
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.events import Event, read_events
 from training.contract.fingerprint import short
-from training.contract.job import Input, Job, JobKind
+from training.contract.job import Input, Job, JobKind, job_folder
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Made, write_json
 from training.launch.launcher import run_job
@@ -153,7 +153,7 @@ def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work,
         compute=pipeline.recipe.compute,
         recipe=pipeline.recipe.model_dump(mode="json"),
         store=services.store.root,
-        folder=services.home / "jobs" / f"{asset}-{short(how.key)}",
+        folder=job_folder(services.home, how),
     )
 
 

@@ -1,9 +1,10 @@
 """Where a recipe's file says what an error is about, so that whoever reads the error can go to that line.
 
-A valid recipe can still name a folder that is not there, an alias nobody set, a file with an error in it. The code that finds
+A valid recipe can still name a folder that is not there, an alias nobody set, a column that no row has. The code that finds
 this does not know of recipes; here its message gets file, line, field and value, as the person wrote them.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ import yaml
 from assets.named_model import tokenizer_of
 from assets.pipeline import Pipeline
 from training.contract.errors import PedigreeError, RegistryAway
+
+_FIELD = re.compile(r"`([a-z_]+(?:\.\w+)*)(?::[^`]*)?`")  # alone, or with a value behind it
 
 
 @contextmanager
@@ -26,14 +29,42 @@ def written(pipeline: Pipeline, field: str) -> Iterator[None]:
         raise type(error)(f"{_place(pipeline, field)}: {error}") from error
 
 
+@contextmanager
+def written_where_named(pipeline: Pipeline) -> Iterator[None]:
+    """Begins each error within by the place of the first field that it names, if the file says that, and the error no place."""
+    try:
+        yield
+    except PedigreeError as error:
+        named = _FIELD.search(str(error))
+        place = None if named is None or str(pipeline.file) in str(error) else _found(pipeline, named[1])
+        if place is None:
+            raise
+        raise type(error)(f"{place}: {error}") from error
+
+
+def place_of_named(file: Path, message: str, sections: Sequence[str]) -> str | None:
+    """`file:line: field` of the first field that `message` names and one of `sections` has; None without one."""
+    for named in _FIELD.findall(message):
+        for section in sections:
+            name = f"{section}.{named}".removeprefix(".")
+            if (found := _find(file, name.split("."))) is not None:
+                return f"{file}:{found[0]}: {name}"
+    return None
+
+
 def _place(pipeline: Pipeline, field: str) -> str:
     """`file:line: field: value`. The line is left out where the file cannot be read any more, or does not say the field."""
+    return _found(pipeline, field) or f"{pipeline.file}: {field}"
+
+
+def _found(pipeline: Pipeline, field: str) -> str | None:
     own = [f"variants.{pipeline.variant}.{field}"] if pipeline.variant is not None else []
     for name in (*own, field):
-        if (node := _node(pipeline.file, name.split("."))) is not None:
+        if (found := _find(pipeline.file, name.split("."))) is not None:
+            line, node = found
             value = f": {node.value}" if isinstance(node, yaml.ScalarNode) else ""
-            return f"{pipeline.file}:{node.start_mark.line + 1}: {name}{value}"
-    return f"{pipeline.file}: {field}"
+            return f"{pipeline.file}:{line}: {name}{value}"
+    return None
 
 
 def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
@@ -43,7 +74,8 @@ def tokenizer_places(pipeline: Pipeline) -> dict[str, str]:
     return {"tokenizer": _place(pipeline, tokenizer), "chat_template": _place(pipeline, template)}
 
 
-def _node(file: Path, path: Sequence[str]) -> yaml.Node | None:
+def _find(file: Path, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
+    """The line of a field, and what it holds."""
     try:
         document = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, ValueError, yaml.YAMLError):
@@ -51,12 +83,14 @@ def _node(file: Path, path: Sequence[str]) -> yaml.Node | None:
     return _below(document, ("attributes", *path))
 
 
-def _below(node: yaml.Node | None, path: Sequence[str]) -> yaml.Node | None:
+def _below(node: yaml.Node | None, path: Sequence[str]) -> tuple[int, yaml.Node] | None:
+    """In a list, an item's line is that where it begins; in a section, that of the field's name."""
+    begins = node
     for name in path:
         if isinstance(node, yaml.MappingNode):
-            node = next((value for key, value in node.value if key.value == name), None)
+            begins, node = next(((key, value) for key, value in node.value if key.value == name), (None, None))
         elif isinstance(node, yaml.SequenceNode) and name.isdigit():
-            node = next(iter(node.value[int(name) :]), None)
+            begins = node = next(iter(node.value[int(name) :]), None)
         else:
             return None
-    return node
+    return None if begins is None or node is None else (begins.start_mark.line + 1, node)

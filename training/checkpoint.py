@@ -32,7 +32,7 @@ from torch.nn import Parameter
 
 from training.contract.durable import open_as_umask_says, sync_folder, write_durably
 from training.contract.errors import CorruptArtifact
-from training.contract.fingerprint import short
+from training.contract.job import checkpoints_of, committed_steps
 from training.contract.manifest import (
     MANIFEST,
     Derivation,
@@ -98,10 +98,10 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of the job that `derivation` describes, in `folder`; the last `keep` of them stay."""
+    """The checkpoints in `folder` of the job that `derivation` describes; the last `keep` of them stay."""
 
     def __init__(self, folder: Path, derivation: Derivation, keep: int = 2) -> None:
-        self.folder, self._derivation, self._keep = folder / short(derivation.key), derivation, keep
+        self.folder, self._derivation, self._keep = checkpoints_of(folder, derivation), derivation, keep
 
     def partial(self, step: int) -> Path:
         """The folder, made here, in which the ranks write a checkpoint. Raises OSError."""
@@ -164,8 +164,7 @@ class Checkpoints:
         return self.folder / f"step-{step:08d}{suffix}"
 
     def _steps(self) -> list[int]:
-        names = [p.name.removeprefix("step-") for p in self.folder.glob("step-*")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        return committed_steps(self.folder)
 
 
 def _replace(source: Path, target: Path) -> Path:

@@ -40,9 +40,11 @@ from workflows.reporting import (
     print_json,
     reporting,
     results,
+    tell,
 )
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
 from workflows.run_report import INTERRUPTED, RunReport
+from workflows.scaffold import init_recipe
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
 
@@ -66,6 +68,16 @@ def main() -> None:
 
 
 @main.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@_as_json
+@reporting
+def init(folder: Path, as_json: bool) -> None:
+    """Write a recipe to fill in: FOLDER/defs.yaml."""
+    file = init_recipe(folder)
+    tell(as_json, {"file": str(file)}, show.written, file, folder)
+
+
+@main.command()
 @_recipe
 @click.option(
     "--select",
@@ -83,10 +95,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
         _run_each(found, select, as_json)
         return
     report = _run(found[0], select)
-    if as_json:
-        print_json(_json_of(report))
-    else:
-        show.run_report(results, report, with_samples=True)
+    tell(as_json, _json_of(report), show.run_report, report, with_samples=True)
     if not report.succeeded:
         sys.exit(1)
 
@@ -135,10 +144,8 @@ def status(recipe: str, as_json: bool) -> None:
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         found = find_status(loaded.pipeline, services, instance)
-    if as_json:
-        print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in found]})
-    else:
-        show.status(results, loaded.pipeline, found)
+    assets = [asdict(asset) for asset in found]
+    tell(as_json, {"recipe": loaded.pipeline.name, "assets": assets}, show.status, loaded.pipeline, found)
 
 
 @main.command()
@@ -150,10 +157,8 @@ def plan(recipe: str, as_json: bool) -> None:
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         planned = make_plan(loaded.pipeline, services, instance)
-    if as_json:
-        print_json({"recipe": loaded.pipeline.name, "assets": [asdict(asset) for asset in planned]})
-    else:
-        show.plan(results, loaded.pipeline, planned)
+    assets = [asdict(asset) for asset in planned]
+    tell(as_json, {"recipe": loaded.pipeline.name, "assets": assets}, show.plan, loaded.pipeline, planned)
 
 
 @main.command()
@@ -166,10 +171,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         found = do_verify(loaded.pipeline, services, instance, rows)
-    if as_json:
-        print_json(asdict(found))
-    else:
-        show.verification(results, found)
+    tell(as_json, asdict(found), show.verification, found)
     if not found.ok:
         sys.exit(1)
 
@@ -188,10 +190,7 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:
         people.print(f"Written: {write_page(html, inspection_page(loaded.pipeline, found)).absolute()}", markup=False)
-    if as_json:
-        print_json(asdict(found))
-    else:
-        show.inspected(results, found)
+    tell(as_json, asdict(found), show.inspected, found)
 
 
 @main.command()
@@ -212,10 +211,7 @@ def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None
         raise UsageError(f"{times} of the recipes to compare are called {name}; name each of them once")
     with at_work() as (services, instance):
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance, source) for loaded in found])
-    if as_json:
-        print_json(asdict(comparison))
-    else:
-        show.comparison(results, comparison)
+    tell(as_json, asdict(comparison), show.comparison, comparison)
 
 
 @main.command()
@@ -228,14 +224,8 @@ def rollback(name: str, as_json: bool) -> None:
     services = build_services(pedigree_home())
     with sole_decision(services.store, name):
         restored, left = services.registry.rollback(name)
-    if as_json:
-        print_json({"model": name, "champion": restored.number, "rolled_back": left.number})
-    else:
-        results.print(
-            f"Version {restored.number} of {name} is champion again; version {left.number} is marked as rolled back and is not "
-            "promoted again.",
-            markup=False,
-        )
+    told = {"model": name, "champion": restored.number, "rolled_back": left.number}
+    tell(as_json, told, show.rolled_back, name, restored, left)
 
 
 @main.command()
@@ -249,10 +239,7 @@ def gc(delete: bool, as_json: bool) -> None:
     """
     with at_work() as (services, instance):
         found = collect(services, instance, delete)
-    if as_json:
-        print_json(asdict(found))
-    else:
-        show.collection(results, found)
+    tell(as_json, asdict(found), show.collection, found)
 
 
 @main.command()

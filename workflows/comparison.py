@@ -21,7 +21,7 @@ from assets.materialized import Ancestor, History
 from assets.pipeline import Pipeline, Services
 from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_prompts, paired_difference
 from model_registry.records import flatten
-from training.contract.errors import PedigreeError, StoreError
+from training.contract.errors import PedigreeError, StoreError, UsageError
 from training.contract.fingerprint import short, shortened
 from workflows.lineage import judge
 from workflows.outlook import outlook
@@ -44,6 +44,7 @@ class Evaluated:
     """The last evaluation of a recipe; without `values` (by measure, then by pair) it has none.
 
     `settings`: by dotted names, as in the recipe; `scale`: what a loss has to have in common to be compared; `prompts` by pair.
+    `lacks_source`: none of its pairs is of the sources that were asked for.
     """
 
     recipe: str
@@ -53,6 +54,7 @@ class Evaluated:
     notes: tuple[str, ...] = ()
     prompts: Prompts = field(default_factory=dict)
     reference: str | None = None
+    lacks_source: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,13 @@ class Comparison:
 
 
 def compare(evaluated: Sequence[Evaluated]) -> Comparison:
-    """Every evaluation beside the first; those that are none have a word that says so."""
+    """Every evaluation beside the first; those that are none have a word that says so.
+
+    Raises UsageError where there is none because none has pairs of the sources that were asked for.
+    """
     seen = [each for each in evaluated if each.values]
+    if not seen and (without := [each for each in evaluated if each.lacks_source]):
+        raise UsageError(f"{without[0].recipe}: {'; '.join(without[0].notes)}")
     names = dict.fromkeys(name for each in seen for name in each.settings)
     differing = [name for name in names if len({each.settings.get(name) for each in seen}) > 1]
     return Comparison(
@@ -112,7 +119,7 @@ def _evaluated(history: History, services: Services, fingerprint: str, source: s
     if not rows:
         names = sorted({name for row in rows_by_pair(artifact).values() if (name := row.get("source_name"))})
         why = f"`{source}` is the name of no source that it was evaluated on (names: {', '.join(names) or 'none'})"
-        return Evaluated(history.pipeline.name, notes=(why,))
+        return Evaluated(history.pipeline.name, notes=(why,), lacks_source=True)
     stood_on, scale_of_loss = history.ancestry({"evaluation": fingerprint}), scale(artifact)
     raw_preferences, notes = stood_on["raw_preferences"].fingerprint, _edited(history, services)
     leakage = find_leakage(services.store, [stood_on["policy"].fingerprint], rows, raw_preferences)

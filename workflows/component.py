@@ -4,7 +4,6 @@ A pipeline is twelve assets, jobs, a schedule and sensors. Its asset keys, and w
 with its name, so the names of all pipelines in one folder of recipes must differ.
 """
 
-import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Self
@@ -17,11 +16,17 @@ from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
 from training.contract.variants import RecipeFile
 from workflows.automation import retraining
-from workflows.recipe_file import RECIPE_FILE, recipes_in, refuse_half_characters, refuse_repeated_keys, variant_names
+from workflows.recipe_file import (
+    RECIPE_FILE,
+    recipes_in,
+    refuse_half_characters,
+    refuse_name,
+    refuse_repeated_keys,
+    variant_names,
+)
 from workflows.scaffold import RecipeScaffolder
 
 DEFS = Path(__file__).resolve().parent / "defs"  # the project's own recipes, which their names lead to
-NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dg.scaffold_with(RecipeScaffolder)
@@ -46,10 +51,7 @@ class PreferenceTuning(dg.Component):
         refuse_repeated_keys(file)
         if not isinstance(attributes, RecipeFile):
             raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
-        if not NAME.fullmatch(context.path.name):
-            raise RecipeError(
-                f"the folder {context.path.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
-            )
+        refuse_name(context.path)
         pipelines = [
             Pipeline(context.path.name, recipe.located_at(context.path), file, variant, is_named)
             for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]

@@ -6,16 +6,19 @@ of another section, as `learning_rate` is of the optimizer, or what TRL calls so
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from assets.written import place_of_named
 from training.contract.recipe import Recipe
 from training.contract.variants import RecipeFile
 from workflows import trl_names
 
 _LONGEST_VALUE = 80
+_LISTED = 20  # names: of more, that which was meant would be overlooked behind them
 _ALIKE = 0.8  # below it are other words: gpu and cpu, kto_pair and exo_pair
 _TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
 _NO_SECTION = {"model_type", "dict_type"}
@@ -24,6 +27,7 @@ _NO_SECTION = {"model_type", "dict_type"}
 def faults(error: ValidationError) -> Iterator[str]:
     """Each fault as `file:line: field: what is wrong`. Dagster has put file and line behind the field's name.
 
+    Where fields of a section contradict each other, that is the first one which the message names and the file says.
     Of a list with a wrong item pydantic also says that it is too short, since it counts the others alone: that is left out.
     """
     located = [(".".join(map(str, fault["loc"])), fault) for fault in error.errors()]
@@ -33,9 +37,19 @@ def faults(error: ValidationError) -> Iterator[str]:
         if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _ in located):
             continue
         name = field.removeprefix("attributes").removeprefix(".")
-        told.setdefault(f"{place}: {_without_tags(name) or 'the recipe'}", []).append(_words(name, fault))
-    for where, words in told.items():
-        yield f"{where}: {', or '.join(words)}"
+        words = _words(name, fault)
+        where = f"{place}: {_without_tags(name) or 'the recipe'}"
+        if fault["type"] == "value_error" and isinstance(fault["input"], Mapping):
+            where = place_of_named(Path(place.rpartition(":")[0]), words, _sections(name)) or where
+        told.setdefault(where, []).append(words)
+    for where, found in told.items():
+        yield f"{where}: {', or '.join(found)}"
+
+
+def _sections(name: str) -> tuple[str, str]:
+    """In which sections an error of the section `name` may name fields: in that, and in the whole recipe, or the variant."""
+    path = name.split(".")
+    return name, ".".join(path[:2]) if path[0] == "variants" else ""
 
 
 def _without_tags(name: str) -> str:
@@ -69,6 +83,8 @@ def _no_choice(expected: str, given: Any) -> str:
     trl = [name for name in known if name == trl_names.CHOICES.get(str(given))]
     near = trl or difflib.get_close_matches(str(given), known, n=1, cutoff=_ALIKE)
     meant = f"; did you mean `{near[0]}`?" if near else ""
+    if near and len(known) > _LISTED:
+        expected = f"one of {len(known)} names"
     return f"expected {expected}, found {_shown(given)}{meant}"
 
 

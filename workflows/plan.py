@@ -19,6 +19,7 @@ from assets.changes import CORRUPT_RECORD
 from assets.data import demand_splits, pairs_checks, pairs_work, preferences_work, rows_checks
 from assets.graph import GRAPH
 from assets.materialized import History
+from assets.pair_changes import pair_changes
 from assets.pipeline import Pipeline, Services
 from assets.realize import Work, find_sound, make, publish_found
 from assets.reference import point_to_base_model
@@ -26,8 +27,10 @@ from assets.release import release_fault
 from assets.rows import SIDES, read_pairs
 from assets.specs import tokenizer_work
 from assets.world import ROOTS, find_data, find_model, find_root, find_tokenizer
+from assets.written import written_where_named
 from training.contract.errors import DataError, RegistryError
 from training.contract.fingerprint import KEY_BYTES
+from training.contract.job import CHECKPOINTS, checkpoints_of, committed_steps, job_folder
 from training.contract.memo import Memo, scoring_rule
 from training.contract.store import Artifact
 from workflows.lineage import AssetStatus, judge
@@ -52,10 +55,11 @@ class PlannedAsset:
 
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
     """What a run would do for every asset, in the order of the graph. Raises what the cheap part of a run raises."""
-    cheap = _make_cheap(pipeline, services)
+    with written_where_named(pipeline):
+        cheap = _make_cheap(pipeline, services)
     expected = _mended(pipeline, services)
-    planner = _Planner(pipeline, services, cheap, expected)
     history = History(instance, pipeline, services.store)
+    planner = _Planner(pipeline, services, cheap, expected, history)
     return [planner.planned(judged) for judged in judge(history, services, expected)]
 
 
@@ -119,6 +123,7 @@ class _Planner:
     services: Services
     cheap: _Cheap
     expected: Outlook
+    history: History
 
     def planned(self, judged: AssetStatus) -> PlannedAsset:
         is_fresh = judged.state == "fresh"
@@ -143,23 +148,39 @@ class _Planner:
                 return {"files": len(rows), "rows": None if None in rows else sum(rows)}
             case "raw_preferences":
                 found = self.cheap.rows.details["counts"]
-                return {"rows": found["pairs"]} | {
-                    name: found[name] for name in ("quarantined", "duplicates", "conflicting")
-                }
+                counted = {name: found[name] for name in ("quarantined", "duplicates", "conflicting")}
+                return {"rows": found["pairs"], **self._changed(), **counted}
             case "tokenized_pairs":
                 return {"rows": counts["pairs"], "dropped": counts["dropped"]}
             case "reference_model" if recipe.reference.sft is not None:
                 sft = recipe.reference.sft
-                return {"steps": sft.epochs * math.ceil(counts["train"] / sft.batch_size), "pairs": counts["train"]}
+                steps = sft.epochs * math.ceil(counts["train"] / sft.batch_size)
+                return {"steps": steps, **self._done(asset), "pairs": counts["train"]}
             case "reference_logprobs":
                 return self._scoring()
             case "policy":
                 training = recipe.training
                 steps = training.max_steps or training.epochs * math.ceil(counts["train"] / training.batch_size)
-                return {"steps": steps, "pairs": counts["train"]}
+                return {"steps": steps, **self._done(asset), "pairs": counts["train"]}
             case "evaluation":
                 return {"pairs": counts["validation"], "samples": recipe.evaluation.samples}
         return {}
+
+    def _done(self, asset: str) -> dict[str, int]:
+        """The steps that an earlier run took and saved, where a run would go on from them."""
+        how = self.expected[asset].derivation
+        if how is None or self._is_there(asset):
+            return {}
+        saved = committed_steps(checkpoints_of(job_folder(self.services.home, how) / CHECKPOINTS, how))
+        return {"done": saved[-1]} if saved else {}
+
+    def _changed(self) -> dict[str, int]:
+        """How many pairs are not those that were last materialized; nothing for rows that are the same, or the first."""
+        before = self.history.latest("raw_preferences").fingerprint
+        changed = pair_changes(self.services.store, before, self.cheap.rows)
+        if changed is None or not (changed.added or changed.removed):
+            return {}
+        return {"added": changed.added, "removed": changed.removed}
 
     def _scoring(self) -> dict[str, int]:
         keys_SK = distinct_sequences(self.cheap.pairs)
@@ -185,13 +206,18 @@ def _doing(asset: PlannedAsset) -> str | None:
     work = asset.work
     match asset.asset:
         case "reference_model":
-            return f"tune the reference model for {work['steps']:,} steps" if work else None
+            return f"tune the reference model for {_steps(work)}" if work else None
         case "reference_logprobs":
             return f"score {work['missing']:,} of {work['sequences']:,} sequences"
         case "policy":
-            return f"train {work['steps']:,} steps"
+            return f"train {_steps(work)}"
         case "evaluation":
             return "evaluate"
         case "released_model":
             return "decide on the release"
     return f"make {asset.asset}"
+
+
+def _steps(work: dict[str, Any]) -> str:
+    done = f" ({work['done']:,} of them are done)" if "done" in work else ""
+    return f"{work['steps']:,} steps{done}"

@@ -19,6 +19,7 @@ from workflows.faults import faults
 
 TYPE = "workflows.PreferenceTuning"
 RECIPE_FILE = "defs.yaml"
+NAME = re.compile(r"[A-Za-z0-9_-]+")
 _FIELDS = ("type", "attributes")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
@@ -57,6 +58,14 @@ def recipes_in(folder: Path) -> dict[Path, UsageError | None]:
             if place.name != "lost+found":  # the file system's own
                 found[place] = fault
     return found
+
+
+def refuse_name(folder: Path) -> None:
+    """Raises RecipeError where a folder's name cannot be that of a pipeline."""
+    if not NAME.fullmatch(folder.name):
+        raise RecipeError(
+            f"the folder {folder.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
+        )
 
 
 def refuse_no_recipe(file: Path) -> None:

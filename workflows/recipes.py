@@ -18,8 +18,9 @@ from assets.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
 from training.contract.fingerprint import demand_text, short
 from workflows.automation import retraining
-from workflows.component import DEFS, NAME, PreferenceTuning
+from workflows.component import DEFS, PreferenceTuning
 from workflows.recipe_file import (
+    NAME,
     RECIPE_FILE,
     cause_in,
     holds_recipe,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import click
 import dagster as dg
@@ -120,6 +120,20 @@ def explained(error: BaseException) -> str:
 def print_error(message: str) -> None:
     # Not wrapped: paths stay whole, and what is piped has the lines it was given.
     people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def tell(
+    as_json: bool,
+    found: dict[str, Any],
+    shown: Callable[Concatenate[Console, P], None],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> None:
+    """What a command has found, on stdout: as JSON, or as `shown` shows its arguments to people."""
+    if as_json:
+        print_json(found)
+    else:
+        shown(results, *args, **kwargs)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
-"""What `dg scaffold defs workflows.PreferenceTuning NAME` writes: the smallest recipe, with what to fill in."""
+"""What `pedigree init` and `dg scaffold defs workflows.PreferenceTuning NAME` write: the smallest recipe, to fill in."""
+
+from pathlib import Path
 
 import dagster as dg
 
 from training.contract.errors import UsageError
-from workflows.recipe_file import RECIPE_FILE, TYPE
+from workflows.recipe_file import RECIPE_FILE, TYPE, refuse_name
 
 _RECIPE = """\
-# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan {name}` says what a run would do.
+# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan {argument}` says what a run would do.
 type: {type}
 attributes:
   data:
@@ -27,5 +29,22 @@ class RecipeScaffolder(dg.Scaffolder):
     def scaffold(self, request: dg.ScaffoldRequest) -> None:
         if request.append or request.scaffold_format != "yaml":
             raise UsageError("a recipe is a defs.yaml in a folder of its own: leave out --format and the file's name")
-        recipe = _RECIPE.format(type=TYPE, name=request.target_path.name)
-        (request.target_path / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        _write(request.target_path, request.target_path.name)
+
+
+def init_recipe(folder: Path) -> Path:
+    """Write a recipe into `folder`, which is made; returns its file. Raises UsageError where that cannot be, or is there."""
+    refuse_name(folder.absolute())
+    return _write(folder.absolute(), str(folder))
+
+
+def _write(folder: Path, argument: str) -> Path:
+    """`argument`: what a command takes as RECIPE."""
+    file = folder / RECIPE_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(file, "x", encoding="utf-8") as stream:
+            stream.write(_RECIPE.format(type=TYPE, name=folder.name, argument=argument))
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    return file

@@ -1,6 +1,7 @@
 """What people see in the terminal when a command is done: tables, and a few lines below them."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,6 +12,7 @@ from assets.graph import GRAPH
 from assets.page import shown_logprob
 from assets.pipeline import Pipeline
 from assets.rows import TokenizedSide
+from model_registry.versions import Version
 from training.contract.fingerprint import short, shortened
 from workflows.comparison import SHOWN_VALUES, Compared, Comparison
 from workflows.gc import Collected
@@ -27,6 +29,16 @@ _COLOURS = {
     **dict.fromkeys(("failed", "missing", "differs"), "red"),
 }
 _SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
+
+
+def written(console: Console, file: Path, folder: Path) -> None:
+    """Where a new recipe is, and what comes next."""
+    console.print(
+        f"Written: {file}. Fill in `data.sources` and `reference.model`; `pedigree plan {folder}` then says what a run "
+        "would do.",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
@@ -152,6 +164,15 @@ def verification(console: Console, found: Verification) -> None:
     console.print(f"Tolerance: {found.tolerance} nats times the square root of the response's number of tokens")
 
 
+def rolled_back(console: Console, name: str, restored: Version, left: Version) -> None:
+    """Which version of the model is champion again."""
+    console.print(
+        f"Version {restored.number} of {name} is champion again; version {left.number} is marked as rolled back and is not "
+        "promoted again.",
+        markup=False,
+    )
+
+
 def collection(console: Console, found: Collected) -> None:
     table = Table("kind", "fingerprint or folder", "bytes", title="Deleted" if found.deleted else "Would be deleted")
     for item in found.garbage:
@@ -172,7 +193,8 @@ def _count(count: int | None) -> str:
 
 def inspected(console: Console, found: InspectedRow) -> None:
     """The pair's messages, then each response with the trained tokens underlined and its log-probs."""
-    console.print(f"[bold]row {found.row}[/], {found.split} split")
+    origin = f"{found.messages['source']}, line {found.messages['line']}"
+    console.print(f"[bold]row {found.row}[/], {found.split} split, from {escape(origin)}", soft_wrap=True)
     for name in ("tools", "chat_template_kwargs"):
         if given := found.messages.get(name):
             console.print(f"[dim]{name}:[/] {escape(given)}")

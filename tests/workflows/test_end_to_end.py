@@ -139,10 +139,9 @@ def test_a_comparison_is_of_all_pairs_or_of_those_of_a_source(materialized, smal
     home, report = materialized
     [whole] = home.look("compare", str(small_recipe))["recipes"]
     assert (whole["pairs"], whole["notes"]) == (report["metrics"]["eval/pairs"], [])
-    [part] = home.look("compare", str(small_recipe), "--source", "poems")["recipes"]
-    assert (part["pairs"], part["notes"]) == (
-        0,
-        ["`poems` is the name of no source that it was evaluated on (names: none)"],
+    part = home.invoke("compare", str(small_recipe), "--source", "poems")
+    assert (
+        part.exit_code == 2 and "`poems` is the name of no source that it was evaluated on (names: none)" in part.stderr
     )
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PAIRS, edit, flip
 from training.contract.errors import DataError
+from training.contract.fingerprint import short
 from training.contract.job import Job
 from workflows.outlook import outlook
 from workflows.plan import plan, sentence
@@ -47,7 +48,7 @@ def test_corrupt_records_are_mended_as_a_run_would_mend_them(looking):
         ({"max_quarantined": 0.0}, "a run would end here: the check quarantine_within_limit failed: 1 of 161 rows"),
         (
             {"max_quarantined": 0.5, "validation_fraction": 0.0},
-            "none of the 160 tokenized pairs is in the validation split",
+            "defs.yaml:6: data.validation_fraction: 0.0: none of the 160 tokenized pairs is in the validation split",
         ),
     ],
 )
@@ -66,6 +67,22 @@ def test_another_beta_trains_and_scores_nothing(looking):
     assert assets["policy"].causes == ("training_spec: loss.beta 0.1 -> 0.2",)
     assert assets["policy"].work["steps"] == 12
     assert words.startswith("would train 12 steps, evaluate, decide on the release; reuses ")
+
+
+def test_the_steps_that_an_interrupted_run_saved_are_told(looking):
+    """The files are as training.checkpoint says. One that was not written to its end counts no more than other data's."""
+    edit(looking, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    key = short(outlook(looking.pipeline, looking.services)["policy"].derivation.key)
+    for of, name in (
+        (key, "step-00000004"),
+        (key, "step-00000008"),
+        (key, "step-00000012.partial"),
+        ("0" * 12, "step-9"),
+    ):
+        (looking.home / "jobs" / f"policy-{key}" / "checkpoints" / of / name).mkdir(parents=True)
+    assets, words = planned(looking)
+    assert (assets["policy"].work["steps"], assets["policy"].work["done"]) == (12, 8)
+    assert words.startswith("would train 12 steps (8 of them are done), evaluate, ")
 
 
 def test_in_another_dtype_every_sequence_is_scored_again_and_every_epoch_trained(looking):
@@ -88,7 +105,8 @@ def test_new_rows_are_counted_as_they_will_be_scored(looking):
     jobs = {path.parent.name for path in (looking.home / "jobs").glob("*/job.json")}
     known = looking.instance.get_latest_materialization_event(looking.pipeline.key("raw_preferences"))
     assets, words = planned(looking)
-    assert assets["raw_preferences"].work["rows"] == PAIRS + 3
+    work = assets["raw_preferences"].work
+    assert (work["rows"], work["added"], work["removed"]) == (PAIRS + 3, 3, 0)
     assert assets["reference_logprobs"].action == "compute"
     assert assets["reference_logprobs"].work == {"sequences": 2 * PAIRS + 3, "missing": 3}
     assert assets["reference_logprobs"].causes == (

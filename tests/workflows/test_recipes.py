@@ -20,8 +20,9 @@ from training.contract.errors import RecipeError, UsageError
 from training.contract.recipe import Recipe
 from workflows.component import DEFS
 from workflows.definitions import definitions_in
-from workflows.recipes import load_recipe
+from workflows.recipes import load_recipe, load_recipes
 from workflows.resources import services
+from workflows.scaffold import init_recipe
 
 # Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
 EXPECTED = {
@@ -277,6 +278,60 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path, attributes, to
     assert "at least 1 item, found (" not in message  # pydantic's count of the sources that are sound
 
 
+# Lines are counted by hand; %s is what the case adds to the training.
+CONTRADICTIONS = """\
+type: workflows.PreferenceTuning
+attributes:
+  data:
+    sources:
+      - path: a.jsonl
+        held_out: %(held_out)s
+      - path: b.jsonl
+        name: b
+  reference: {model: %(model)s}
+  training:
+    epochs: 2
+    %(training)s
+    loss: {type: sigmoid}
+  release:
+    model_name: x
+    gate:
+      min_accuracy_of: {%(floor)s: 0.5}
+  variants:
+    hot:
+      training:
+        seed: 2
+        %(hot)s
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ({"training": "start_from: champion"}, "12: training.start_from: `training.start_from: champion` starts from"),
+        ({"training": "head_precision: float8"}, "12: training.head_precision: `head_precision: float8` needs"),
+        ({"model": "models:/x@champion"}, "9: reference.model: `reference.model: models:/x@champion` is what this"),
+        ({"floor": "c"}, "17: release.gate.min_accuracy_of: `release.gate.min_accuracy_of` has c, but"),
+        ({"held_out": "true\n        split: x"}, "7: data.sources.0.split: `config`, `split` and `revision` belong"),
+        (
+            {"hot": "head_precision: float8"},
+            "22: variants.hot.training.head_precision: `head_precision: float8` needs",
+        ),
+        (
+            {"hot": "adapter: {export: adapter}\n        start_from: champion"},
+            "23: variants.hot.training.start_from: `start_from: champion` with `adapter.export: adapter`",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_told_with_the_line_of_one(tmp_path, case, told):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    valid = {"held_out": "true", "model": "./b", "training": "seed: 1", "floor": "b", "hot": "batch_size: 3"}
+    (folder / "defs.yaml").write_text(CONTRADICTIONS % (valid | case))
+    with pytest.raises(RecipeError, match=told):
+        load_recipes(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -391,6 +446,22 @@ def test_what_dg_scaffolds_is_a_recipe_to_fill_in(tmp_path):
     assert (recipe.release.model_name, recipe.reference.model) == ("my-model", str(folder / "base"))
     with pytest.raises(UsageError, match="a folder of its own"):
         scaffold_object(folder, "workflows.PreferenceTuning", None, "python", None)
+
+
+def test_init_writes_the_same_recipe_anywhere_and_no_other_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scaffold_object(tmp_path / "my-model", "workflows.PreferenceTuning", None, "yaml", None)
+    file = init_recipe(Path("far/my-model"))
+    assert file == tmp_path / "far" / "my-model" / "defs.yaml"
+    assert file.read_text() == (tmp_path / "my-model" / "defs.yaml").read_text().replace("plan my-", "plan far/my-")
+    file.write_text("mine")
+    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml cannot be written: File exists"):
+        init_recipe(Path("far/my-model"))
+    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml/x/defs\.yaml cannot be written: Not a directory"):
+        init_recipe(file / "x")
+    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
+        init_recipe(Path("my model"))
+    assert file.read_text() == "mine" and not Path("my model").exists()
 
 
 def test_a_name_dagster_cannot_take_is_refused(tmp_path):

@@ -84,7 +84,7 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{a: {training: {batch_size: -4}}}", "variants.a.training.batch_size: input should be .*, found -4"),
         (
             "{a: {training: {loss: {type: hinge, tau: 1}}}}",
-            "3: variants.a.training.loss: `tau` does .*`null` takes away",
+            "3: variants.a.training.loss.tau: `tau` does .*`null` takes away",
         ),
         ("{a: {variants: {b: {}}}}", "3: variants.a.variants: expected one of data, .*, automation$"),
         ("{a: {},\n   a: {}}", "`a` stands on the lines 3 and 4"),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from training.contract.durable import write_durably
 from training.contract.fields import Frozen
+from training.contract.fingerprint import short
 from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Compute
 
@@ -19,7 +20,25 @@ from training.contract.recipe import Compute
 # SUPERVISOR: the id of the supervisor's process, with which the job's processes must end.
 RENDEZVOUS, SUPERVISOR = "PEDIGREE_RENDEZVOUS", "PEDIGREE_SUPERVISOR"
 
+CHECKPOINTS = "checkpoints"  # the folder in a job's own
+
 JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof"]
+
+
+def job_folder(home: Path, derivation: Derivation) -> Path:
+    """Where the job that makes what `derivation` describes works."""
+    return home / "jobs" / f"{derivation.kind}-{short(derivation.key)}"
+
+
+def checkpoints_of(folder: Path, derivation: Derivation) -> Path:
+    """Where, in the folder of a job's checkpoints, those are that it may go on from."""
+    return folder / short(derivation.key)
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, ascending, without those that were not written to the end."""
+    names = [path.name.removeprefix("step-") for path in folder.glob("step-*")]
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 class Input(Source):
@@ -96,7 +115,7 @@ class Job(Frozen):
 
     @property
     def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        return self.folder / CHECKPOINTS
 
     @property
     def distributed(self) -> bool:

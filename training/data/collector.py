@@ -1,6 +1,7 @@
 """What becomes of rows: pairs, each in its split, and quarantined rows, in two files as they come, and counts of both.
 
-    preferences.parquet  row, prompt, chosen, rejected (messages), tools, chat_template_kwargs, split, source, line, source_name
+    preferences.parquet  row, prompt, chosen, rejected (messages), tools, chat_template_kwargs, split, source, line,
+                         source_name, identity (of what the pair says, in hexadecimal)
     quarantine.parquet   source, line, reason, detail, text (the row as it was read)
 
 Pairs with the same prompt are in the same split: validation if the prompt occurs in a source that is held out, which is why
@@ -23,7 +24,7 @@ from training.contract.errors import DataError
 from training.contract.fingerprint import value_digest
 from training.contract.recipe_files import DataFile
 from training.data.columns import Columns
-from training.data.duplicates import Duplicates
+from training.data.duplicates import Duplicates, Said
 from training.data.messages import Message, Pair, message
 from training.data.quarantine import Quarantined
 from training.data.readers import Record
@@ -44,6 +45,7 @@ PREFERENCES_SCHEMA = pa.schema(
         ("source", pa.string()),
         ("line", pa.int64()),
         ("source_name", pa.string()),
+        ("identity", pa.string()),
     ]
 )
 QUARANTINE_SCHEMA = pa.schema(
@@ -96,6 +98,7 @@ class Collector:
     duplicates: Duplicates
     digests: list[bytes] = field(default_factory=list)
     refused: list[bytes] = field(default_factory=list)
+    first_refused: dict[str, str] = field(default_factory=dict)  # by reason
     held_out_prompts: set[bytes] = field(default_factory=set)
     formats: dict[str, str] = field(default_factory=dict)
     rows_of_file: Counter[str] = field(default_factory=Counter)
@@ -126,12 +129,14 @@ class Collector:
             turns["tools"] = pair.tools
         if pair.chat_template_kwargs:
             turns["chat_template_kwargs"] = pair.chat_template_kwargs
-        if self.duplicates.drops(turns, f"{given.file.name}, line {line}"):
+        said = Said.of(turns)
+        if self.duplicates.drops(said, f"{given.file.name}, line {line}"):
             return
         origin: dict[str, Any] = {"split": split, "line": line}
         if given.source.name is not None:
             origin["source_name"] = given.source.name
-        self._pairs.add({"row": len(self.digests), **turns, **origin, "source": given.file.name})
+        row = {"row": len(self.digests), **turns, **origin, "source": given.file.name, "identity": said.identity.hex()}
+        self._pairs.add(row)
         self.digests.append(value_digest(turns | origin))
         self.splits[split] += 1
         if len(self.examples) < _PAIR_EXAMPLES:
@@ -143,6 +148,7 @@ class Collector:
         self._quarantine.add(row)
         self.refused.append(value_digest([record.line, reason, text]))
         self.reasons[reason] += 1
+        self.first_refused.setdefault(reason, f"{source}, line {record.line}")
         if len(self.quarantine_examples) < _QUARANTINE_EXAMPLES:
             self.quarantine_examples.append({**row, "text": text[:_EXAMPLE_CHARACTERS]})
 

@@ -1,4 +1,4 @@
-"""Pairs that repeat an earlier one, as those of overlapping exports do, and pairs that say the opposite of an earlier one."""
+"""What a pair says, as an identity; pairs that repeat an earlier one, as overlapping exports do, or say the opposite of one."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,23 @@ from training.contract.fingerprint import value_digest
 
 _SIDES = ("chosen", "rejected")
 _IDENTITY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Said:
+    """The identity of a pair, by all of its turns: prompt, chosen, rejected, tools, arguments of the template.
+
+    `opposite` is that of the pair with chosen and rejected exchanged.
+    """
+
+    identity: bytes
+    opposite: bytes
+
+    @classmethod
+    def of(cls, turns: Mapping[str, Any]) -> "Said":
+        shared = value_digest({part: value for part, value in turns.items() if part not in _SIDES})
+        chosen, rejected = (value_digest(turns[side]) for side in _SIDES)
+        return cls(_identity(shared, chosen, rejected), _identity(shared, rejected, chosen))
 
 
 @dataclass
@@ -26,18 +43,14 @@ class Duplicates:
     def dropped(self) -> int:
         return self.count if self.are_dropped else 0
 
-    def drops(self, turns: Mapping[str, Any], place: str) -> bool:
-        """Count a pair, and say whether it is to be dropped.
-
-        It repeats an earlier one that has all of its `turns`: prompt, chosen, rejected, tools, arguments of the template.
-        """
-        identity, opposite = _identity_and_opposite(turns)
-        if identity in self._identities:
+    def drops(self, said: Said, place: str) -> bool:
+        """Count a pair, and say whether it is to be dropped."""
+        if said.identity in self._identities:
             self.count += 1
             self.first = self.first or place
             return self.are_dropped
-        self._identities.add(identity)
-        if opposite in self._identities:
+        self._identities.add(said.identity)
+        if said.opposite in self._identities:
             self.conflicting += 1
             self.first_conflicting = self.first_conflicting or place
         return False
@@ -49,13 +62,6 @@ class Duplicates:
             yield f"pairs that repeat an earlier one: {self.count}, the first: {self.first}; they were {fate}"
         if self.conflicting:
             yield f"pairs that say the opposite of an earlier one: {self.conflicting}, the first: {self.first_conflicting}"
-
-
-def _identity_and_opposite(turns: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """The identity of a pair, and that of the pair with chosen and rejected exchanged."""
-    shared = value_digest({part: value for part, value in turns.items() if part not in _SIDES})
-    chosen, rejected = (value_digest(turns[side]) for side in _SIDES)
-    return _identity(shared, chosen, rejected), _identity(shared, rejected, chosen)
 
 
 def _identity(*digests: bytes) -> bytes:

@@ -66,8 +66,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
     tally.refuse_if_empty()
     details = {**tally.details(), **_lengths(Pairs.open(job.staging))}
-    for reason, count in details["reasons"].items():
-        events.note(f"{count} pairs dropped: {reason}")
+    for reason, count in tally.reasons.most_common():
+        events.note(f"{count} pairs dropped: {reason.value}, the first: {tally.first(reason)}")
     details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]
     end = canonical_json({"eos_token_id": tokenizer.eos_token_id})
     return Made(fingerprint_of_stream("tokenized_pairs", [end, *tally.digests]), details)
@@ -139,14 +139,15 @@ class _Tally:
             "dropped_examples": self.dropped[:_DROPPED_EXAMPLES],
             "empty_masks": self.reasons[DropReason.EMPTY_MASK],
             "prefix_violations": self.reasons[DropReason.PREFIX],
-            "first_prefix_violation": self._first(DropReason.PREFIX),
+            "first_prefix_violation": self.first(DropReason.PREFIX),
             "left_out": sum(self.reasons[reason] for reason in _LEFT_OUT),
-            "first_left_out": self._first(*_LEFT_OUT),
+            "first_left_out": self.first(*_LEFT_OUT),
             "shared_prompts": len(shared),
             "first_shared_prompt": "row {} (train) and row {} (validation)".format(*shared[0]) if shared else "",
         }
 
-    def _first(self, *reasons: DropReason) -> str:
+    def first(self, *reasons: DropReason) -> str:
+        """The first pair that was dropped for one of these reasons; empty if none was."""
         found = (f"row {drop['row']}, {drop['detail']}" for drop in self.dropped if drop["reason"] in reasons)
         return next(found, "")
 

@@ -70,7 +70,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         if not collector.rows_of_file[each.file.name]:
             events.note(f"{each.file.name} has no row")
     for reason, count in collector.reasons.most_common():
-        events.note(f"{count} rows in quarantine: {reason}")
+        events.note(f"{count} rows in quarantine: {reason}, the first: {collector.first_refused[reason]}")
     if collector.left_out:
         events.note(f"{collector.left_out} rows left out by the `fraction` of their source")
     for note in duplicates.notes():

@@ -383,7 +383,9 @@ def test_the_artifact_is_complete(workshop, tiny_chat, real_rows):
     events = [json.loads(line) for line in done.events.read_text().splitlines()]
     [*_, last] = [event for event in events if event["event"] == "progress"]
     assert last["done"] == last["total"] == 300
-    assert events[-1]["text"] == f"{counts['dropped']} pairs dropped: over max_length"
+    [first, *_] = done.details["dropped_examples"]
+    told = f"{counts['dropped']} pairs dropped: over max_length, the first: row {first['row']}, {first['detail']}"
+    assert events[-1]["text"] == told
 
 
 def test_shared_prompts_are_seen_in_the_tokens(workshop, tiny_chat, tmp_path):

@@ -80,8 +80,10 @@ def test_nothing_is_dropped_silently(workshop):
     assert [(row["line"], row["reason"]) for row in done.table("quarantine.parquet")] == [
         (2, "bad JSON"), (3, "chosen equals rejected"), (4, "not an object"), (5, "invalid unicode"),
     ]  # fmt: skip
+    assert "1 rows in quarantine: chosen equals rejected, the first: rows0.jsonl, line 3" in _told(done)
     assert done.table("quarantine.parquet")[0]["text"] == bad[0]
     [row] = done.table("preferences.parquet")
+    assert len(bytes.fromhex(row.pop("identity"))) == 16
     assert row == {
         "row": 0, "split": "train", "source": "rows0.jsonl", "line": 1,
         "prompt": [{"role": "user", "content": "Why?"}], "chosen": [{"role": "assistant", "content": "Because."}],
@@ -115,6 +117,7 @@ def test_pairs_that_repeat_or_contradict_an_earlier_one_are_counted_and_dropped_
     assert every == [("a.jsonl", n) for n in (1, 2, 3, 4, 6)] + [("b.jsonl", n) for n in (1, 2, 3, 4)] + [
         ("c.jsonl", 1)
     ]
+    assert len({row["identity"] for row in kept.table("preferences.parquet")}) == 5
     rows = dropped.table("preferences.parquet")
     assert [(row["row"], row["source"], row["line"]) for row in rows] == [
         (0, "a.jsonl", 1), (1, "a.jsonl", 2), (2, "a.jsonl", 3), (3, "a.jsonl", 4), (4, "b.jsonl", 1),
