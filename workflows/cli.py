@@ -65,6 +65,7 @@ def main() -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)  # it waits for no version here
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it logs Ctrl-C with a traceback, and raises it
 
 
 @main.command()

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from sqlalchemy.exc import OperationalError
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, write_recipe
@@ -54,6 +55,20 @@ def test_with_json_a_slip_is_json_as_well(home, words, named):
     assert done.exit_code == 2 and told.keys() == {"error"}
     assert named in told["error"] and told["error"] in done.stderr
     assert home.invoke(*(word for word in words if word != "--json")).stdout == ""
+
+
+def test_an_interrupt_while_a_connection_is_closed_is_not_logged(home, caplog, monkeypatch):
+    """As it was seen: Ctrl-C fell into SQLAlchemy's closing of a connection, and people read a traceback."""
+    home.invoke("status", "nowhere")
+    engine = sqlalchemy.create_engine("sqlite://", poolclass=sqlalchemy.pool.NullPool)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.dialect, "do_close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.connect().close()
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
