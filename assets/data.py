@@ -43,9 +43,10 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
             f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences"
         )
     made = realize(step, preferences_work(step.pipeline, found))
-    changed = pair_changes(step.services.store, step.history.latest("raw_preferences").fingerprint, made.artifact)
+    before, services = step.history.latest("raw_preferences").fingerprint, step.services
+    changed = pair_changes(services.store, before, made.artifact, services.hashes)
     if words := list(changed.words() if changed else ()):
-        tell(step.services, step.context.log, step.asset, "; ".join(words))
+        tell(services, step.context.log, step.asset, "; ".join(words))
         made = replace(made, changes=[*(made.changes or ()), *words])
     details = made.artifact.details
     counts = details["counts"]
@@ -96,7 +97,7 @@ def demand_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) 
     for split, asset in (("train", "policy"), ("validation", "evaluation")):
         if not counts[split] and asset in assets:
             raise DataError(
-                f"none of the {counts['pairs']:,} tokenized pairs is in the {split} split, and {asset} is part of this run; "
-                f"`data.validation_fraction` is {pipeline.recipe.data.validation_fraction}, the share of prompts that "
-                f"is held out: set another (0.1 is usual), {remedies[split]}"
+                f"`data.validation_fraction: {pipeline.recipe.data.validation_fraction}` is the share of prompts that is held "
+                f"out, and none of the {counts['pairs']:,} tokenized pairs is in the {split} split, while {asset} is part of "
+                f"this run: set another (0.1 is usual), {remedies[split]}"
             )

@@ -5,13 +5,14 @@ now, and another split, or another order, is no change here.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from training.contract.errors import StoreError, UnreadableArtifact
+from training.contract.hash_cache import HashCache
 from training.contract.store import Artifact, Store
 
 _COLUMNS = ["identity", "source", "line"]
@@ -28,26 +29,28 @@ class PairChanges:
 
     def words(self) -> Iterator[str]:
         for count, what, first in (
-            (self.added, "added", self.first_added),
-            (self.removed, "removed", self.first_removed),
+            (self.added, "added", f"in {self.first_added}"),
+            (self.removed, "removed", f"was in {self.first_removed}"),
         ):
             if count:
-                yield f"{count:,} {'pair' if count == 1 else 'pairs'} {what}, the first: {first}"
+                yield f"{count:,} {'pair' if count == 1 else 'pairs'} {what}, the first {first}"
 
 
-def pair_changes(store: Store, before: str | None, now: Artifact) -> PairChanges | None:
+def pair_changes(store: Store, before: str | None, now: Artifact, cache: HashCache) -> PairChanges | None:
     """From the `raw_preferences` of the fingerprint `before` to `now`; None if there was none, or it cannot be compared."""
     if before is None:
         return None
     if before == now.fingerprint:
         return PairChanges(0, 0, None, None)
     try:
-        old, new = _pairs(store.open("raw_preferences", before)), _pairs(now)
+        old = _pairs(store.open("raw_preferences", before, cache=cache))
+        new = _pairs(now)
     except (StoreError, UnreadableArtifact):
         return None
     if old is None or new is None:
         return None
-    added, removed = _beyond(new, old), _beyond(old, new)
+    of_old, of_new = old["identity"].to_pylist(), new["identity"].to_pylist()
+    added, removed = _beyond(of_new, of_old), _beyond(of_old, of_new)
     return PairChanges(len(added), len(removed), _place(new, added), _place(old, removed))
 
 
@@ -57,11 +60,11 @@ def _pairs(rows: Artifact) -> pa.Table | None:
         return file.read(columns=_COLUMNS) if "identity" in file.schema_arrow.names else None
 
 
-def _beyond(pairs: pa.Table, others: pa.Table) -> list[int]:
+def _beyond(pairs: Sequence[str], others: Sequence[str]) -> list[int]:
     """The rows of `pairs` that `others` does not have; of a pair that occurs more often, those that come last."""
-    left = Counter(others["identity"].to_pylist())
+    left = Counter(others)
     found = []
-    for row, identity in enumerate(pairs["identity"].to_pylist()):
+    for row, identity in enumerate(pairs):
         if left[identity]:
             left[identity] -= 1
         else:

@@ -31,12 +31,15 @@ def written(pipeline: Pipeline, field: str) -> Iterator[None]:
 
 @contextmanager
 def written_where_named(pipeline: Pipeline) -> Iterator[None]:
-    """Begins each error within by the place of the first field that it names, if the file says that, and the error no place."""
+    """Begins each error within that begins with a field, in backticks, by the place where the file says that.
+
+    Fields that are named further behind may be what to do about it, and not to blame.
+    """
     try:
         yield
     except PedigreeError as error:
-        named = _FIELD.search(str(error))
-        place = None if named is None or str(pipeline.file) in str(error) else _found(pipeline, named[1])
+        begun = _FIELD.match(str(error))
+        place = None if begun is None else _found(pipeline, begun[1])
         if place is None:
             raise
         raise type(error)(f"{place}: {error}") from error
@@ -88,9 +91,20 @@ def _below(node: yaml.Node | None, path: Sequence[str]) -> tuple[int, yaml.Node]
     begins = node
     for name in path:
         if isinstance(node, yaml.MappingNode):
-            begins, node = next(((key, value) for key, value in node.value if key.value == name), (None, None))
+            begins, node = next(((key, value) for key, value in _fields(node) if key.value == name), (None, None))
         elif isinstance(node, yaml.SequenceNode) and name.isdigit():
             begins = node = next(iter(node.value[int(name) :]), None)
         else:
             return None
     return None if begins is None or node is None else (begins.start_mark.line + 1, node)
+
+
+def _fields(section: yaml.MappingNode) -> Iterator[tuple[yaml.Node, yaml.Node]]:
+    """Those that a section has itself come before those of the sections that it merges (`<<`)."""
+    yield from section.value
+    for key, merged in section.value:
+        if key.value == "<<":
+            sections = merged.value if isinstance(merged, yaml.SequenceNode) else [merged]
+            for each in sections:
+                if isinstance(each, yaml.MappingNode):
+                    yield from _fields(each)

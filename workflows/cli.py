@@ -37,10 +37,10 @@ from workflows.reporting import (
     explained,
     people,
     print_error,
+    print_found,
     print_json,
     reporting,
     results,
-    tell,
 )
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
 from workflows.run_report import INTERRUPTED, RunReport
@@ -65,7 +65,7 @@ def main() -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)  # it waits for no version here
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
-    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # it logs Ctrl-C with a traceback, and raises it
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # of what is thrown away, with a traceback
 
 
 @main.command()
@@ -75,7 +75,7 @@ def main() -> None:
 def init(folder: Path, as_json: bool) -> None:
     """Write a recipe to fill in: FOLDER/defs.yaml."""
     file = init_recipe(folder)
-    tell(as_json, {"file": str(file)}, show.written, file, folder)
+    print_found(as_json, {"file": str(file)}, show.new_recipe, file)
 
 
 @main.command()
@@ -96,7 +96,7 @@ def run(recipe: str, select: str | None, variants: bool, as_json: bool) -> None:
         _run_each(found, select, as_json)
         return
     report = _run(found[0], select)
-    tell(as_json, _json_of(report), show.run_report, report, with_samples=True)
+    print_found(as_json, _json_of(report), show.run_report, report, with_samples=True)
     if not report.succeeded:
         sys.exit(1)
 
@@ -146,7 +146,7 @@ def status(recipe: str, as_json: bool) -> None:
     with at_work() as (services, instance):
         found = find_status(loaded.pipeline, services, instance)
     assets = [asdict(asset) for asset in found]
-    tell(as_json, {"recipe": loaded.pipeline.name, "assets": assets}, show.status, loaded.pipeline, found)
+    print_found(as_json, {"recipe": loaded.pipeline.name, "assets": assets}, show.status, loaded.pipeline, found)
 
 
 @main.command()
@@ -159,7 +159,7 @@ def plan(recipe: str, as_json: bool) -> None:
     with at_work() as (services, instance):
         planned = make_plan(loaded.pipeline, services, instance)
     assets = [asdict(asset) for asset in planned]
-    tell(as_json, {"recipe": loaded.pipeline.name, "assets": assets}, show.plan, loaded.pipeline, planned)
+    print_found(as_json, {"recipe": loaded.pipeline.name, "assets": assets}, show.plan, loaded.pipeline, planned)
 
 
 @main.command()
@@ -172,7 +172,7 @@ def verify(recipe: str, rows: int, as_json: bool) -> None:
     loaded = _find(recipe)[0]
     with at_work() as (services, instance):
         found = do_verify(loaded.pipeline, services, instance, rows)
-    tell(as_json, asdict(found), show.verification, found)
+    print_found(as_json, asdict(found), show.verification, found)
     if not found.ok:
         sys.exit(1)
 
@@ -191,7 +191,7 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:
         people.print(f"Written: {write_page(html, inspection_page(loaded.pipeline, found)).absolute()}", markup=False)
-    tell(as_json, asdict(found), show.inspected, found)
+    print_found(as_json, asdict(found), show.inspected, found)
 
 
 @main.command()
@@ -212,7 +212,7 @@ def compare(recipes: tuple[str, ...], source: str | None, as_json: bool) -> None
         raise UsageError(f"{times} of the recipes to compare are called {name}; name each of them once")
     with at_work() as (services, instance):
         comparison = do_compare([last_evaluated(loaded.pipeline, services, instance, source) for loaded in found])
-    tell(as_json, asdict(comparison), show.comparison, comparison)
+    print_found(as_json, asdict(comparison), show.comparison, comparison)
 
 
 @main.command()
@@ -226,7 +226,7 @@ def rollback(name: str, as_json: bool) -> None:
     with sole_decision(services.store, name):
         restored, left = services.registry.rollback(name)
     told = {"model": name, "champion": restored.number, "rolled_back": left.number}
-    tell(as_json, told, show.rolled_back, name, restored, left)
+    print_found(as_json, told, show.rolled_back, name, restored, left)
 
 
 @main.command()
@@ -240,7 +240,7 @@ def gc(delete: bool, as_json: bool) -> None:
     """
     with at_work() as (services, instance):
         found = collect(services, instance, delete)
-    tell(as_json, asdict(found), show.collection, found)
+    print_found(as_json, asdict(found), show.collection, found)
 
 
 @main.command()

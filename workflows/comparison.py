@@ -83,8 +83,8 @@ def compare(evaluated: Sequence[Evaluated]) -> Comparison:
     Raises UsageError where there is none because none has pairs of the sources that were asked for.
     """
     seen = [each for each in evaluated if each.values]
-    if not seen and (without := [each for each in evaluated if each.lacks_source]):
-        raise UsageError(f"{without[0].recipe}: {'; '.join(without[0].notes)}")
+    if not seen and any(each.lacks_source for each in evaluated):
+        raise UsageError("\n".join(f"{each.recipe}: {'; '.join(each.notes)}" for each in evaluated))
     names = dict.fromkeys(name for each in seen for name in each.settings)
     differing = [name for name in names if len({each.settings.get(name) for each in seen}) > 1]
     return Comparison(

@@ -177,7 +177,7 @@ class _Planner:
     def _changed(self) -> dict[str, int]:
         """How many pairs are not those that were last materialized; nothing for rows that are the same, or the first."""
         before = self.history.latest("raw_preferences").fingerprint
-        changed = pair_changes(self.services.store, before, self.cheap.rows)
+        changed = pair_changes(self.services.store, before, self.cheap.rows, self.services.hashes)
         if changed is None or not (changed.added or changed.removed):
             return {}
         return {"added": changed.added, "removed": changed.removed}

@@ -122,7 +122,7 @@ def print_error(message: str) -> None:
     people.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
-def tell(
+def print_found(
     as_json: bool,
     found: dict[str, Any],
     shown: Callable[Concatenate[Console, P], None],

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import dagster as dg
 
+from training.contract.durable import write_durably
 from training.contract.errors import UsageError
+from training.contract.fingerprint import demand_text
 from workflows.recipe_file import RECIPE_FILE, TYPE, refuse_name
 
 _RECIPE = """\
-# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan {argument}` says what a run would do.
+# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan` says what a run would do.
 type: {type}
 attributes:
   data:
@@ -19,7 +21,7 @@ attributes:
   training:
     loss: {{type: sigmoid, beta: 0.1}}
   release:
-    model_name: {name}
+    model_name: "{name}"
 """
 
 
@@ -29,22 +31,18 @@ class RecipeScaffolder(dg.Scaffolder):
     def scaffold(self, request: dg.ScaffoldRequest) -> None:
         if request.append or request.scaffold_format != "yaml":
             raise UsageError("a recipe is a defs.yaml in a folder of its own: leave out --format and the file's name")
-        _write(request.target_path, request.target_path.name)
+        init_recipe(request.target_path)
 
 
 def init_recipe(folder: Path) -> Path:
     """Write a recipe into `folder`, which is made; returns its file. Raises UsageError where that cannot be, or is there."""
-    refuse_name(folder.absolute())
-    return _write(folder.absolute(), str(folder))
-
-
-def _write(folder: Path, argument: str) -> Path:
-    """`argument`: what a command takes as RECIPE."""
-    file = folder / RECIPE_FILE
+    file = folder.absolute() / RECIPE_FILE
+    demand_text(file)
+    refuse_name(file.parent)
+    if file.exists():
+        raise UsageError(f"{file} is there already; name another folder")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(file, "x", encoding="utf-8") as stream:
-            stream.write(_RECIPE.format(type=TYPE, name=folder.name, argument=argument))
+        write_durably(file, _RECIPE.format(type=TYPE, name=file.parent.name).encode())
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from error
     return file

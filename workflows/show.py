@@ -1,5 +1,6 @@
 """What people see in the terminal when a command is done: tables, and a few lines below them."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,11 +32,11 @@ _COLOURS = {
 _SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
 
 
-def written(console: Console, file: Path, folder: Path) -> None:
-    """Where a new recipe is, and what comes next."""
+def new_recipe(console: Console, file: Path) -> None:
+    """Where it is, and what comes next."""
     console.print(
-        f"Written: {file}. Fill in `data.sources` and `reference.model`; `pedigree plan {folder}` then says what a run "
-        "would do.",
+        f"Written: {file}. Fill in `data.sources` and `reference.model`; then `pedigree plan {shlex.quote(str(file.parent))}` "
+        "says what a run would do.",
         markup=False,
         soft_wrap=True,
     )

@@ -47,7 +47,7 @@ def preferences(store: Store, key: str, message: list[tuple[str, pa.DataType]], 
             "row": row, "prompt": [{"role": "user", "content": f"Why {row}?"}], "line": row,
             "chosen": [{"role": "assistant", "content": "Because."}],
             "rejected": [{"role": "assistant", "content": "No idea."}],
-            "split": "validation", "source": key, "source_name": key,
+            "split": "validation", "source": key, "source_name": key, "identity": key,
         }
         for row in range(2)
     ]  # fmt: skip
@@ -59,7 +59,7 @@ def preferences(store: Store, key: str, message: list[tuple[str, pa.DataType]], 
 def test_pairs_are_the_same_whether_or_not_their_table_has_columns_that_came_later(tmp_path: Path):
     store = Store(tmp_path / "store")
     before = preferences(store, "a", SAID)
-    now = preferences(store, "b", CALLS, "tools", "source_name")
+    now = preferences(store, "b", CALLS, "tools", "source_name", "identity")
     evaluation = published(store, "evaluation", "pairs.parquet", pa.table({"row": [1], "margin": [0.5]}), "c")
     found = [rows_by_messages(evaluation, each) for each in (before, now)]
     assert found[0] == found[1] and list(found[0].values()) == [{"row": 1, "margin": 0.5}]

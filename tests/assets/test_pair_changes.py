@@ -6,6 +6,7 @@ import pytest
 
 from assets.pair_changes import PairChanges, pair_changes
 from training.contract.fingerprint import fingerprint
+from training.contract.hash_cache import HashCache
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Made, Store
 
@@ -23,30 +24,31 @@ def published(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
 @pytest.mark.parametrize(
     ("before", "now", "words"),
     [
-        ("abc", "abcd", ["1 pair added, the first: a.jsonl, line 4"]),
-        ("abcd", "bd", ["2 pairs removed, the first: a.jsonl, line 1"]),
+        ("abc", "abcd", ["1 pair added, the first in a.jsonl, line 4"]),
+        ("abcd", "bd", ["2 pairs removed, the first was in a.jsonl, line 1"]),
         (
             "abc",
             "aXc",
-            ["1 pair added, the first: a.jsonl, line 2", "1 pair removed, the first: a.jsonl, line 2"],
+            ["1 pair added, the first in a.jsonl, line 2", "1 pair removed, the first was in a.jsonl, line 2"],
         ),
         ("abc", "cab", []),
-        ("abc", "abca", ["1 pair added, the first: a.jsonl, line 4"]),  # the copy, not what it copies
-        ("abab", "ab", ["2 pairs removed, the first: a.jsonl, line 3"]),
+        ("abc", "abca", ["1 pair added, the first in a.jsonl, line 4"]),  # the copy, not what it copies
+        ("abab", "ab", ["2 pairs removed, the first was in a.jsonl, line 3"]),
         ("abc", "abc", []),
     ],
 )
 def test_what_was_added_and_removed_is_counted_with_the_first_place(tmp_path, before, now, words):
     store = Store(tmp_path)
-    changed = pair_changes(store, published(store, before).fingerprint, published(store, now))
+    cache = HashCache(tmp_path / "hashes.json")
+    changed = pair_changes(store, published(store, before).fingerprint, published(store, now), cache)
     assert changed is not None and list(changed.words()) == words
 
 
 def test_what_cannot_be_compared_is_not_told(tmp_path):
     """Nothing before, something before that is gone, and rows that an earlier version read."""
-    store = Store(tmp_path)
+    store, cache = Store(tmp_path), HashCache(tmp_path / "hashes.json")
     now = published(store, "ab")
     gone = fingerprint("raw_preferences", "gone")
     older = published(store, "a", with_identity=False).fingerprint
-    assert [pair_changes(store, before, now) for before in (None, gone, older)] == [None] * 3
-    assert pair_changes(store, now.fingerprint, now) == PairChanges(0, 0, None, None)
+    assert [pair_changes(store, before, now, cache) for before in (None, gone, older)] == [None] * 3
+    assert pair_changes(store, now.fingerprint, now, cache) == PairChanges(0, 0, None, None)

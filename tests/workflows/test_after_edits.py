@@ -28,7 +28,7 @@ from tests.workflows import edits
 from tests.workflows.edits import Edit, World, data_lines, field, fields, retokenizer, template
 from tests.workflows.homes import flip, latest
 from tests.workflows.in_process import Ground, run_in
-from tests.workflows.test_truth_table import HELD_OUT, PLAIN, TRAINED
+from tests.workflows.test_truth_table import CAPITAL, HELD_OUT, PLAIN, TRAINED
 from training.contract.errors import CorruptArtifact, DataError, StoreError, UsageError
 from training.contract.events import Event
 from training.contract.fingerprint import short
@@ -202,6 +202,21 @@ def test_a_row_with_other_tokens_has_no_log_prob_of_before(ground: Ground, world
     assert (found.split, found.chosen.policy_logprob, found.rejected.policy_logprob) == ("validation", None, None)
     with pytest.raises(UsageError, match="reference_logprobs is of other pairs than plain/tokenized_pairs"):
         inspect_row(pipeline, ground.services, ground.instance, HELD_OUT, score=True)
+
+
+def test_the_pairs_that_came_and_went_are_told_and_kept(ground: Ground, world: World):
+    """One of 24 rows is reworded and one is appended: who wrote them may not be who reads the history."""
+    edits.both(data_lines(edits.reword(TRAINED)), data_lines(lambda rows: [*rows, CAPITAL]))(world)
+    heard: list[Event] = []
+    services, loaded = replace(ground.services, listener=heard.append), load_recipe(world.folder)
+    assert materialize(loaded, services, ground.instance, "raw_preferences").succeeded
+    words = [
+        f"2 pairs added, the first in preferences.jsonl, line {TRAINED + 1}",
+        f"1 pair removed, the first was in preferences.jsonl, line {TRAINED + 1}",
+    ]
+    assert "; ".join(words) in [event["text"] for event in heard if event["event"] == "note"]
+    kept = latest(ground.instance, loaded.pipeline.key("raw_preferences")).metadata["changes"]
+    assert all(word in kept for word in words) and "preference_source " in kept
 
 
 def test_a_row_that_was_dropped_has_nothing_to_show(ground: Ground, world: World):

@@ -448,20 +448,22 @@ def test_what_dg_scaffolds_is_a_recipe_to_fill_in(tmp_path):
         scaffold_object(folder, "workflows.PreferenceTuning", None, "python", None)
 
 
-def test_init_writes_the_same_recipe_anywhere_and_no_other_file(tmp_path, monkeypatch):
+def test_init_writes_the_same_recipe_anywhere_and_over_no_other_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scaffold_object(tmp_path / "my-model", "workflows.PreferenceTuning", None, "yaml", None)
     file = init_recipe(Path("far/my-model"))
     assert file == tmp_path / "far" / "my-model" / "defs.yaml"
-    assert file.read_text() == (tmp_path / "my-model" / "defs.yaml").read_text().replace("plan my-", "plan far/my-")
+    assert file.read_text() == (tmp_path / "my-model" / "defs.yaml").read_text()
     file.write_text("mine")
-    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml cannot be written: File exists"):
+    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml is there already"):
         init_recipe(Path("far/my-model"))
     with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml/x/defs\.yaml cannot be written: Not a directory"):
         init_recipe(file / "x")
     with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
         init_recipe(Path("my model"))
     assert file.read_text() == "mine" and not Path("my model").exists()
+    for name in ("123", "null", "on"):  # no text to YAML, unless it is quoted
+        assert load_recipe(init_recipe(Path(name)).parent).pipeline.recipe.release.model_name == name
 
 
 def test_a_name_dagster_cannot_take_is_refused(tmp_path):

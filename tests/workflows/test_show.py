@@ -239,9 +239,10 @@ def test_a_pair_is_shown_with_what_is_known_of_it():
     )
     call = '[{"name": "ask"}]'
     prompt = [{"role": "user", "content": "[Why]?"}, {"role": "assistant", "content": "", "tool_calls": call}]
-    messages = {"prompt": prompt, "tools": '[{"name": "ask"}]', "chat_template_kwargs": '{"a": 1}'}
+    origin = {"source": "[a].jsonl", "line": 4}
+    messages = {"prompt": prompt, "tools": '[{"name": "ask"}]', "chat_template_kwargs": '{"a": 1}', **origin}
     assert text_of(show.inspected, InspectedRow(3, "train", chosen, rejected, messages)) == [
-        "row 3, train split",
+        "row 3, train split, from [a].jsonl, line 4",
         'tools: [{"name": "ask"}]',
         'chat_template_kwargs: {"a": 1}',
         "user: [Why]?",

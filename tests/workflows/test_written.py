@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from assets.written import written
+from assets.written import written, written_where_named
 from training.contract.errors import DataError, ModelError, PedigreeError, RegistryAway
 from workflows.recipes import load_recipes
 
@@ -19,8 +19,10 @@ attributes:
   reference:
     model: models:/nobody@champion
   release: {model_name: small}
+  training: &first
+    max_grad_norm: 2
   variants:
-    other: {reference: {model: ./nowhere}}
+    other: {reference: {model: ./nowhere}, training: {<<: *first, seed: 4}}
     same: {training: {seed: 3}}
 """
 
@@ -39,7 +41,7 @@ def pipelines(tmp_path: Path):
         (None, "reference.model", ":8: reference.model: models:/nobody@champion"),
         (None, "data.sources.1.path", ":6: data.sources.1.path: there-*.jsonl"),
         (None, "tokenization.chat_template", ": tokenization.chat_template"),
-        ("other", "reference.model", ":11: variants.other.reference.model: ./nowhere"),
+        ("other", "reference.model", ":13: variants.other.reference.model: ./nowhere"),
         ("same", "reference.model", ":8: reference.model: models:/nobody@champion"),
     ],
 )
@@ -63,3 +65,29 @@ def test_a_file_that_is_gone_meanwhile_is_named_all_the_same(pipelines):
 def test_a_server_that_is_away_is_not_the_recipes_fault(pipelines):
     with pytest.raises(RegistryAway, match=r"^no answer$"), written(pipelines[None], "reference.model"):
         raise RegistryAway("no answer")
+
+
+@pytest.mark.parametrize(
+    ("variant", "message", "place"),
+    [
+        (None, "`data.sources.1` (there-a.jsonl ...) has no row", ":6: data.sources.1: "),
+        (None, "`data.sources` has none", ":4: data.sources: "),
+        (None, "`training.max_grad_norm: 2` is too much", ":11: training.max_grad_norm: 2: "),
+        ("other", "`training.max_grad_norm` is too much", ":11: variants.other.training.max_grad_norm: 2: "),
+        ("other", "`training.seed` is wrong", ":13: variants.other.training.seed: 4: "),
+        ("same", "`training.max_grad_norm` is too much", ":11: training.max_grad_norm: 2: "),
+        (None, "`training.seed: 0` is a default", None),
+        (None, "no memory: lower `training.max_grad_norm`", None),
+        (None, "`pedigree run` is what to type", None),
+        (None, "nothing is named", None),
+    ],
+)
+def test_an_error_that_begins_with_a_field_gets_its_place(pipelines, variant, message, place):
+    """What is named further behind may be a remedy, and is not blamed."""
+    pipeline = pipelines[variant]
+    with pytest.raises(DataError) as told, written_where_named(pipeline):
+        raise DataError(message)
+    assert str(told.value) == (message if place is None else f"{pipeline.file}{place}{message}")
+    with pytest.raises(DataError) as again, written_where_named(pipeline):
+        raise told.value
+    assert str(again.value) == str(told.value)

@@ -109,8 +109,9 @@ class _Tally:
     def drop(self, row: SourceRow, dropped: Dropped, encoder: PairEncoder) -> None:
         if dropped.reason is DropReason.TOO_LONG and self.over_length is OverLength.ERROR:
             raise DataError(
-                f"row {row['row']} ({row['source']}, line {row['line']}) has {dropped.detail}; raise "
-                "`tokenization.max_length`, or set `over_length` to drop, truncate_prompt or truncate_response"
+                f"`tokenization.over_length: error`: row {row['row']} ({row['source']}, line {row['line']}) has "
+                f"{dropped.detail}; raise `tokenization.max_length`, or set `over_length` to drop, truncate_prompt or "
+                "truncate_response"
             )
         self.reasons[dropped.reason] += 1
         detail, is_first = dropped.detail, self.reasons[dropped.reason] == 1
