@@ -10,7 +10,8 @@ world, locate, named_model,          what sources and specs would be now: files,
   written, counting                  recipe names them
 materialized, kinship, process,      what Dagster recorded, whether it goes together, which process works on a run, and
   records                            which Dagster records the runs of a home
-changes, tokenizer_changes           what changed since, in words
+changes, tokenizer_changes,          what changed since, in words
+  pair_changes
 checks, metadata, event_log,         what people see of an artifact, of a job, of a pair
   rows, page
 version_files                        what a registered version consists of, put back where it is gone or not what it was
