@@ -41,6 +41,7 @@ from workflows.reporting import (
     print_json,
     reporting,
     results,
+    stdout_for_results,
 )
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
 from workflows.run_report import INTERRUPTED, RunReport
@@ -128,7 +129,7 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
 
 
 def _run(loaded: LoadedRecipe, select: str | None) -> RunReport:
-    with at_work() as (services, instance):
+    with stdout_for_results(), at_work() as (services, instance):
         return materialize(loaded, services, instance, select)
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
@@ -26,6 +26,7 @@ from training.contract.hub import asking_once
 from workflows.resources import pedigree_home
 from workflows.run_report import INTERRUPTED
 
+_STDOUT, _STDERR = 1, 2  # as processes inherit them, whatever stands for them in this one
 P = ParamSpec("P")
 
 # What a person can act on: our own errors; what the operating system refuses, such as a disk that is full, a folder nobody may
@@ -134,6 +135,20 @@ def print_found(
         print_json(found)
     else:
         shown(results, *args, **kwargs)
+
+
+@contextmanager
+def stdout_for_results() -> Iterator[None]:
+    """What is printed within, by checks of a person's own or by processes they start, goes to stderr."""
+    sys.stdout.flush()
+    kept = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, _STDOUT)
+        os.close(kept)
 
 
 def print_json(value: dict[str, Any]) -> None:

@@ -57,6 +57,24 @@ def test_with_json_a_slip_is_json_as_well(home, words, named):
     assert home.invoke(*(word for word in words if word != "--json")).stdout == ""
 
 
+CHECKED = """
+import subprocess
+from workflows.reporting import print_json, stdout_for_results
+try:
+    with stdout_for_results():
+        print("a check")
+        subprocess.run(["echo", "its process"], check=True)
+        raise KeyError
+except KeyError:
+    print_json({"succeeded": True})
+"""
+
+
+def test_what_checks_and_their_processes_print_is_not_on_stdout():
+    done = subprocess.run([sys.executable, "-c", CHECKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (json.loads(done.stdout), set(done.stderr.splitlines())) == ({"succeeded": True}, {"a check", "its process"})
+
+
 def test_an_interrupt_while_a_connection_is_closed_is_not_logged(home, caplog, monkeypatch):
     """As it was seen: Ctrl-C fell into SQLAlchemy's closing of a connection, and people read a traceback."""
     home.invoke("status", "nowhere")
