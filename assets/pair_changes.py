@@ -37,11 +37,12 @@ class PairChanges:
 
 
 def pair_changes(store: Store, before: str | None, now: Artifact, cache: HashCache) -> PairChanges | None:
-    """From the `raw_preferences` of the fingerprint `before` to `now`; None if there was none, or it cannot be compared."""
-    if before is None:
+    """From the `raw_preferences` of the fingerprint `before` to `now`.
+
+    None if there was none, if they are the same, or if they cannot be compared.
+    """
+    if before is None or before == now.fingerprint:
         return None
-    if before == now.fingerprint:
-        return PairChanges(0, 0, None, None)
     try:
         old = _pairs(store.open("raw_preferences", before, cache=cache))
         new = _pairs(now)

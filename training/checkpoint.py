@@ -117,7 +117,7 @@ class Checkpoints:
         write_durably(partial / MANIFEST, manifest.sealed())
         _replace(partial, place)
         sync_folder(self.folder)
-        for old in self._steps()[: -self._keep]:
+        for old in committed_steps(self.folder)[: -self._keep]:
             shutil.rmtree(self._place(old))
 
     def last_whole(self, group: Group, note: Callable[[str], None]) -> int | None:
@@ -146,7 +146,7 @@ class Checkpoints:
 
     def _last(self, group: Group) -> int | None:
         """The last step as rank 0 sees it, which alone moves corrupt checkpoints."""
-        step = int(group.broadcast_(torch.tensor([(self._steps() or [_NONE])[-1]], device=group.device)))
+        step = int(group.broadcast_(torch.tensor([(committed_steps(self.folder) or [_NONE])[-1]], device=group.device)))
         return None if step == _NONE else step
 
     def _problem(self, step: int, group: Group) -> str | None:
@@ -162,9 +162,6 @@ class Checkpoints:
 
     def _place(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step-{step:08d}{suffix}"
-
-    def _steps(self) -> list[int]:
-        return committed_steps(self.folder)
 
 
 def _replace(source: Path, target: Path) -> Path:

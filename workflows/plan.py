@@ -178,9 +178,7 @@ class _Planner:
         """How many pairs are not those that were last materialized; nothing for rows that are the same, or the first."""
         before = self.history.latest("raw_preferences").fingerprint
         changed = pair_changes(self.services.store, before, self.cheap.rows, self.services.hashes)
-        if changed is None or not (changed.added or changed.removed):
-            return {}
-        return {"added": changed.added, "removed": changed.removed}
+        return {} if changed is None else {"added": changed.added, "removed": changed.removed}
 
     def _scoring(self) -> dict[str, int]:
         keys_SK = distinct_sequences(self.cheap.pairs)
