@@ -173,6 +173,15 @@ GRAPH: dict[str, Node] = {
 }
 
 
+def with_upstream(recipe: Recipe, asset: str) -> list[str]:
+    """`asset` and what it is made of, directly or not; in the graph's order."""
+    needed = {asset}
+    for name in reversed(GRAPH):
+        if name in needed:
+            needed.update(GRAPH[name].inputs(recipe))
+    return [name for name in GRAPH if name in needed]
+
+
 def derive(asset: str, inputs: dict[str, str], settings: Settings) -> Derivation:
     """How `asset` is made from `inputs` (fingerprints by asset name) and `settings`; or another kind of artifact."""
     version = GRAPH[asset].version if asset in GRAPH else "1"

@@ -8,7 +8,7 @@ trained on others. What was made of those would be recorded, and released, with 
 from collections import deque
 from collections.abc import Mapping
 
-from assets.graph import GRAPH
+from assets.graph import GRAPH, with_upstream
 from assets.materialized import History
 from assets.pipeline import Pipeline
 from training.contract.errors import StoreError
@@ -49,12 +49,3 @@ def _between(recipe: Recipe, above: set[str], asset: str) -> list[str]:
         if affected.intersection(node.inputs(recipe)):
             affected.add(name)
     return [name for name in with_upstream(recipe, asset) if name in affected]
-
-
-def with_upstream(recipe: Recipe, asset: str) -> list[str]:
-    """`asset` and what it is made of, directly or not; in the graph's order."""
-    needed = {asset}
-    for name in reversed(GRAPH):
-        if name in needed:
-            needed.update(GRAPH[name].inputs(recipe))
-    return [name for name in GRAPH if name in needed]

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import dagster as dg
 
-from assets.graph import GRAPH, Settings
+from assets.graph import GRAPH, Settings, with_upstream
 from assets.kinship import demand_one_lineage
 from assets.materialized import History, input_version_tag
 from assets.pipeline import Pipeline, Services
@@ -36,8 +36,9 @@ class Step:
 
     @cached_property
     def history(self) -> History:
-        """As it was when the step first asked: a spec and the inputs that go with it are then of one moment."""
-        return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id)
+        """Of the asset and what it is made of, as it was when the step first asked: inputs and their spec are of one moment."""
+        needed = with_upstream(self.pipeline.recipe, self.asset)
+        return History(self.context.instance, self.pipeline, self.services.store, self.context.run.run_id, needed)
 
     def inputs(self) -> dict[str, str]:
         """The artifacts that the asset is made from in this recipe: fingerprints by name. Nothing of them was read yet.

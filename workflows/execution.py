@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 import dagster as dg
 
-from assets.graph import GPU_POOL, GRAPH
-from assets.kinship import with_upstream
+from assets.graph import GPU_POOL, GRAPH, with_upstream
 from assets.names import claim_name
 from assets.pipeline import Services
 from assets.process import close_dead_runs, share_records, signature

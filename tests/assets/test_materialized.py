@@ -1,5 +1,6 @@
 """What Dagster is asked, against what it answers to its own question for a single asset."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ import dagster as dg
 import pytest
 from sqlalchemy import Engine, event
 
-from assets.graph import GRAPH
+from assets.graph import GRAPH, with_upstream
 from assets.materialized import History, Materialization
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.manifest import Derivation
@@ -70,3 +71,24 @@ def test_all_assets_of_a_pipeline_cost_one_question(history: History):
         assert found[asset] == Materialization.of(recorded.asset_materialization)
         assert (found[asset].fingerprint, found[asset].key) == (f"small/{asset} 2", 2)
     assert found[last] == Materialization()
+
+
+SECTIONS: list[dict[str, Any]] = [
+    {},
+    {"reference": {**ATTRIBUTES["reference"], "sft": {"epochs": 1}}},
+    {"data": {"sources": [{"path": "preferences.jsonl", "name": "all"}]}},
+]
+
+
+def test_a_step_can_ask_of_all_ancestors_of_its_inputs(tmp_path: Path):
+    """It reads no other records. The latest of its inputs may come from a recipe that had tuning, or names of sources."""
+    recipes = [
+        load_recipe(write_recipe(tmp_path / str(number), {**ATTRIBUTES, **sections})).pipeline.recipe
+        for number, sections in enumerate(SECTIONS)
+    ]
+    assert len({len(with_upstream(recipe, "reference_model")) for recipe in recipes}) == 2
+    for now, before in itertools.product(recipes, recipes):
+        for asset, node in GRAPH.items():
+            known = set(with_upstream(now, asset))
+            for name in node.inputs(now):
+                assert known.issuperset(with_upstream(before, name)), (asset, name)
