@@ -157,7 +157,7 @@ def _documents(file: Path) -> list[yaml.Node]:
     except OSError as error:
         raise RecipeError(f"{file}: it cannot be read: {error.strerror}") from error
     try:
-        return [node for node in yaml.compose_all(content.decode(), Loader=yaml.SafeLoader) if node is not None]
+        return _composed(content)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise RecipeError(
@@ -172,6 +172,11 @@ def _documents(file: Path) -> list[yaml.Node]:
         raise RecipeError(f"{file}: this is no YAML: {error}") from None
     except RecursionError:
         raise RecipeError(f"{file}: its lists or sections lie too deep in each other to be read") from None
+
+
+@lru_cache(maxsize=8)  # of one file several questions are asked in a row
+def _composed(content: bytes) -> list[yaml.Node]:
+    return [node for node in yaml.compose_all(content.decode(), Loader=yaml.SafeLoader) if node is not None]
 
 
 def _type(document: yaml.Node) -> str:

@@ -124,7 +124,7 @@ attributes:
     [
         (ODD.replace("Be nice", r"\ud83d\ude00"), r"defs.yaml:7: \ud83d is half of a character"),
         (ODD.replace("workflows.PreferenceTuning", r'"\ud83d"'), r"it has \ud83d"),
-        ("[" * 5000, "lie too deep in each other to be read"),
+        ("[" * 1000, "lie too deep in each other to be read"),
         (ODD + "  variants: {hot: {training: {seed: !!timestamp foo}}}", "defs.yaml: "),
         (ODD.replace('"Be nice"', "!!binary /////w=="), "defs.yaml: "),
     ],
