@@ -48,25 +48,32 @@ def new_home(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Home]:
 
 
 @pytest.fixture(scope="session")
-def materialized(
-    small_recipe: Path, common_folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Home, dict[str, Any]]:
+def first_run(small_recipe: Path, common_folder: Path) -> tuple[Home, dict[str, Any]]:
     """A home in which the small recipe was run once, on two processes, and what the command said.
 
-    It is made once, in a minute, and each process that runs tests has a copy.
+    It is made once, in a minute, for all processes that run tests, and no test changes it.
     """
-    first, said = Home(common_folder / "home"), common_folder / "report.json"
+    home, said = Home(common_folder / "home"), common_folder / "report.json"
     with FileLock(common_folder / "home.lock"):
         if not said.exists():
-            said.write_text(json.dumps(first.run(str(small_recipe))))
-        copy = tmp_path_factory.mktemp("materialized") / "home"
-        subprocess.run(["cp", "--archive", first.path, copy], check=True)  # with its hard links, as shutil has none
-    return Home(copy), json.loads(said.read_text())
+            said.write_text(json.dumps(home.run(str(small_recipe))))
+    return home, json.loads(said.read_text())
+
+
+@pytest.fixture(scope="session")
+def materialized(
+    first_run: tuple[Home, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Home, dict[str, Any]]:
+    """A copy of that home for the tests of this process, which find there what others of them have made."""
+    home, said = first_run
+    copy = tmp_path_factory.mktemp("materialized") / "home"
+    subprocess.run(["cp", "--archive", home.path, copy], check=True)  # with its hard links, as shutil has none
+    return Home(copy), said
 
 
 @pytest.fixture
-def looking(materialized: tuple[Home, dict[str, Any]], small_recipe: Path, tmp_path: Path) -> Iterator[Looker]:
-    """A copy of that home, and of the recipe."""
-    found = looker(materialized[0], small_recipe, tmp_path, copy_home=True)
+def looking(first_run: tuple[Home, dict[str, Any]], small_recipe: Path, tmp_path: Path) -> Iterator[Looker]:
+    """A copy of it as it was after that run, and of the recipe, for one test."""
+    found = looker(first_run[0], small_recipe, tmp_path, copy_home=True)
     with found.instance:
         yield found

@@ -33,10 +33,10 @@ def long_recipe(tmp_path, small_recipe):
 
 
 @pytest.fixture
-def without_policy(materialized, tmp_path):
+def without_policy(first_run, tmp_path):
     """A copy of the home in which everything was made, less the policy."""
     home = Home(tmp_path / "home")
-    shutil.copytree(materialized[0].path, home.path)
+    shutil.copytree(first_run[0].path, home.path)
     for place in ("store/policy", "store/keys/policy", "jobs"):
         shutil.rmtree(home.path / place)
     return home

@@ -40,7 +40,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         thread.join()
 
 
-def test_the_example_tells_of_failures_and_of_versions(tmp_path: Path, demo_maker, told: list[str]):
+def test_the_example_tells_of_failures_and_of_versions(tmp_path: Path, demo_maker, packaged_here, told: list[str]):
     example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
     sensors: dict[str, Any] = {}
     exec(example, sensors)
