@@ -164,6 +164,9 @@ def _compute_deterministically() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Sums that NVSwitch makes, in an order of its own. By itself torch leaves out NVLS alone, not what goes on between nodes.
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
+    # Whatever the environment says: NVIDIA's containers allow TF32 by a variable, and float32 is then of 10 bits.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True)  # which imports torch's compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that costs 4% of a step
     if threads := os.environ.get("OMP_NUM_THREADS"):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,17 @@ def test_a_group_without_torchrun_is_this_process() -> None:
         assert (members.rank, members.world, members.device) == (0, 1, torch.device("cpu"))
         assert not torch.distributed.is_initialized()
         assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_float32_is_never_tf32() -> None:
+    """TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's containers set, is read once, as torch's context is made."""
+    asked = (
+        "import torch; from training.distributed import group; block = group('cpu'); before = torch.backends.cuda.matmul"
+        ".allow_tf32; block.__enter__(); print(before, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)"
+    )
+    environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr
 
 
 @pytest.mark.parametrize("threads", ["0", "-1", "four", "2.5"])

@@ -112,10 +112,14 @@ def _read_failure(path: Path) -> Failure | None:
 
 
 def _ending(job: Job, log: str, status: int) -> str:
-    """How the processes ended. torchrun ends the other ranks by SIGTERM, so any other signal is more likely the cause."""
+    """How the processes ended.
+
+    torchrun ends the other ranks by SIGTERM, and by SIGKILL those that do not hear it, as in a call of NCCL. Whoever failed
+    first is the last in its report, so the last that was ended by any other signal than SIGTERM is most likely the cause.
+    """
     ranks = [(int(rank), int(number)) for _, rank, number in _ENDED_BY_SIGNAL.findall(log)]
     if ranks:
-        rank, number = min(ranks, key=lambda entry: entry[1] == signal.SIGTERM)
+        rank, number = min(reversed(ranks), key=lambda entry: entry[1] == signal.SIGTERM)
         return f"{_rank(job, rank)} was ended by {_signal_name(number)}"
     if status < 0:
         return f"its supervisor was ended by {_signal_name(-status)}"

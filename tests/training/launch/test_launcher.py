@@ -91,6 +91,10 @@ def test_on_several_nodes_the_rank_is_found_and_its_node_named(make_job: MakeJob
     assert "row 7 is not a pair; rank 0 (node 0) of the policy job failed" in failure(make_job("data_error", nodes=2))
 
 
+def test_a_rank_that_was_killed_since_it_did_not_hear_is_not_the_cause(make_job: MakeJob) -> None:
+    assert "rank 1 was ended by SIGSEGV" in failure(make_job("report_of_deaf_ranks"))
+
+
 def test_failure_cut_short_falls_back_to_the_exit_status(make_job: MakeJob) -> None:
     assert "exit status 1" in failure(make_job("half_a_failure"))
 

@@ -42,6 +42,14 @@ def main() -> None:
             "[node 1]   exitcode  : -15 (pid: 12)\n[node 0]   exitcode  : -9 (pid: 11)\n"
         )
         sys.exit(1)
+    if act == "report_of_deaf_ranks":
+        # as torchrun ends where rank 1 crashed and the others did not hear SIGTERM: the root cause is last
+        ended = [(0, 9), (2, 9), (1, 11)]
+        entries = [
+            f"  rank      : {rank} (local_rank: {rank})\n  exitcode  : -{number} (pid: 1)\n" for rank, number in ended
+        ]
+        sys.stdout.write("".join(entries))
+        sys.exit(1)
     if act == "sleep_on_nodes":
         (job.folder / f"pids-{rank}").write_text(" ".join(map(str, [os.getpid(), *ancestors()[:2]])))
         files = [job.folder / f"pids-{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
