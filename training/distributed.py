@@ -118,7 +118,7 @@ def group(device: DeviceName) -> Iterator[Group]:
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    _compute_deterministically()
+    _compute_reproducibly()
     own = _device(device)
     if world > 1:
         on_gpu = own.type == "cuda"
@@ -160,11 +160,11 @@ def _device(wanted: DeviceName) -> torch.device:
     return device
 
 
-def _compute_deterministically() -> None:
+def _compute_reproducibly() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     # Sums that NVSwitch makes, in an order of its own. By itself torch leaves out NVLS alone, not what goes on between nodes.
     os.environ.setdefault("NCCL_ALGO", "^NVLS,NVLSTree")
-    # Whatever the environment says: NVIDIA's containers allow TF32 by a variable, and float32 is then of 10 bits.
+    # NVIDIA's containers allow TF32 by a variable of the environment: products of float32 then keep 10 bits of 23.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True)  # which imports torch's compiler

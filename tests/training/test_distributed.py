@@ -75,12 +75,16 @@ def test_a_group_without_torchrun_is_this_process() -> None:
 
 def test_float32_is_never_tf32() -> None:
     """TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's containers set, is read once, as torch's context is made."""
-    asked = (
-        "import torch; from training.distributed import group; block = group('cpu'); before = torch.backends.cuda.matmul"
-        ".allow_tf32; block.__enter__(); print(before, torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)"
-    )
+    program = """
+from torch.backends import cuda, cudnn
+from training.distributed import group
+
+print(cuda.matmul.allow_tf32)
+with group("cpu"):
+    print(cuda.matmul.allow_tf32, cudnn.allow_tf32)
+"""
     environment = os.environ | {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
-    done = subprocess.run([sys.executable, "-c", asked], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False", "False"], done.stderr
 
 
