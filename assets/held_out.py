@@ -88,9 +88,10 @@ def margin(row: Row, other: Row | None = None) -> float:
 def scale(evaluation: Artifact) -> dict[str, str]:
     """What its losses depend on beside the policy: those of two evaluations can be compared only where this is equal.
 
-    The settings of the loss, the reference if it needs one, and the pairs if a pair's loss depends on the others.
+    The settings of the loss, the reference if it needs one, and the pairs if a pair's loss depends on the others. Held-out
+    pairs have no weights, so what weights a pair in training is none of the settings.
     """
-    settings = Loss.model_validate(evaluation.derivation.settings["loss"])
+    settings = Loss.model_validate({**evaluation.derivation.settings["loss"], "weighting": None})
     counts = {_REFERENCE: settings.needs_reference, "tokenized_pairs": settings.depends_on_batch}
     inputs = evaluation.derivation.inputs
     return {"loss": settings.model_dump_json(), **{kind: inputs[kind].fingerprint for kind in counts if counts[kind]}}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
+from yaml.reader import ReaderError
 
 from training.contract.errors import RecipeError, UsageError
 from workflows.faults import faults
@@ -168,8 +169,9 @@ def _documents(file: Path) -> list[yaml.Node]:
         place = f"{file}:{mark.line + 1}" if mark else str(file)
         tabs = " (YAML is indented with spaces)" if "\\t" in str(error.problem) else ""
         raise RecipeError(f"{place}: this is no YAML: {error.problem or error.context}{tabs}") from None
-    except yaml.YAMLError as error:
-        raise RecipeError(f"{file}: this is no YAML: {error}") from None
+    except ReaderError as error:
+        line = content.decode().count("\n", 0, error.position) + 1
+        raise RecipeError(f"{file}:{line}: this is no YAML: it has the character U+{error.character:04X}") from None
     except RecursionError:
         raise RecipeError(f"{file}: its lists or sections lie too deep in each other to be read") from None
 

@@ -17,7 +17,7 @@ from assets.pipeline import Listener, Services, ignore
 from assets.process import sign
 from model_registry.moved import follow_move
 from model_registry.registry import Registry
-from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
+from model_registry.tracking import Tracker, artifact_root, demand_database_folder, registry_uri, tracking_uri
 from training.contract.durable import share_databases, write_durably
 from training.contract.errors import StoreError
 from training.contract.fingerprint import demand_text
@@ -53,10 +53,12 @@ def pedigree_home() -> Path:
 def prepare_home(home: Path) -> None:
     """Make `home` usable by this process and those it starts: absolute, and Dagster's unless DAGSTER_HOME says another.
 
-    Raises StoreError where nothing can be written.
+    Raises StoreError where nothing can be written, UsageError where the databases in it would lie elsewhere.
     """
+    demand_database_folder(home, "PEDIGREE_HOME")
     os.environ["PEDIGREE_HOME"] = str(home)
     dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster").expanduser().absolute()
+    demand_database_folder(dagster_home, "DAGSTER_HOME")
     os.environ["DAGSTER_HOME"] = str(dagster_home)
     try:
         for folder in (home, dagster_home):

@@ -46,14 +46,18 @@ def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
 
     Raises UsageError for an address that can never answer. One that is only away is noticed when it is asked.
     """
-    database = home.absolute() / "mlflow" / "mlflow.db"
-    own = f"sqlite:///{database}"
-    if make_url(own).database != str(database):
+    demand_database_folder(home, "PEDIGREE_HOME")
+    return _address(TRACKING_VARIABLE, environ) or f"sqlite:///{home.absolute()}/mlflow/mlflow.db"
+
+
+def demand_database_folder(folder: Path, variable: str) -> None:
+    """Raises UsageError if the address of a SQLite file in `folder`, which `variable` names, would lead elsewhere."""
+    place = str(folder.absolute())
+    if make_url(f"sqlite:///{place}").database != place:
         raise UsageError(
-            f"PEDIGREE_HOME is {home}; a `?`, or a `%` before two hexadecimal digits, means something else in the address of "
+            f"{variable} is {folder}; a `?`, or a `%` before two hexadecimal digits, means something else in the address of "
             "a database: name another folder"
         )
-    return _address(TRACKING_VARIABLE, environ) or own
 
 
 def registry_uri(home: Path, environ: Mapping[str, str]) -> str:

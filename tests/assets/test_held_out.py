@@ -82,14 +82,21 @@ def test_pairs_of_one_source_are_found_by_its_name(tmp_path: Path):
 
 
 def evaluated(
-    store: Store, loss: str, reference: str, pairs: str = "c", *, rows: Sequence[dict[str, Any]] = ()
+    store: Store,
+    loss: str,
+    reference: str,
+    pairs: str = "c",
+    weighting: str | None = None,
+    *,
+    rows: Sequence[dict[str, Any]] = (),
 ) -> Artifact:
     """An evaluation made from a reference and pairs with these fingerprints."""
     inputs = {
         kind: Source(kind=kind, fingerprint=digit * 64)
         for kind, digit in (("reference_model", reference), ("tokenized_pairs", pairs), ("policy", "e"))
     }
-    how = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings={"loss": {"type": loss}})
+    settings = {"loss": {"type": loss, "weighting": weighting}}
+    how = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings=settings)
     with store.staging() as staging:
         pq.write_table(pa.Table.from_pylist(list(rows)), staging / "pairs.parquet")
         return store.publish(staging, how, Made(how.key, {}))
@@ -100,6 +107,7 @@ SHOWN_VALUES = {
     "all the same": (("sigmoid", "a"), ("sigmoid", "a"), Measure.LOSS),
     "other pairs beside": (("sigmoid", "a", "c"), ("sigmoid", "a", "d"), Measure.LOSS),
     "other pairs beside, which count": (("aot", "a", "c"), ("aot", "a", "d"), Measure.ERROR_RATE),
+    "another weighting of the pairs in training": (("sigmoid", "a", "c", "wpo"), ("sigmoid", "a"), Measure.LOSS),
     "another loss": (("hinge", "a"), ("sigmoid", "a"), Measure.ERROR_RATE),
     "another reference": (("sigmoid", "b"), ("sigmoid", "a"), Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE),
     "another reference, which neither has": (("simpo", "b"), ("simpo", "a"), Measure.LOSS),

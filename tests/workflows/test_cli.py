@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy
+from click.testing import CliRunner
 from sqlalchemy.exc import OperationalError
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, Home, write_recipe
+from workflows.cli import main
 from workflows.reporting import explained, reporting
 
 
@@ -225,6 +227,21 @@ def test_a_path_that_is_not_text_is_refused_with_its_bytes(home, tmp_path):
         assert done.exit_code == 2
         told = json.loads(done.stdout)["error"]
         assert re.search(rf"{place}/w\\xe4chentlich(\.jsonl)? has bytes that are not utf-8; rename it", told)
+
+
+@pytest.mark.parametrize("name", ["what?", "h%203"])
+@pytest.mark.parametrize("variable", ["PEDIGREE_HOME", "DAGSTER_HOME"])
+def test_a_home_whose_databases_would_lie_elsewhere_is_refused_before_anything_is_made(
+    tmp_path, monkeypatch, name, variable
+):
+    (other := tmp_path / "other").mkdir()
+    for each in ("PEDIGREE_HOME", "DAGSTER_HOME"):
+        monkeypatch.setenv(each, str(tmp_path / name if each == variable else other))
+    done = CliRunner().invoke(main, ["gc", "--json"])
+    assert done.exit_code == 2 and json.loads(done.stdout)["error"].startswith(
+        f"{variable} is {tmp_path / name}; a `?`"
+    )
+    assert list(tmp_path.iterdir()) == [other] and list(other.iterdir()) == []
 
 
 @pytest.mark.parametrize("words", ["unable to open database file", "file is not a database"])

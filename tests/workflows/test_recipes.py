@@ -340,6 +340,7 @@ def test_fields_that_contradict_each_other_are_told_with_the_line_of_one(tmp_pat
         (b"type: workflows.Nothing\nattributes: {}\n", "; it has workflows.Nothing"),
         (b"type: workflows.PreferenceTuning\n---\ntype: workflows.PreferenceTuning\n", "; it holds 2 of them"),
         (b"type: [oops\n  a: b", "2: this is no YAML: "),
+        ("ä: ö\nb: \0".encode(), "2: this is no YAML: it has the character U\\+0000$"),
         (b"type: workflows.PreferenceTuning\n# caf\xe9\n", "2: byte 0xe9 is no UTF-8: save the file as that"),
     ],
 )

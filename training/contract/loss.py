@@ -124,8 +124,10 @@ class Divergence(Section):
 
     @model_validator(mode="after")
     def _alpha_for_alpha(self) -> Self:
-        if (self.type == "alpha") != (self.alpha is not None):
-            raise ValueError(f"`alpha` belongs to `type: alpha`, which needs it; the type is {self.type}")
+        if self.type == "alpha" and self.alpha is None:
+            raise ValueError("`type: alpha` needs `alpha`, a number between 0 and 1")
+        if self.type != "alpha" and self.alpha is not None:
+            raise ValueError(f"`alpha` belongs to `type: alpha`; the type is {self.type}")
         return self
 
 

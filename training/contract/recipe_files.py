@@ -78,7 +78,8 @@ def _found(path: str) -> list[DataFile]:
     found = (folder / name for name in glob.glob(pattern, root_dir=folder, recursive=True))
     matches = sorted(path for path in found if path.is_file())
     if not matches:
-        wanted = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        absent = "matches no file" if glob.has_magic(pattern) else "does not exist"
+        wanted = "is no regular file" if place.exists() else absent
         raise DataError(f"{path} {wanted}; expected a file, a folder or a glob, beside the recipe")
     return [_readable(match.relative_to(folder).as_posix(), match) for match in matches]
 

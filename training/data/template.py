@@ -120,9 +120,12 @@ def _template_text(tokenizer: PreTrainedTokenizerFast, folder: Path, path: str |
         own = tokenizer.chat_template or _template_of_processor(folder / "chat_template.json")
         return own.get("default") if isinstance(own, dict) else own
     try:
-        return Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TemplateError(f"`tokenization.chat_template` {path} cannot be read: {error}") from error
+    if not text:
+        raise TemplateError(f"{path} is empty; expected a Jinja template, or null for the tokenizer's own")
+    return text
 
 
 def _template_of_processor(file: Path) -> str | None:

@@ -103,7 +103,7 @@ MISTAKES = [
     ("training: {loss: {type: aot, weighting: wpo}}", "training.loss", "`weighting` .* cannot be used with aot"),
     ("training: {loss: {type: apo_zero, divergence: {type: js}}}", "training.loss", "`divergence` .* apo_zero"),
     ("training: {loss: {divergence: {type: js, alpha: 0.5}}}", "training.loss.divergence", "the type is js"),
-    ("training: {loss: {divergence: {type: alpha}}}", "training.loss.divergence", "which needs it"),
+    ("training: {loss: {divergence: {type: alpha}}}", "training.loss.divergence", "`type: alpha` needs `alpha`"),
     ("tokenization: {template_kwargs: {tools: []}}", "tokenization", "has tools, which the template is given anyway"),
     ("tokenization: {date: yesterday}", "tokenization.date", "expected a date such as 2026-11-22, found yesterday"),
     ("tokenization: {date: 20261122}", "tokenization.date", "expected a date .*, found 20261122"),

@@ -261,6 +261,7 @@ def test_a_file_that_is_no_longer_what_was_hashed_is_refused_once_it_is_read(tmp
     [
         ("missing.jsonl", None, "does not exist"),
         ("*.jsonl", None, "matches no file"),
+        ("/dev/null", None, "/dev/null is no regular file; expected a file, a folder or a glob"),
         ("notes.txt", "x", "'.txt'; expected one of .jsonl"),
         ("broken.json", '[{"a": 1}, {"a"', "not a complete JSON list"),
         ("after.json", "[] []", "extra data"),

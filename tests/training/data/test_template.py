@@ -136,6 +136,7 @@ def test_another_ingredient_another_identity(workshop, tiny_chat, copied, write)
 @pytest.mark.parametrize(
     ("template", "settings", "words"),
     [
+        ("", {}, r"template\.jinja is empty; expected a Jinja template, or null"),
         (DATED, {}, r"strftime_now.*`tokenization\.date: \d{4}-\d\d-\d\d`"),
         ("{{ messages[0].content }}", {}, "does not write a message of the assistant"),
         ("{{ messages[0].content + 1 }}", {}, r"fails on a question and an answer: can only concatenate str"),
