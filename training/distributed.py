@@ -114,17 +114,19 @@ def mesh_of(ranks: Group, sizes: Mapping[str, int]) -> DeviceMesh:
 def group(device: DeviceName) -> Iterator[Group]:
     """Join the processes that torchrun started, or be the only one; `auto` takes a GPU if there is one.
 
-    Raises TrainingError if `cuda` is asked for and there is none for this rank, or if OMP_NUM_THREADS is no number.
+    Raises TrainingError if `cuda` is asked for and there is none for this rank, if `auto` finds GPUs on some machines only, or
+    if OMP_NUM_THREADS is no number.
     """
     world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     nodes = world // int(os.environ.get("LOCAL_WORLD_SIZE", world))
     _compute_reproducibly()
     own = _device(device)
     if world > 1:
-        on_gpu = own.type == "cuda"
+        store, on_gpu = _store(world), own.type == "cuda"
+        demand_alike(store, rank, world, nodes, own)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            store=_store(world),
+            store=store,
             rank=rank,
             world_size=world,
             timeout=TIMEOUT,
@@ -136,10 +138,30 @@ def group(device: DeviceName) -> Iterator[Group]:
         dist.destroy_process_group()
 
 
-def _store(world: int) -> dist.Store | None:
+def _store(world: int) -> dist.Store:
     """Where the ranks find each other: the launcher's file, else torchrun's TCP store (to which any address may connect)."""
-    file = os.environ.get(RENDEZVOUS)
-    return dist.FileStore(file, world) if file else None
+    if file := os.environ.get(RENDEZVOUS):
+        return dist.FileStore(file, world)
+    store: dist.Store = next(dist.rendezvous("env://"))[0]
+    store.set_timeout(TIMEOUT)
+    return store
+
+
+def demand_alike(store: dist.Store, rank: int, world: int, nodes: int, own: torch.device) -> None:
+    """Raises TrainingError on every rank where some have a GPU and others none. Collective.
+
+    These would use gloo, those NCCL, and all would wait until the time is up.
+    """
+    store = dist.PrefixStore("device", store)
+    store.set(str(rank), own.type)
+    kinds = [store.get(str(other)).decode() for other in range(world)]
+    without = sorted({other * nodes // world for other, kind in enumerate(kinds) if kind == "cpu"})
+    if 0 < len(without) < nodes:
+        raise TrainingError(
+            f"`compute.device: auto` finds a GPU on {nodes - len(without)} of {nodes} nodes, and torch sees none on node "
+            f"{', '.join(map(str, without))}; make it see one there (`nvidia-smi`, CUDA_VISIBLE_DEVICES), or set "
+            "`compute.device: cpu`"
+        )
 
 
 def _device(wanted: DeviceName) -> torch.device:

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.training.workshop import Workshop
 from training.contract.errors import TrainingError
 from training.contract.job import Job
 from training.contract.recipe import Compute
-from training.distributed import ALONE, group
+from training.distributed import ALONE, demand_alike, group
 from training.launch.launcher import run_job
 from training.launch.local import LocalLauncher
 
@@ -120,3 +121,28 @@ def test_a_missing_gpu_is_refused_with_the_way_out() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(TrainingError, match="torch sees none on this machine; set it to auto or cpu"), group("cuda"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("devices", "fault"),
+    [
+        (["cpu", "cpu", "cpu", "cpu"], "nothing"),
+        (["cuda", "cuda", "cuda", "cuda"], "nothing"),
+        (["cuda", "cuda", "cpu", "cpu"], "finds a GPU on 1 of 2 nodes, and torch sees none on node 1;"),
+        (["cpu", "cpu", "cuda", "cuda", "cpu", "cpu"], "finds a GPU on 1 of 3 nodes, and torch sees none on node 0, 2;"),
+    ],
+)
+def test_nodes_with_a_gpu_and_without_do_not_wait_for_each_other(devices: list[str], fault: str) -> None:
+    """Ranks as threads, two on each node: each is told."""
+    store, world = torch.distributed.HashStore(), len(devices)
+
+    def told(rank: int) -> str:
+        try:
+            demand_alike(store, rank, world, world // 2, torch.device(devices[rank]))
+        except TrainingError as error:
+            return str(error)
+        return "nothing"
+
+    with ThreadPoolExecutor(world) as ranks:
+        said = list(ranks.map(told, range(world)))
+    assert all(fault in words for words in said), said
