@@ -129,7 +129,10 @@ def test_a_missing_gpu_is_refused_with_the_way_out() -> None:
         (["cpu", "cpu", "cpu", "cpu"], "nothing"),
         (["cuda", "cuda", "cuda", "cuda"], "nothing"),
         (["cuda", "cuda", "cpu", "cpu"], "finds a GPU on 1 of 2 nodes, and torch sees none on node 1;"),
-        (["cpu", "cpu", "cuda", "cuda", "cpu", "cpu"], "finds a GPU on 1 of 3 nodes, and torch sees none on node 0, 2;"),
+        (
+            ["cpu", "cpu", "cuda", "cuda", "cpu", "cpu"],
+            "finds a GPU on 1 of 3 nodes, and torch sees none on node 0, 2;",
+        ),
     ],
 )
 def test_nodes_with_a_gpu_and_without_do_not_wait_for_each_other(devices: list[str], fault: str) -> None:

@@ -16,7 +16,7 @@ Legend: T tokens, Q and K query and key heads, D head size; as the first dimensi
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations import sdpa_attention
 
 from training.contract.errors import ModelError
 from training.model.body import body_of
@@ -156,5 +157,15 @@ class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
         return of_copies.unflatten(0, places_TC.shape).sum(dim=1), None
 
 
+def _without_groups_in_float32(plain: Callable[[Tensor | None, Tensor, Tensor], bool]) -> Callable[..., bool]:
+    """Of rows of their own transformers decides whether heads of queries share keys: in float32 on a GPU not, as above."""
+
+    def kernel_knows_groups(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
+        return (not key.is_cuda or key.dtype in _HALF) and plain(mask, key, value)
+
+    return kernel_knows_groups
+
+
+sdpa_attention.use_gqa_in_sdpa = _without_groups_in_float32(sdpa_attention.use_gqa_in_sdpa)
 # A plan is plain Python, over whose segments a compiler would unroll: compiled layers call `attend` as it is.
 AttentionInterface.register(SHARED_PREFIX, torch.compiler.disable(attend))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface
 
 from training.contract.errors import ModelError
 from training.model import attention
@@ -227,6 +228,20 @@ def test_a_segment_at_a_time_suits_the_kernels_of_a_gpu(heads: tuple[int, int], 
     upstream = torch.randn(found.shape, generator=random, dtype=torch.float64)
     ours, plain = (torch.autograd.grad(output, given, upstream) for output in (found, expected))
     torch.testing.assert_close(ours, plain, atol=1e-12, rtol=0)
+
+
+def test_a_row_of_its_own_suits_the_kernels_of_a_gpu():
+    """As transformers runs it, in any model that cannot share prefixes."""
+    module, random = torch.nn.Module(), torch.Generator().manual_seed(0)
+    module.num_key_value_groups = 3
+    q, k, v = given = [torch.randn(1, n, 5, HEAD, generator=random).requires_grad_() for n in (6, 2, 2)]
+    usual = AttentionInterface()["sdpa"]
+    with OnGpu() as watch:
+        found, _ = usual(module, q, k, v, None)
+    assert watch.calls == 1
+    expected, _ = usual(module, q, k, v, None)
+    ours, plain = (torch.autograd.grad(output.sum(), given) for output in (found, expected))
+    torch.testing.assert_close([found, *ours], [expected, *plain])
 
 
 @pytest.mark.parametrize(
