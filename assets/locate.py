@@ -174,7 +174,8 @@ def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | 
     template = pipeline.recipe.tokenization.chat_template
     with written(pipeline, "tokenization.chat_template"):
         if template is not None and not Path(template).is_file():
-            raise DataError(f"there is no file {template}; expected a Jinja file beside the recipe, or null")
+            absent = "is no regular file" if Path(template).exists() else "does not exist"
+            raise DataError(f"{template} {absent}; expected a Jinja file beside the recipe, or null")
     text = Path(template) if template else None
     hashes = dict(zip(files, file_hashes(list(files.values()), cache), strict=True))
     identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None}

@@ -35,8 +35,9 @@ class NamedModel:
         if self.is_registered:
             return registry.resolve(self.address)
         if not Path(self.address).is_dir():
+            absent = "is no folder" if Path(self.address).exists() else "does not exist"
             raise ModelError(
-                f"there is no folder {self.address}; expected a folder beside the recipe, a hub id or models:/name@alias"
+                f"{self.address} {absent}; expected a folder beside the recipe, a hub id or models:/name@alias"
             )
         return Path(self.address)
 

@@ -4,6 +4,7 @@ A valid recipe can still name a folder that is not there, an alias nobody set, a
 this does not know of recipes; here its message gets file, line, field and value, as the person wrote them.
 """
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,20 +14,25 @@ import yaml
 
 from assets.named_model import tokenizer_of
 from assets.pipeline import Pipeline
-from training.contract.errors import PedigreeError, RegistryAway
+from training.contract.errors import PedigreeError, RegistryAway, UsageError
 
+_OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG)  # what the operating system has against a path that a field gives
 _FIELD = re.compile(r"`([a-z_]+(?:\.\w+)*)(?::[^`]*)?`")  # alone, or with a value behind it
 
 
 @contextmanager
 def written(pipeline: Pipeline, field: str) -> Iterator[None]:
-    """Begins each error within by the place of `field`, unless a server is away, which no field is to blame for."""
+    """Begins each error within by the place of `field`, unless that is not to blame: a server is away, or a disk is full."""
     try:
         yield
     except RegistryAway:
         raise
     except PedigreeError as error:
         raise type(error)(f"{_place(pipeline, field)}: {error}") from error
+    except OSError as error:
+        if error.errno not in _OF_A_PATH:
+            raise
+        raise UsageError(f"{_place(pipeline, field)}: {error.filename} cannot be read: {error.strerror}") from error
 
 
 @contextmanager

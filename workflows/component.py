@@ -21,6 +21,7 @@ from workflows.recipe_file import (
     recipes_in,
     refuse_half_characters,
     refuse_name,
+    refuse_old_numbers,
     refuse_repeated_keys,
     variant_names,
 )
@@ -48,6 +49,7 @@ class PreferenceTuning(dg.Component):
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
         file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS
         refuse_half_characters(file)
+        refuse_old_numbers(file)
         refuse_repeated_keys(file)
         if not isinstance(attributes, RecipeFile):
             raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")

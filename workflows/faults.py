@@ -96,7 +96,8 @@ def _unknown(name: str) -> str:
     below = [path for path in elsewhere if path.startswith(f"{section}.")]
     trl = [trl_names.FIELDS[field]] if field in trl_names.FIELDS else []
     near = trl or below or difflib.get_close_matches(field, known, n=1) or elsewhere
-    return f"there is no such field; did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
+    meant = f"did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
+    return f"there is no such field; {meant}"
 
 
 def _section(name: str) -> list[str]:
@@ -126,5 +127,5 @@ def _paths(section: type[BaseModel], above: str = "") -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."

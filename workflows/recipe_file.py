@@ -24,6 +24,11 @@ NAME = re.compile(r"[A-Za-z0-9_-]+")
 _FIELDS = ("type", "attributes")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+# Spellings of YAML 1.1 that are gone from 1.2, by what the reader takes them for.
+_OLD_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile("[-+]?0[0-7_]|.*:"),
+    "tag:yaml.org,2002:float": re.compile(".*:"),
+}
 
 
 def holds_recipe(folder: Path) -> bool:
@@ -121,6 +126,17 @@ def refuse_half_characters(file: Path) -> None:
                 raise RecipeError(
                     f"{file}:{node.start_mark.line + 1}: \\u{ord(half[0]):04x} is half of a character, as JSON writes those "
                     "beyond \\uffff; write the character itself, or its number as in \\U0001f600"
+                )
+
+
+def refuse_old_numbers(file: Path) -> None:
+    """Raises RecipeError with the line of a number that is another one than people see: 1:30 is 90, and 010 is 8."""
+    for document in _documents(file):
+        for node in _nodes(document):
+            if node.tag in _OLD_NUMBERS and _OLD_NUMBERS[node.tag].match(node.value):
+                raise RecipeError(
+                    f"{file}:{node.start_mark.line + 1}: YAML reads {node.value} as {yaml.safe_load(node.value)} (1:30 in "
+                    f"sixties, 010 in eights); write the number in full, or '{node.value}' in quotes if it is text"
                 )
 
 

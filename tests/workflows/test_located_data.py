@@ -5,11 +5,11 @@ import hashlib
 import pytest
 
 from assets.data import preferences_work
-from assets.locate import locate_tokenizer
+from assets.locate import locate_base_model, locate_tokenizer
 from assets.world import find_data
 from model_registry.registry import Registry
 from tests.workflows.homes import ATTRIBUTES, write_recipe
-from training.contract.errors import ModelError
+from training.contract.errors import ModelError, PedigreeError
 from workflows.recipes import load_recipe
 
 
@@ -90,3 +90,41 @@ def test_a_tokenizer_without_its_vocabulary_is_refused(tmp_path, files, found):
             locate_tokenizer(pipeline, registry)
     else:
         assert set(locate_tokenizer(pipeline, registry).identity["files"]) == set(found.split())
+
+
+LONG = f"./{'x' * 300}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"data": {"sources": [{"path": LONG}]}},
+            r"sources\.0\.path: \./x+: /.*/x+ cannot be read: File name too long$",
+        ),
+        ({"reference": {"model": LONG}}, r"model: \./x+: /.*/x+ cannot be read: File name too long$"),
+        ({"reference": {"model": "./file"}}, r"model: \./file: /.*/file is no folder; expected a folder"),
+        ({"reference": {"model": "./none"}}, r"model: \./none: /.*/none does not exist; expected a folder"),
+        (
+            {"tokenization": {"chat_template": "folder"}},
+            r"chat_template: folder: /.*/folder is no regular file; expected a Jinja",
+        ),
+        (
+            {"tokenization": {"chat_template": "none"}},
+            r"chat_template: none: /.*/none does not exist; expected a Jinja",
+        ),
+    ],
+)
+def test_a_path_that_leads_to_nothing_is_told_with_its_line(tmp_path, changes, told):
+    folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "reference": {"model": "./folder"}, **changes})
+    (folder / "folder").mkdir()
+    (folder / "folder" / "tokenizer.json").write_text("{}")
+    (folder / "file").write_text("")
+    pipeline, registry = load_recipe(folder).pipeline, Registry("unused", tmp_path)
+    look = {
+        "data": lambda: find_data(pipeline),
+        "reference": lambda: locate_base_model(pipeline, registry),
+        "tokenization": lambda: locate_tokenizer(pipeline, registry),
+    }
+    with pytest.raises(PedigreeError, match=rf"^{folder}/defs\.yaml:\d+: \w+\.{told}"):
+        look[next(iter(changes))]()

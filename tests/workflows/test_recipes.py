@@ -196,7 +196,10 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
     [
         ("{%s, training: {batchsize: 3}}", "3: training.batchsize: there is no such field; did you mean `batch_size`?"),
         ("{%s, training: {optimizer: {momentun: 0.5}}}", "training.optimizer.momentun: .*`momentum`"),
-        ("{%s, evaluation: {zzz: 3}}", "evaluation.zzz: expected one of samples, max_new_tokens"),
+        (
+            "{%s, evaluation: {zzz: 3}}",
+            "evaluation.zzz: there is no such field; expected one of samples, max_new_tokens",
+        ),
         ("{%s, training: {batch_size: -4}}", "3: training.batch_size: input should be .* equal to 1, found -4"),
         ("{data: {sources: [{hub: a/b}]}, reference: {model: b}, release: {}}", "3: release.model_name: it is missing"),
         ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
@@ -225,6 +228,14 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{%s, training: {warmup_steps: 10}}", "no such field; did you mean `training.schedule.warmup_ratio`"),
         ("{%s, training: {adapter: {r: 8}}}", "no such field; did you mean `training.adapter.rank`"),
         ("{%s, compute: {device: gpu}}", "compute.device: expected 'auto', 'cpu' or 'cuda', found 'gpu'$"),
+        ("{%s, training: {seed: null}}", "3: training.seed: .*, found null$"),
+        ("{%s, training: {max_steps: 1:30}}", r":3: YAML reads 1:30 as 90 \(.*\); write the number in full"),
+        ("{%s, training: {max_steps: 012}}", r":3: YAML reads 012 as 10 \("),
+        ("{%s, training: {optimizer: {weight_decay: 1:30.5}}}", r":3: YAML reads 1:30.5 as 90.5 \("),
+        (
+            "{%s, variants: {hot: {training: {seed: -07}}}}",
+            r":3: YAML reads -07 as -7 .*, or '-07' in quotes if it is te",
+        ),
         ("{%s, training: {loss: hinge}}", r"training.loss: expected a section with fields \(type, .*\), found 'hinge'"),
         ("{%s, training: {beta: 1}}", "training.beta: there is no such field; did you mean `training.loss.beta`"),
         ("{%s, reference: {sft: {learning_rate: 1}, model: b}}", "`reference.sft.optimizer.learning_rate`"),

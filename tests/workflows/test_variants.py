@@ -80,13 +80,19 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             "{hinge:\n  {training: {loss: {typ: hinge}}}}",
             "4: variants.hinge.training.loss.typ: .* did you mean `type`?",
         ),
-        ("{a: {evaluation: {zzz: 3}}}", "3: variants.a.evaluation.zzz: expected one of samples, max_new_tokens"),
+        (
+            "{a: {evaluation: {zzz: 3}}}",
+            "3: variants.a.evaluation.zzz: there is no such field; expected one of samples, max_new_tokens",
+        ),
         ("{a: {training: {batch_size: -4}}}", "variants.a.training.batch_size: input should be .*, found -4"),
         (
             "{a: {training: {loss: {type: hinge, tau: 1}}}}",
             "3: variants.a.training.loss.tau: `tau` does .*`null` takes away",
         ),
-        ("{a: {variants: {b: {}}}}", "3: variants.a.variants: expected one of data, .*, automation$"),
+        (
+            "{a: {variants: {b: {}}}}",
+            "3: variants.a.variants: there is no such field; expected one of data, .*, automation$",
+        ),
         ("{a: {},\n   a: {}}", "`a` stands on the lines 3 and 4"),
         ("{a_b: {}, a-b: {}}", "variants.a-b: its pipeline would be wrong-a-b, the name of the variant a_b"),
         ("{next: {}}", "variants.next: its pipeline would be wrong-next, the name of the recipe wrong_next"),
