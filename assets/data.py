@@ -17,6 +17,7 @@ from assets.world import FoundData, find_data
 from assets.written import tokenizer_places
 from training.contract.errors import DataError
 from training.contract.fingerprint import short
+from training.contract.recipe_files import distinct_names
 from training.contract.store import Artifact
 
 
@@ -48,6 +49,13 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
     if words := list(changed.words() if changed else ()):
         tell(services, step.context.log, step.asset, "; ".join(words))
         made = replace(made, changes=[*(made.changes or ()), *words])
+    if absent := _names_of_before(found, made.artifact):
+        tell(
+            services,
+            step.context.log,
+            step.asset,
+            f"rows name files as they were called when read: {', '.join(absent)}",
+        )
     details = made.artifact.details
     counts = details["counts"]
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
@@ -60,6 +68,12 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
         "examples": dg.MetadataValue.json(details["examples"]),
     }
     return made.result(metadata, rows_checks(step.pipeline, made.artifact))
+
+
+def _names_of_before(found: FoundData, rows: Artifact) -> list[str]:
+    """What files were called when rows were read that are used again, where no file of these sources is called so now."""
+    names = distinct_names([file for source in found.sources for file in source.files])
+    return [] if found.hubs else sorted(set(rows.details["formats"]) - set(names))
 
 
 def rows_checks(pipeline: Pipeline, rows: Artifact) -> list[dg.AssetCheckResult]:

@@ -97,6 +97,22 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     assert "gate.min_accuracy null -> 1.0\n" in shown[2] and "code version" not in shown[2]
 
 
+def test_a_renamed_file_is_still_called_as_before_in_its_rows(ground: Ground, world: World):
+    """They were not read again."""
+    notes: list[str] = []
+
+    def hear(event: Event) -> None:
+        if event["event"] == "note":
+            notes.append(event["text"])
+
+    edits.rename_data(world)
+    report = materialize(
+        load_recipe(world.folder), replace(ground.services, listener=hear), ground.instance, "raw_preferences"
+    )
+    assert report.succeeded, report
+    assert "rows name files as they were called when read: preferences.jsonl" in notes
+
+
 def causes(pipeline: Pipeline, ground: Ground) -> dict[str, tuple[str, ...]]:
     return {asset.asset: asset.causes for asset in status(pipeline, ground.services, ground.instance)}
 

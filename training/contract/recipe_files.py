@@ -8,6 +8,8 @@ import glob
 import gzip
 import json
 import os
+from collections import Counter
+from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path, PurePath
 
@@ -82,6 +84,12 @@ def _found(path: str) -> list[DataFile]:
         wanted = "is no regular file" if place.exists() else absent
         raise DataError(f"{path} {wanted}; expected a file, a folder or a glob, beside the recipe")
     return [_readable(match.relative_to(folder).as_posix(), match) for match in matches]
+
+
+def distinct_names(files: Sequence[DataFile]) -> list[str]:
+    """What rows call the files of all sources, in their order: names that several share begin with their numbers."""
+    shared = Counter(file.name for file in files)
+    return [f"{n}:{file.name}" if shared[file.name] > 1 else file.name for n, file in enumerate(files, 1)]
 
 
 def data_suffix(path: PurePath) -> str:

@@ -7,7 +7,6 @@ names of the files they came from.
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from training.contract.events import EventWriter, Progress
 from training.contract.fingerprint import fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.manifest import read_manifest
-from training.contract.recipe_files import DataFile
+from training.contract.recipe_files import DataFile, distinct_names
 from training.contract.store import Made
 from training.data.collector import Collector, SourceFile, SourceSettings
 from training.data.columns import Columns
@@ -94,12 +93,10 @@ def _rows_to_read(job: Job) -> int | None:
 
 
 def _distinctly_named(inputs: list[SourceFile]) -> list[SourceFile]:
-    """Prefix the names that files of several sources share with their numbers."""
-    names = Counter(each.file.name for each in inputs)
-    numbered = [each.file.model_copy(update={"name": f"{n}:{each.file.name}"}) for n, each in enumerate(inputs, 1)]
+    names = distinct_names([each.file for each in inputs])
     return [
-        replace(each, file=file) if names[each.file.name] > 1 else each
-        for each, file in zip(inputs, numbered, strict=True)
+        replace(each, file=each.file.model_copy(update={"name": name}))
+        for each, name in zip(inputs, names, strict=True)
     ]
 
 
