@@ -123,7 +123,8 @@ def group(device: DeviceName) -> Iterator[Group]:
     own = _device(device)
     if world > 1:
         store, on_gpu = _store(world), own.type == "cuda"
-        demand_alike(store, rank, world, nodes, own)
+        if nodes > 1:
+            demand_alike(store, rank, world, nodes, own)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,
