@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 import dagster as dg
+import pyarrow.parquet as pq
 
 from assets import checks
 from assets.event_log import tell
@@ -19,6 +20,8 @@ from training.contract.errors import DataError
 from training.contract.fingerprint import short
 from training.contract.recipe_files import distinct_names
 from training.contract.store import Artifact
+
+_NAMES = 3  # of the thousands that a folder may have
 
 
 def preferences_work(pipeline: Pipeline, found: FoundData) -> Work:
@@ -49,13 +52,9 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
     if words := list(changed.words() if changed else ()):
         tell(services, step.context.log, step.asset, "; ".join(words))
         made = replace(made, changes=[*(made.changes or ()), *words])
-    if absent := _names_of_before(found, made.artifact):
-        tell(
-            services,
-            step.context.log,
-            step.asset,
-            f"rows name files as they were called when read: {', '.join(absent)}",
-        )
+    if names := _names_of_before(found, made.artifact):
+        told = f"its rows name the files as they were called when these were first read: {', '.join(names[:_NAMES])}"
+        tell(services, step.context.log, step.asset, told + (", ..." if names[_NAMES:] else ""))
     details = made.artifact.details
     counts = details["counts"]
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
@@ -71,9 +70,19 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
 
 
 def _names_of_before(found: FoundData, rows: Artifact) -> list[str]:
-    """What files were called when rows were read that are used again, where no file of these sources is called so now."""
+    """What the rows call their files, where these are called otherwise now: the same rows are never written twice."""
+    if found.hubs:
+        return []
     names = distinct_names([file for source in found.sources for file in source.files])
-    return [] if found.hubs else sorted(set(rows.details["formats"]) - set(names))
+    held_out = [source.settings["held_out"] for source in found.sources for _ in source.files]
+    now = sorted(zip(names, held_out, strict=True), key=lambda each: not each[1])  # which are read first
+    for parts in ("preferences.parquet", "quarantine.parquet"):
+        with pq.ParquetFile(rows.file(parts), read_dictionary=["source"]) as file:
+            then: list[str] = file.read(columns=["source"])["source"].unify_dictionaries().unique().to_pylist()
+        left = iter(name for name, _ in now)
+        if not all(name in left for name in then):  # in this order
+            return then
+    return []
 
 
 def rows_checks(pipeline: Pipeline, rows: Artifact) -> list[dg.AssetCheckResult]:

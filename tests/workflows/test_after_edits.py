@@ -1,5 +1,6 @@
 """What is said of a recipe between an edit and the end of the next run, and of content that was made in two ways."""
 
+import gzip
 import json
 import math
 import re
@@ -97,20 +98,39 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
     assert "gate.min_accuracy null -> 1.0\n" in shown[2] and "code version" not in shown[2]
 
 
-def test_a_renamed_file_is_still_called_as_before_in_its_rows(ground: Ground, world: World):
-    """They were not read again."""
+def compress_data(world: World) -> None:
+    """The job reads it, and finds the rows of before."""
+    with gzip.open(world.folder / "preferences.jsonl.gz", "wb") as file:
+        file.write(world.data.read_bytes())
+    world.set("data.sources.0.path", "preferences.jsonl.gz")
+
+
+@pytest.mark.parametrize("edit", [edits.rename_data, compress_data])
+def test_a_renamed_file_is_still_called_as_before_in_its_rows(ground: Ground, world: World, edit: Edit):
+    edit(world)
+    assert notes_on_rows(ground, world) == ["preferences.jsonl"]
+
+
+def test_files_that_exchange_their_names_are_still_called_as_before(ground: Ground, world: World):
+    edits.hold_out_a_file(world)
+    one, two = (world.folder / "parts" / f"{n}.jsonl" for n in (1, 2))
+    assert notes_on_rows(ground, world) == []
+    one.rename(one.with_suffix(".0")), two.rename(one), one.with_suffix(".0").rename(two)
+    world.set("data.sources", [{"path": "parts/2.jsonl"}, {"path": "parts/1.jsonl", "held_out": True}])
+    assert notes_on_rows(ground, world) == ["2.jsonl, 1.jsonl"]
+
+
+def notes_on_rows(ground: Ground, world: World) -> list[str]:
+    """The files' names of before that a run tells of."""
     notes: list[str] = []
 
     def hear(event: Event) -> None:
-        if event["event"] == "note":
-            notes.append(event["text"])
+        notes.append(event.get("text", ""))
 
-    edits.rename_data(world)
-    report = materialize(
-        load_recipe(world.folder), replace(ground.services, listener=hear), ground.instance, "raw_preferences"
-    )
+    told = replace(ground.services, listener=hear)
+    report = materialize(load_recipe(world.folder), told, ground.instance, "raw_preferences")
     assert report.succeeded, report
-    assert "rows name files as they were called when read: preferences.jsonl" in notes
+    return [names for begin, _, names in (text.partition(" first read: ") for text in notes) if names]
 
 
 def causes(pipeline: Pipeline, ground: Ground) -> dict[str, tuple[str, ...]]:
