@@ -70,18 +70,21 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
 
 
 def _names_of_before(found: FoundData, rows: Artifact) -> list[str]:
-    """What the rows call their files, where these are called otherwise now: the same rows are never written twice."""
+    """Names that the rows give to files which are called otherwise now: the same rows are never written twice.
+
+    Those that no file has; all of them where the files have exchanged their names.
+    """
     if found.hubs:
         return []
     names = distinct_names([file for source in found.sources for file in source.files])
     held_out = [source.settings["held_out"] for source in found.sources for _ in source.files]
-    now = sorted(zip(names, held_out, strict=True), key=lambda each: not each[1])  # which are read first
+    read_first = sorted(zip(names, held_out, strict=True), key=lambda each: not each[1])
     for parts in ("preferences.parquet", "quarantine.parquet"):
         with pq.ParquetFile(rows.file(parts), read_dictionary=["source"]) as file:
             then: list[str] = file.read(columns=["source"])["source"].unify_dictionaries().unique().to_pylist()
-        left = iter(name for name, _ in now)
-        if not all(name in left for name in then):  # in this order
-            return then
+        now = iter([name for name, _ in read_first])
+        if not all(name in now for name in then):  # one behind the other
+            return [name for name in then if name not in names] or then
     return []
 
 

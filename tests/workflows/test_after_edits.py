@@ -115,7 +115,9 @@ def test_files_that_exchange_their_names_are_still_called_as_before(ground: Grou
     edits.hold_out_a_file(world)
     one, two = (world.folder / "parts" / f"{n}.jsonl" for n in (1, 2))
     assert notes_on_rows(ground, world) == []
-    one.rename(one.with_suffix(".0")), two.rename(one), one.with_suffix(".0").rename(two)
+    aside = one.rename(one.with_suffix(".aside"))
+    two.rename(one)
+    aside.rename(two)
     world.set("data.sources", [{"path": "parts/2.jsonl"}, {"path": "parts/1.jsonl", "held_out": True}])
     assert notes_on_rows(ground, world) == ["2.jsonl, 1.jsonl"]
 

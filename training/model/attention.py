@@ -158,7 +158,7 @@ class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
 
 
 def _without_groups_in_float32(plain: Callable[[Tensor | None, Tensor, Tensor], bool]) -> Callable[..., bool]:
-    """Of rows of their own transformers decides whether heads of queries share keys: in float32 on a GPU not, as above."""
+    """Whether heads of queries share keys in rows of their own, as transformers asks: in float32 on a GPU never, as above."""
 
     def kernel_knows_groups(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
         return (not key.is_cuda or key.dtype in _HALF) and plain(mask, key, value)
