@@ -9,13 +9,17 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from assets.checks import check_specs
+from assets.graph import GRAPH
 from training.contract.optimizer import Muon
 from training.contract.recipe import Adapter, Recipe, SupervisedTuning, Training
 from training.contract.variants import RecipeFile, merged
+from training.losses.preference import METRICS
+from workflows.recipes import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
-RECIPE_PAGE = PAGES["docs/recipe.md"]
+RECIPE_PAGE, LINEAGE_PAGE = PAGES["docs/recipe.md"], PAGES["docs/lineage.md"]
 MINIMAL = {"data": {"sources": [{"path": "x"}]}, "reference": {"model": "y"}, "release": {"model_name": "z"}}
 RESOLVED = Recipe.model_validate(MINIMAL).model_dump(mode="json")
 ROW = re.compile(r"^\| (`[a-z]+\..*?) \| (.*?) \| (.*) \|$", re.MULTILINE)
@@ -33,6 +37,17 @@ def leaves(section: type[BaseModel]) -> Iterator[str]:
 def test_every_field_is_in_the_documents():
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", RECIPE_PAGE + PAGES["docs/losses.md"], re.DOTALL))
     assert set(leaves(RecipeFile)) - set(re.findall(r"[a-z_]+", code)) == set()
+
+
+def test_every_check_is_in_the_documents():
+    pipeline = load_recipe(ROOT / "workflows/defs/demo").pipeline
+    specs = [spec for asset in GRAPH for spec in check_specs(pipeline, asset)]
+    told = re.findall(r"^\|[^|]*\| `(\w+)`( \(a warning\))? \|", LINEAGE_PAGE, re.MULTILINE)
+    assert {(name, not warning) for name, warning in told} == {(spec.name, spec.blocking) for spec in specs}
+
+
+def test_every_metric_of_pairs_is_in_the_documents():
+    assert set(METRICS) <= set(re.findall(r"`([a-z_/]+)`", LINEAGE_PAGE.partition("## Metrics")[2]))
 
 
 def told_defaults() -> Iterator[tuple[str, Any]]:

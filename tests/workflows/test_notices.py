@@ -65,11 +65,16 @@ def test_the_example_tells_of_failures_and_of_versions(tmp_path: Path, demo_make
         tell()
         assert materialize(recipe, services, instance).succeeded
         tell()
+        with (folder / "preferences.jsonl").open("a") as rows:
+            rows.write('{"prompt": "no answers"}\n' * 100)
+        assert not materialize(recipe, services, instance).succeeded
+        tell()
         (folder / "preferences.jsonl").unlink()
         assert not materialize(recipe, services, instance).succeeded
         tell()
-    version, failure = told
+    version, check, failure = told
     assert version == "models:/small/1, champion: yes. there was no champion before"
+    assert "; quarantine_within_limit: 100 of 124 rows (80.6%) are in quarantine" in check
     assert (
         failure.startswith("small__preference_source failed: ")
         and f"{folder / 'preferences.jsonl'} does not exist" in failure
