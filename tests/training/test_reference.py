@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from tests.training.model.architectures import GPT2, build
 from tests.training.runs import published
 from tests.training.workshop import Workshop
 from training import memoized, reference
@@ -368,6 +369,19 @@ def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, w
     rewrite(tiny_world, spoil)
     Pairs.open(tiny_world.pairs).demand_known_tokens(vocabulary + 1)
     with pytest.raises(TemplateError, match=f"up to the number {vocabulary}, and the model has {vocabulary} tokens"):
+        workshop.do(tiny_job(tiny_world, workshop))
+
+
+def test_sequences_that_the_model_has_no_positions_for_are_refused_before_it_runs(tiny_world, workshop):
+    pairs = Pairs.open(tiny_world.pairs)
+    longest = max(int(pairs.lengths(side).max()) for side in ("chosen", "rejected"))
+    pairs.demand_positions(longest)
+    pairs.demand_positions(None)
+    build("gpt2", GPT2 | {"max_position_embeddings": longest - 1}).save_pretrained(tiny_world.model)
+    told = (
+        f"^`tokenization.max_length` allows a sequence of {longest} tokens, and the model has {longest - 1} positions"
+    )
+    with pytest.raises(ModelError, match=told):
         workshop.do(tiny_job(tiny_world, workshop))
 
 

@@ -4,8 +4,13 @@ In a model that takes images or sound as well (Gemma 3, Qwen 3.5, Mistral Small 
 pairs are text, so the other parts never run: they get no gradient, are not trained, and are saved as they are.
 """
 
-from torch.nn import Module
+import re
+
+from torch.nn import Embedding, Module
 from transformers import PreTrainedConfig, PreTrainedModel
+
+# Of the modules and buffers that hold a vector for each position: gpt2, opt, openai-gpt; gptj.
+_POSITIONS = re.compile(r"wpe|\w*position\w*")
 
 
 def text_config(model: PreTrainedModel) -> PreTrainedConfig:
@@ -23,6 +28,18 @@ def body_of(model: PreTrainedModel) -> PreTrainedModel:
     part = model if takes_only_text(model) else model.get_decoder()
     # llama4's `base_model_prefix` names none of its parts.
     return part.base_model if part.base_model is not part else getattr(part, "model", part)
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """How many positions the body has vectors for; None where it computes any position (rotary, ALiBi)."""
+    named = [(name.rpartition(".")[2], module) for name, module in body_of(model).named_modules()]
+    tables = [
+        module.num_embeddings - getattr(module, "offset", 0)
+        for name, module in named
+        if isinstance(module, Embedding) and _POSITIONS.fullmatch(name)
+    ]
+    tables += [len(buffer) for name, buffer in body_of(model).named_buffers() if name.endswith(".embed_positions")]
+    return min(tables, default=None)
 
 
 def text_modules(model: PreTrainedModel) -> dict[str, Module]:

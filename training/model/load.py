@@ -33,7 +33,7 @@ def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMode
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if device.type == "meta":
-            return _without_values(config, DTYPES[dtype])
+            return without_values(config, DTYPES[dtype])
         model, info = loader(config).from_pretrained(
             folder,
             dtype=DTYPES[dtype],
@@ -73,7 +73,8 @@ def loader(config: PreTrainedConfig) -> Any:
     return AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
 
 
-def _without_values(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def without_values(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that `config` describes, on the meta device, with the dtypes of one that was loaded in `dtype`."""
     with torch.device("meta"):
         model: PreTrainedModel = loader(config).from_config(config, dtype=dtype, trust_remote_code=False)
     kept = [part.replace("*", ".*") for part in model._get_dtype_plan(dtype)]  # in float32, as `from_pretrained` does

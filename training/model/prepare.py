@@ -29,11 +29,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from training.contract.errors import ModelError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.recipe import Adapter, Compute
-from training.model.adapter import targets, train_mode
+from training.model.adapter import add_adapter, train_mode
 from training.model.attention import use_attention
 from training.model.body import body_of, text_config
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
+from training.model.load import without_values
 from training.model.logprobs import response_logprobs
 from training.model.routing import demand_experts
 from training.model.selfcheck import LONGEST, tiny_groups
@@ -51,14 +52,14 @@ _TIMES = 31
 def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     """Raise ModelError or TrainingError where training by `recipe` would: for jobs before it, which may take long.
 
-    It looks for the layers that an adapter names, for layers to checkpoint or compile, and for float8 on the device; it runs a
-    few tokens to see which experts they go to, and compiles the tiles of the head, to see whether this machine can.
+    It puts the adapter into a copy without values, looks for layers to checkpoint or compile, and for float8 on the device;
+    it runs a few tokens to see which experts they go to, and compiles the tiles of the head, to see whether this machine can.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
         _layers(model)
     if adapter := training.get("adapter"):
-        targets(model, Adapter.model_validate(adapter))
+        add_adapter(without_values(model.config, model.dtype), Adapter.model_validate(adapter), seed=0)
     if training.get("head_precision") == "float8":
         demand_float8(model.device)
     if training.get("router_aux_loss_coef"):

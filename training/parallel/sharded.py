@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from training.contract.errors import ModelError
 from training.distributed_muon import Turns
+from training.model.body import text_config
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
@@ -37,6 +39,11 @@ class Sharded(Masters):
         self._shards_of = {name: p for name, p in model.named_parameters() if p.requires_grad}
         parameters = {name: Parameter(p.detach().to_local()) for name, p in self._shards_of.items()}
         super().__init__(model, parameters, trainable, layout)
+        if layout.shards > 1 and self.own_dropout and getattr(text_config(model), "layerdrop", None):
+            raise ModelError(  # they would wait for each other
+                f"{type(model).__name__} leaves out layers at random (`layerdrop` of its config.json), each rank others, and "
+                "in shards all ranks have to run all layers: set `compute.parallel: ddp`, or `layerdrop` there to 0"
+            )
 
     @cached_property
     def turns(self) -> Turns:

@@ -31,6 +31,7 @@ from training.model.adapter import (
 from training.model.head import head_of
 from training.model.load import load_model, save_model
 from training.model.logprobs import response_logprobs
+from training.model.prepare import demand_trainable
 
 CPU = torch.device("cpu")
 SEQUENCES = [sequence for group in groups() for sequence in group]
@@ -145,10 +146,17 @@ SHARED_EXPERTS = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16,
     ids=["all", "some"],
 )
 def test_names_that_peft_takes_for_experts_are_refused(targets: Any, says: str):
-    """Layers of the shared expert are named like parts of the others, which peft then wraps; merged they were lost."""
+    """Layers of the shared expert are named like parts of the others, which peft then wraps; merged they were lost.
+
+    The jobs before training refuse them as well, and leave the model as it is.
+    """
     model = build("ernie4_5_moe", SHARED_EXPERTS | {"moe_layer_start_index": 0, "moe_layer_end_index": 1})
+    names, settings = list(model.state_dict()), Adapter(target_modules=targets)
     with pytest.raises(ModelError, match=says):
-        add_adapter(model, Adapter(target_modules=targets), seed=0)
+        demand_trainable(model, {"training": {"adapter": settings.model_dump()}})
+    assert list(model.state_dict()) == names
+    with pytest.raises(ModelError, match=says):
+        add_adapter(model, settings, seed=0)
 
 
 def test_a_router_that_answers_more_than_a_tensor_is_no_linear_layer():

@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from tests.training.model.architectures import (
     EXPERTS,
+    GPT2,
     LINEAR,
     LOCAL,
     MIXED,
@@ -24,7 +25,7 @@ from tests.training.model.architectures import (
     gradients,
     groups,
 )
-from training.model.body import body_of, freeze_other_parts, takes_only_text
+from training.model.body import body_of, freeze_other_parts, position_limit, takes_only_text
 from training.model.logprobs import response_logprobs
 from training.model.sharing import VERIFIED, why_not_shared
 
@@ -35,6 +36,29 @@ def test_it_is_what_plain_transformers_says_of_each_sequence(kind: str, changes:
     assert takes_only_text(model)
     assert why_not_shared(model, training=True) is None
     demand_what_plain_transformers_says(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("gpt2", GPT2),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+        ("openai-gpt", GPT2),
+        ("biogpt", {}),
+        ("gptj", GPT2 | {"rotary_dim": 4}),
+        ("codegen", GPT2 | {"rotary_dim": 4, "n_ctx": 64}),
+        ("llama", {}),
+        ("bloom", {}),
+    ],
+)
+def test_positions_are_as_many_as_transformers_can_run(kind: str, changes: dict[str, Any]):
+    model = build(kind, changes).eval()
+    limit = position_limit(model)
+    assert limit == (None if kind in ("llama", "bloom") else 64)
+    model(input_ids=torch.ones(1, limit or 65, dtype=torch.long), use_cache=False)
+    if limit is not None:
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)|must match the size"):
+            model(input_ids=torch.ones(1, limit + 1, dtype=torch.long), use_cache=False)
 
 
 @pytest.mark.parametrize(("kind", "changes"), [pytest.param(k, c, id=f"{k}, {what}") for k, what, c in MULTIMODAL])

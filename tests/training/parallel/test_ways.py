@@ -84,6 +84,19 @@ def test_shards_go_with_every_other_option(tmp_path: Path, forker: Any, option: 
     assert distance(shards, alone) < 1e-5
 
 
+def test_layers_that_are_left_out_at_random_are_refused_in_shards(tmp_path: Path, forker: Any):
+    """Each rank would leave out others, and wait for ever for the gathering of one."""
+    world = build_world(tmp_path)
+    build("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32, "layerdrop": 0.5}).save_pretrained(world.model)
+    job = world.job("policy", settings(disable_dropout=False), "shards", parallel="fsdp")
+    assert forker.run(job, 2) == [1, 1]
+    failure = json.loads(job.error.read_text())
+    assert (
+        failure["type"] == "ModelError"
+        and "OPTForCausalLM leaves out layers at random (`layerdrop`" in failure["message"]
+    )
+
+
 MUON = {"type": "muon", "learning_rate": 3e-3, "weight_decay": 0.1, "adamw": {"learning_rate": 3e-3}}
 
 
