@@ -31,7 +31,7 @@ from training.contract.job import Job
 from training.launch import conductor
 from training.launch.nodes_file import Nodes
 
-conductor._ANSWER_SECONDS = conductor._CLOSING_SECONDS = 1.0
+conductor._ANSWER_SECONDS, conductor._CLOSING_SECONDS = 5.0, 1.0
 sys.exit(conductor.conduct(Nodes.model_validate_json(sys.argv[1]), "plain_program", Job.read(Path(sys.argv[2]))))
 """
 LAUNCH = Path(__file__).parent / "programs" / "launch_program.py"
