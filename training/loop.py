@@ -146,7 +146,7 @@ class _Tuning:
             float8_head=settings.head_precision == "float8",
         )
         with self.record.timed("loading"):
-            routing = settings.router_aux_loss_coef > 0
+            routing = "training" if settings.router_aux_loss_coef else None
             masters = load_for_training(trainable, self.job.compute, self.group, self.events, routing)
         if settings.champion is not None:
             self._demand_known_tokens(text_config(masters.model).vocab_size)

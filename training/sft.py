@@ -65,7 +65,8 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
     with record.timed("loading"):
         trainable = TrainableModel(base.folder, settings.precision)
-        masters = load_for_training(trainable, job.compute, group, events, routing=balance is not None)
+        routing = "reference.sft" if balance else None
+        masters = load_for_training(trainable, job.compute, group, events, routing)
     pairs.demand_known_tokens(text_config(masters.model).vocab_size)
     pairs.demand_positions(position_limit(masters.model))
     demand_trainable(masters.model, job.recipe)

@@ -14,7 +14,7 @@ from training.contract.weights import adapter_fingerprint, weights_fingerprint, 
 from training.data.template import TOKENIZER_FOLDER
 from training.distributed import Group
 from training.model.adapter import save_adapter, write_merged
-from training.model.body import takes_only_text
+from training.model.body import architecture, takes_only_text
 from training.model.load import copy_processors, left_out, save_model
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
@@ -24,7 +24,7 @@ from training.parallel.models import TrainableModel
 
 
 def load_for_training(
-    trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter, routing: bool = False
+    trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter, routing: str | None = None
 ) -> Masters:
     """The model on all ranks, proved exact and prepared as `compute` asks for; `routing` as in `prepare_for_training`.
 
@@ -43,7 +43,7 @@ def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel,
             sum(p.numel() for p in model.parameters() if p.requires_grad is asked) for asked in (True, False)
         )
         events.note(
-            f"of {type(model).__name__} the language model is trained, {trained:,} parameters; the other {frozen:,}, for "
+            f"of {architecture(model)} the language model is trained, {trained:,} parameters; the other {frozen:,}, for "
             f"images or sound, are saved as they are"
         )
     if unused := left_out(model, trainable.folder):

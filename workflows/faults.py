@@ -13,11 +13,11 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from assets.written import place_of_named
+from training.contract.fields import shown
 from training.contract.recipe import Recipe
 from training.contract.variants import RecipeFile
 from workflows import trl_names
 
-_LONGEST_VALUE = 80
 _LISTED = 20  # names: of more, that which was meant would be overlooked behind them
 _ALIKE = 0.8  # below it are other words: gpu and cpu, kto_pair and exo_pair
 _TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
@@ -58,7 +58,7 @@ def _without_tags(name: str) -> str:
 
 
 def _words(name: str, fault: Any) -> str:
-    found = _shown(fault["input"])
+    found = shown(fault["input"])
     match fault["type"]:
         case "extra_forbidden":
             return _unknown(name)
@@ -75,6 +75,8 @@ def _words(name: str, fault: Any) -> str:
             return f"expected a list, found {found}"
         case kind if kind in _NO_SECTION and (fields := _section(name)):
             return f"expected a section with fields ({', '.join(fields)}), found {found}"
+        case "dict_type":
+            return f"expected a section, found {found}"
     return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, found {found}"
 
 
@@ -85,7 +87,7 @@ def _no_choice(expected: str, given: Any) -> str:
     meant = f"; did you mean `{near[0]}`?" if near else ""
     if near and len(known) > _LISTED:
         expected = f"one of {len(known)} names"
-    return f"expected {expected}, found {_shown(given)}{meant}"
+    return f"expected {expected}, found {shown(given)}{meant}"
 
 
 def _unknown(name: str) -> str:
@@ -95,7 +97,7 @@ def _unknown(name: str) -> str:
     elsewhere = [path for path in _paths(Recipe) if path.endswith(f".{field}") and not section.startswith(path)]
     below = [path for path in elsewhere if path.startswith(f"{section}.")]
     trl = [trl_names.FIELDS[field]] if field in trl_names.FIELDS else []
-    near = trl or below or difflib.get_close_matches(field, known, n=1) or elsewhere
+    near = trl or below or difflib.get_close_matches(field, known, n=1) or sorted(elsewhere, key=lambda p: p.count("."))
     meant = f"did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
     return f"there is no such field; {meant}"
 
@@ -124,8 +126,3 @@ def _paths(section: type[BaseModel], above: str = "") -> Iterator[str]:
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from _paths(kind, f"{above}{name}.")
-
-
-def _shown(value: Any) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} ..."

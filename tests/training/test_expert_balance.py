@@ -177,6 +177,7 @@ def test_ranks_are_one_process(tmp_path: Path, forker: Any, kind: str, way: str)
 
 def test_a_model_without_experts_is_refused_before_training(tiny_world: TinyWorld):
     job = tiny_world.job("policy", settings())
-    with pytest.raises(ModelError, match=r"LlamaForCausalLM is no mixture of experts with such a loss .*: set it to 0"):
+    told_where = r"^`training.router_aux_loss_coef`: LlamaForCausalLM is no mixture of experts .*: set it to 0$"
+    with pytest.raises(ModelError, match=told_where):
         tune(job)
     assert told(job, "step", "eval") == [], "nor before anything is scored"

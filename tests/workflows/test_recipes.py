@@ -267,6 +267,24 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
             "{data: {sources: [{path: a, columns: {chosen: yes}}]}, reference: {model: b}, release: {model_name: x}}",
             r"3: data.sources.0.columns.chosen: expected text, in quotes, found true \(YAML also reads yes, no, on and off as",
         ),
+        (
+            "{%s, training: {adapter: yes}}",
+            r"3: training.adapter: .* fields \(type, rank, .*\), found true \(YAML also",
+        ),
+        (
+            "{%s, compute: {parallel: no}}",
+            r"3: compute.parallel: expected 'auto', .* or 'hsdp', found false \(YAML also",
+        ),
+        (
+            "{%s, training: {optimizer: {betas: on}}}",
+            r"3: training.optimizer.betas: expected a list, found true \(YAML",
+        ),
+        (
+            "{%s, training: {optimizer: on}}",
+            r"3: training.optimizer: expected a section, for .*, found true \(YAML also",
+        ),
+        ("{%s, tokenization: {template_kwargs: 1}}", r"3: tokenization.template_kwargs: expected a section, found 1$"),
+        ("{%s, compute: {precision: float32}}", r"3: compute.precision: .*; did you mean `training.precision`\?$"),
         ("{%s, variants: {'a b': {}}}", "variants.a b: expected only letters, digits, `-` and `_`, found 'a b'$"),
         (
             "{data: {sources: [{path: a}]}, reference: {model: b}, release: {model_name: x/y}}",

@@ -3,7 +3,8 @@
 import datetime
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
+_LONGEST_SHOWN = 80
 # YAML 1.1 reads `5e-7` as text, so validation and JSON schema accept numeric text as well.
 NUMERIC = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"}]}
 # Dagster's sample of a recipe needs `items`, which pydantic does not write for a tuple.
@@ -32,6 +34,14 @@ NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), WithJsonSchema(
 MOST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]  # what torch takes
+
+
+def shown(value: Any) -> str:
+    """A value as a person who wrote YAML knows it, in an error: not too long, and a boolean with what else it may have been."""
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (YAML also reads yes, no, on and off as booleans)"
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]} ..."
 
 
 def _text(given: str) -> str:
@@ -76,9 +86,8 @@ SourceName = Annotated[
 
 
 def _misread(given: bool, expected: str) -> ValueError:
-    """pydantic accepts true as 1, and YAML reads yes and on as true."""
-    found = f"{str(given).lower()} (YAML also reads yes, no, on and off as booleans)"
-    return ValueError(f"expected {expected}, found {found}")
+    """pydantic accepts true as 1; and whoever wrote yes or on may have meant that word."""
+    return ValueError(f"expected {expected}, found {shown(given)}")
 
 
 def _quoted(given: Any) -> Any:
@@ -103,6 +112,8 @@ Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1), WithJso
 
 def _date(given: Any) -> datetime.date:
     """pydantic also takes a number for a date, as seconds since 1970."""
+    if isinstance(given, bool):
+        raise _misread(given, "a date")
     try:
         return given if type(given) is datetime.date else datetime.date.fromisoformat(given)
     except (TypeError, ValueError):
@@ -126,8 +137,9 @@ class Section(Frozen):
         kind: Any = cls.model_fields[info.field_name].annotation
         if isinstance(given, bool) and kind is not bool:
             kinds = {int: "a number", float: "a number", str: "text, in quotes"}
+            alternatives = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
             # Of an Annotated, the type that it is about.
-            possible = [getattr(part, "__origin__", part) for part in (kind, *get_args(kind))]
-            expected = next((words for k, words in kinds.items() if k in possible), "a section or a word")
-            raise _misread(given, expected)
-        return given
+            possible = [getattr(part, "__origin__", part) for part in alternatives]
+            if expected := next((words for k, words in kinds.items() if k in possible), None):
+                raise _misread(given, expected)
+        return given  # other types refuse it themselves

@@ -186,6 +186,8 @@ class Loss(TypedLoss):
     def _makes_sense(self) -> Self:
         kinds = [term.type for term in self.terms]
         preferences = [kind for kind in kinds if kind.traits.compares_responses]
+        if not kinds:
+            raise ValueError("`of` lists no losses: a mixture is made of some, `of: [{type: sigmoid}, {type: hinge}]`")
         if not preferences:
             raise ValueError(
                 "no preference loss is named: `sft` is a term of a mixture, `{type: mixture, of: [{type: sigmoid}, "

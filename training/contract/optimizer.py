@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from training.contract.fields import TWO_NUMBERS, Fraction, NonNegative, Positive, Section
+from training.contract.fields import TWO_NUMBERS, Fraction, NonNegative, Positive, Section, shown
 
 
 def _refuse(given: Any, foreign: set[str], why: str) -> Any:
@@ -58,11 +58,13 @@ def _by_type(given: Any) -> Any:
     if isinstance(given, AdamW | Muon):
         return given
     if not isinstance(given, dict):
-        raise ValueError(f"expected a section, for example `{{type: adamw, learning_rate: 5e-7}}`, found {given!r}")
+        raise ValueError(
+            f"expected a section, for example `{{type: adamw, learning_rate: 5e-7}}`, found {shown(given)}"
+        )
     kinds: dict[str, type[AdamW] | type[Muon]] = {"adamw": AdamW, "muon": Muon}
     kind = kinds.get(str(given.get("type", "adamw")))
     if kind is None:
-        raise ValueError(f"`type: {given['type']}` is no optimizer; expected one of {', '.join(kinds)}")
+        raise ValueError(f"no optimizer is called {shown(given['type'])}; expected one of {', '.join(kinds)}")
     return kind.model_validate(given)
 
 

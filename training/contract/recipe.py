@@ -139,9 +139,10 @@ class Training(Section):
         if self.head_precision == "float8" and self.precision != "bfloat16":
             raise ValueError(f"`head_precision: float8` needs `precision: bfloat16`, not {self.precision}")
         if self.head_precision == "float8" and self.loss.couples_pairs:
+            coupling = [term.type for term in self.loss.terms if term.type.traits.couples_pairs]
             raise ValueError(
-                f"`head_precision: float8` with `loss.type: {self.loss.type}`: this loss would compare a pair's "
-                f"log-probs, with the errors of 8 bits, with exact ones of other pairs; use `head_precision: exact`"
+                f"`head_precision: float8` with a loss of type {', '.join(coupling)}, which would compare a pair's log-probs, "
+                f"with the errors of 8 bits, with exact ones of other pairs; use `head_precision: exact`"
             )
         return self
 

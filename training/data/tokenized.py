@@ -90,7 +90,7 @@ class Pairs:
 
     def demand_positions(self, limit: int | None) -> None:
         """Raises ModelError if a sequence is longer than a model that has only `limit` positions can read."""
-        longest = max((int(self.lengths(side).max(initial=0)) for side in SIDES), default=0)
+        longest = max(int(self.lengths(side).max(initial=0)) for side in SIDES)
         if limit is not None and longest > limit:
             raise ModelError(
                 f"`tokenization.max_length` allows a sequence of {longest:,} tokens, and the model has {limit:,} positions: "

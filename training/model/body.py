@@ -23,6 +23,11 @@ def takes_only_text(model: PreTrainedModel) -> bool:
     return text_config(model) is model.config
 
 
+def architecture(model: PreTrainedModel) -> str:
+    """The name of its class, as in its config.json: FSDP gives a model that it shards a class of its own."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
 def body_of(model: PreTrainedModel) -> PreTrainedModel:
     """The body of `model`, whose `last_hidden_state` the head turns into logits."""
     part = model if takes_only_text(model) else model.get_decoder()

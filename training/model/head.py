@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from training.contract.errors import ModelError
-from training.model.body import text_config
+from training.model.body import architecture, text_config
 
 HEAD_OPTIONS = "head_options"  # the attribute of a model that holds them, set by prepare.py
 # What the configs of transformers' models call the numbers of `Head`; if a name means something else, the self-check finds out.
@@ -63,7 +63,7 @@ def head_of(model: PreTrainedModel) -> Head:
     head = found.get_base_layer() if isinstance(found, LoraLinear) else found
     if not isinstance(head, torch.nn.Linear):
         raise ModelError(
-            f"the output layer of {type(model).__name__} is {type(head).__name__}; expected one torch.nn.Linear, from "
+            f"the output layer of {architecture(model)} is {type(head).__name__}; expected one torch.nn.Linear, from "
             f"which log-probs are computed a part of the vocabulary at a time: use another base model"
         )
     scale = _first(config, _MULTIPLIERS, 1.0) / _first(config, _DIVISORS, 1.0)

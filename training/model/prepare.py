@@ -31,7 +31,7 @@ from training.contract.events import EventWriter
 from training.contract.recipe import Adapter, Compute
 from training.model.adapter import add_adapter, train_mode
 from training.model.attention import use_attention
-from training.model.body import body_of, text_config
+from training.model.body import architecture, body_of, text_config
 from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.load import without_values
@@ -63,7 +63,7 @@ def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     if training.get("head_precision") == "float8":
         demand_float8(model.device)
     if training.get("router_aux_loss_coef"):
-        _demand_routing(model)
+        _demand_routing(model, "training")
     if compute.get("compile"):
         with _compiler_explained():
             compile_tiles(model.device, model.dtype)
@@ -75,15 +75,16 @@ def prepare_for_training(
     events: EventWriter,
     own_dropout: bool,
     float8_head: bool = False,
-    routing: bool = False,
+    routing: str | None = None,
 ) -> None:
     """Make `model` run as `compute` says; `own_dropout`: whether it will draw what its config asks for.
 
-    `routing`: whether the passes of training will ask for it. Raises ModelError where the model has no layers to prepare, or
-    then no experts, or where the device has no float8; TrainingError where torch cannot compile.
+    `routing`: the section of the recipe for which the passes of training will tell where their tokens went, if any does. Raises
+    ModelError where the model has no layers to prepare, or then no experts, or where the device has no float8; TrainingError
+    where torch cannot compile.
     """
-    if routing:
-        demand_experts(model)
+    if routing is not None:
+        _demand_routing(model, routing)
     if float8_head:
         demand_float8(model.device)
     setattr(model, HEAD_OPTIONS, HeadOptions(float8=float8_head, compiled=compute.compile))
@@ -98,14 +99,14 @@ def prepare_for_training(
             )
     if compute.compile:
         with _compiler_explained():
-            _warm_up(model, own_dropout, routing)
+            _warm_up(model, own_dropout, routing is not None)
 
 
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     layers = [module for module in body_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} has no layers that `compute.activation_checkpointing` and `compute.compile` could "
+            f"{architecture(model)} has no layers that `compute.activation_checkpointing` and `compute.compile` could "
             f"work on (transformers' GradientCheckpointingLayer): leave both false"
         )
     return layers
@@ -134,13 +135,16 @@ def _compiler_explained() -> Iterator[None]:
         ) from error
 
 
-def _demand_routing(model: PreTrainedModel) -> None:
+def _demand_routing(model: PreTrainedModel, section: str) -> None:
     """Raise ModelError unless passes can tell where their tokens went; some models have experts that do not."""
-    demand_experts(model)
-    sequences, sizes = tiny_groups(text_config(model).vocab_size)
-    with _undisturbed(model), torch.no_grad():
-        model.eval()
-        response_logprobs(model, sequences, sizes, routing=True)
+    try:
+        demand_experts(model)
+        sequences, sizes = tiny_groups(text_config(model).vocab_size)
+        with _undisturbed(model), torch.no_grad():
+            model.eval()
+            response_logprobs(model, sequences, sizes, routing=True)
+    except ModelError as error:
+        raise ModelError(f"`{section}.router_aux_loss_coef`: {error}: set it to 0") from error
 
 
 def _warm_up(model: PreTrainedModel, own_dropout: bool, routing: bool) -> None:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.distributed import Group
-from training.model.body import text_config
+from training.model.body import architecture, text_config
 
 
 class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a tuple, and not in a dataclass
@@ -35,7 +35,7 @@ class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a
 
 
 def demand_experts(model: PreTrainedModel) -> None:
-    """Raise ModelError if `model` has no experts that are balanced by a loss."""
+    """Raise ModelError if the configuration of `model` knows of no experts that are balanced by a loss."""
     config = text_config(model)
     if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):
         raise _refused(model, "its configuration has no `router_aux_loss_coef`, or no experts")
@@ -85,9 +85,7 @@ class ExpertBalance:
 
 
 def _refused(model: PreTrainedModel, why: str) -> ModelError:
-    return ModelError(
-        f"`router_aux_loss_coef`: {type(model).__name__} is no mixture of experts with such a loss ({why}): set it to 0"
-    )
+    return ModelError(f"{architecture(model)} is no mixture of experts with a load-balancing loss ({why})")
 
 
 def _experts(config: Any) -> int:

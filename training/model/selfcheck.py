@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.contract.events import EventWriter
-from training.model.body import text_config
+from training.model.body import architecture, text_config
 from training.model.logprobs import response_logprobs
 from training.model.prefix import TokenSequence
 from training.model.sharing import why_not_shared
@@ -47,7 +47,7 @@ def demand_exact(
     allowed = _RMS_NATS[dtype]
     if bool(plain_N.isfinite().all()) and not error <= allowed:  # a job that meets NaN in real data can name the rows
         raise ModelError(
-            f"the log-probs of {type(model).__name__} ({model.config.model_type}) differ from those of its own forward "
+            f"the log-probs of {architecture(model)} ({model.config.model_type}) differ from those of its own forward "
             f"pass by {error:.3g} nats a token, expected at most {allowed:g} in {dtype}: from {found_N[0]:.4f} and "
             f"{plain_N[0]:.4f} in the first one. This model's head or attention is not what its config says: use another "
             f"base model, or the version of transformers this program was tested with"

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from training.model.body import body_of
+from training.model.body import architecture, body_of
 
 VERIFIED = frozenset(
     {
@@ -97,7 +97,7 @@ def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
     if training and (dropout := _attention_dropout(config)):
         return f"attention dropout of {dropout} would not be drawn for each sequence"
     if not getattr(body, "_supports_attention_backend", False):
-        return f"{type(body).__name__} does not let its attention be replaced"
+        return f"{architecture(body)} does not let its attention be replaced"
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         return f"layers of type {', '.join(sorted(unknown))} are not known"
     if _has_silent_window(config):

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import ModelError
 from training.distributed_muon import Turns
-from training.model.body import text_config
+from training.model.body import architecture, text_config
 from training.parallel.layout import Layout
 from training.parallel.masters import Masters
 from training.parallel.models import TrainableModel
@@ -41,7 +41,7 @@ class Sharded(Masters):
         super().__init__(model, parameters, trainable, layout)
         if layout.shards > 1 and self.own_dropout and getattr(text_config(model), "layerdrop", None):
             raise ModelError(  # they would wait for each other
-                f"{type(model).__name__} leaves out layers at random (`layerdrop` of its config.json), each rank others, and "
+                f"{architecture(model)} leaves out layers at random (`layerdrop` of its config.json), each rank others, and "
                 "in shards all ranks have to run all layers: set `compute.parallel: ddp`, or `layerdrop` there to 0"
             )
 

@@ -10,11 +10,13 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from tests.training.model.architectures import LOCAL, MULTIMODAL, VARIANTS, build, build_multimodal, groups
 from training.contract.errors import ModelError
+from training.contract.events import EventWriter
+from training.contract.recipe import Compute
 from training.distributed import ALONE
 from training.model.body import text_config
 from training.model.logprobs import collate, logprobs_of
 from training.model.prefix import TokenSequence
-from training.model.prepare import demand_trainable
+from training.model.prepare import demand_trainable, prepare_for_training
 from training.model.routing import ExpertBalance, Routing, demand_experts
 
 CHANGES = {kind: changes for kind, _, changes in VARIANTS}
@@ -92,7 +94,7 @@ def test_a_batch_in_parts_has_the_loss_of_the_whole():
 @pytest.mark.parametrize(("kind", "changes"), [("llama", {}), ("granitemoehybrid", {"num_local_experts": 0})])
 def test_a_model_without_experts_is_refused(kind: str, changes: dict[str, Any]):
     model = build(kind, CHANGES[kind] | changes)
-    with pytest.raises(ModelError, match=r"`router_aux_loss_coef`: .*ForCausalLM is no mixture of experts"):
+    with pytest.raises(ModelError, match=r"ForCausalLM is no mixture of experts .*its configuration has no"):
         demand_experts(model)
 
 
@@ -108,9 +110,12 @@ def test_a_model_without_experts_is_refused(kind: str, changes: dict[str, Any]):
     ],
 )
 def test_layers_that_report_something_else_are_refused(kind: str, changes: dict[str, Any], told: str):
-    """None of whose layers has its experts, and one with experts of its own kind; by the jobs before training as well."""
+    """None of whose layers has its experts, and one with experts of its own kind; before training and at its start."""
     model = build(kind, changes)
-    with pytest.raises(ModelError, match=told.replace("19", r"\d+")):
+    counted = told.replace("19", r"\d+")
+    with pytest.raises(ModelError, match=rf"^`training.router_aux_loss_coef`: .*{counted}\): set it to 0$"):
         demand_trainable(model, {"training": {"router_aux_loss_coef": 0.1}})
+    with pytest.raises(ModelError, match=rf"^`reference.sft.router_aux_loss_coef`: .*{counted}"):
+        prepare_for_training(model, Compute(), EventWriter(None), own_dropout=False, routing="reference.sft")
     with pytest.raises(ModelError, match=told):
         routing(model, groups())
