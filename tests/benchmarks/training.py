@@ -1,6 +1,6 @@
 """Training and the reference pass against TRL, on real pairs: `python -m tests.benchmarks.training DATA`.
 
-DATA (or PEDIGREE_BENCH_DATA) is a folder with `preferences-real.jsonl` and `tokenizers/mistral-v3`; TRL is the extra `bench`.
+DATA is a folder with `preferences-real.jsonl` and `tokenizers/mistral-v3`; TRL is the extra `bench`.
 Both sides run on the CPU in float32 on the same pairs in the same order from the same weights, each measurement in a
 process of its own with the same number of threads, ours and theirs in turn. What is measured of ours is the job from its
 start to its published artifact, proofs and self-checks included, without starting Python and importing; of TRL the
@@ -12,7 +12,6 @@ step's loss and rewards must agree to 1e-4. Exit status 1 if a limit is missed.
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -106,13 +105,10 @@ def costs_table(found: Costs, peers: dict[int, Costs]) -> str:
 
 def arguments_of(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", type=Path, nargs="?", default=os.environ.get("PEDIGREE_BENCH_DATA"))
+    parser.add_argument("data", type=Path, help="a folder of pairs and tokenizers, as docs/benchmarks.md says")
     parser.add_argument("--micro-tokens", type=int, default=Training().micro_tokens)
     parser.add_argument("--threads", type=int, default=1)
-    arguments = parser.parse_args()
-    if arguments.data is None:
-        parser.error("DATA is needed: a folder with preferences-real.jsonl and tokenizers/mistral-v3")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> int:
