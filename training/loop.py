@@ -36,7 +36,7 @@ from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import foreign_tokens, load_tokenizer
 from training.distributed import Group
-from training.model.body import position_limit, text_config
+from training.model.body import demand_positions, text_config
 from training.model.routing import ExpertBalance
 from training.objective import PreferenceObjective, pair_tokens
 from training.parallel.choice import load_frozen
@@ -150,7 +150,7 @@ class _Tuning:
             masters = load_for_training(trainable, self.job.compute, self.group, self.events, routing)
         if settings.champion is not None:
             self._demand_known_tokens(text_config(masters.model).vocab_size)
-            self.pairs.demand_positions(position_limit(masters.model))
+            demand_positions(masters.model, self.pairs.longest, self.events)
         return masters
 
     def _demand_known_tokens(self, vocabulary: int) -> None:

@@ -26,7 +26,7 @@ from training.contract.store import Made, Store
 from training.data.tokenized import SIDES, Pairs, by_pair
 from training.distributed import Group
 from training.memoized import DistinctSequences, score_missing
-from training.model.body import position_limit, text_config
+from training.model.body import demand_positions, text_config
 from training.model.prepare import demand_trainable
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import load_frozen
@@ -47,7 +47,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.phase("score sequences with the reference model")
         model = load_frozen(FrozenModel(reference, dtype), job.compute.parallel, group, events)
         pairs.demand_known_tokens(text_config(model).vocab_size)
-        pairs.demand_positions(position_limit(model))
+        demand_positions(model, pairs.longest, events)
         demand_trainable(model, job.recipe)
         demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)

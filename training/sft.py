@@ -17,7 +17,7 @@ from training.contract.store import Made
 from training.data.packing import Batches, MicroBatch, Positions, Tokens, train_items
 from training.data.tokenized import Pairs
 from training.distributed import Group
-from training.model.body import position_limit, text_config
+from training.model.body import demand_positions, text_config
 from training.model.logprobs import CollatedRows, LogProbs, collate, logprobs_of
 from training.model.prepare import demand_trainable
 from training.model.routing import ExpertBalance
@@ -68,7 +68,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         routing = "reference.sft" if balance else None
         masters = load_for_training(trainable, job.compute, group, events, routing)
     pairs.demand_known_tokens(text_config(masters.model).vocab_size)
-    pairs.demand_positions(position_limit(masters.model))
+    demand_positions(masters.model, pairs.longest, events)
     demand_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen")
     batches = Batches(

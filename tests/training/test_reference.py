@@ -373,16 +373,27 @@ def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, w
 
 
 def test_sequences_that_the_model_has_no_positions_for_are_refused_before_it_runs(tiny_world, workshop):
-    pairs = Pairs.open(tiny_world.pairs)
-    longest = max(int(pairs.lengths(side).max()) for side in ("chosen", "rejected"))
-    pairs.demand_positions(longest)
-    pairs.demand_positions(None)
+    longest = Pairs.open(tiny_world.pairs).longest
     build("gpt2", GPT2 | {"max_position_embeddings": longest - 1}).save_pretrained(tiny_world.model)
     told = (
         f"^`tokenization.max_length` allows a sequence of {longest} tokens, and the model has {longest - 1} positions"
     )
     with pytest.raises(ModelError, match=told):
         workshop.do(tiny_job(tiny_world, workshop))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_sequences_beyond_what_a_model_was_made_for_are_told(tiny_world, workshop, beyond):
+    """Rotary positions go on and on; who trains on those that the base model never met wants to know it."""
+    longest, config = Pairs.open(tiny_world.pairs).longest, tiny_world.model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": longest - beyond}))
+    workshop.do(job := tiny_job(tiny_world, workshop))
+    notes = [event["text"] for event in read_events(job.events) if event["event"] == "note"]
+    told = [note for note in notes if "`max_position_embeddings`" in note]
+    assert len(told) == beyond
+    if beyond:
+        assert told[0].startswith(f"the longest sequence has {longest} tokens, and the model was made for {longest - 1} (")
+        assert f"`tokenization.max_length: {longest - 1}` keeps them out" in told[0]
 
 
 def test_what_training_will_refuse_is_refused_before_anything_is_scored(tiny_world, workshop):

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
 
-from training.contract.errors import DataError, ModelError, TemplateError
+from training.contract.errors import DataError, TemplateError
 from training.contract.fingerprint import KEY_BYTES
 from training.model.prefix import TokenSequence
 
@@ -77,6 +77,11 @@ class Pairs:
         return _as_numpy(self._table.column("row"))
 
     @property
+    def longest(self) -> int:
+        """The number of tokens of the longest sequence."""
+        return max(int(self.lengths(side).max(initial=0)) for side in SIDES)
+
+    @property
     def largest_token(self) -> int:
         return max(pc.max(pc.list_flatten(self._table.column(f"{side}_ids"))).as_py() or 0 for side in SIDES)
 
@@ -86,15 +91,6 @@ class Pairs:
             raise TemplateError(
                 f"the pairs have tokens up to the number {largest:,}, and the model has {vocabulary:,} tokens: this tokenizer "
                 "is another model's; leave out `tokenization.tokenizer`, or let it name the one the model was trained with"
-            )
-
-    def demand_positions(self, limit: int | None) -> None:
-        """Raises ModelError if a sequence is longer than a model that has only `limit` positions can read."""
-        longest = max(int(self.lengths(side).max(initial=0)) for side in SIDES)
-        if limit is not None and longest > limit:
-            raise ModelError(
-                f"`tokenization.max_length` allows a sequence of {longest:,} tokens, and the model has {limit:,} positions: "
-                f"set it to {limit}, or use another base model"
             )
 
     def indices(self, split: str) -> NDArray[np.int64]:

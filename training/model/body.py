@@ -9,6 +9,9 @@ import re
 from torch.nn import Embedding, Module
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from training.contract.errors import ModelError
+from training.contract.events import EventWriter
+
 # Of the modules and buffers that hold a vector for each position: gpt2, opt, openai-gpt; gptj.
 _POSITIONS = re.compile(r"wpe|\w*position\w*")
 
@@ -45,6 +48,21 @@ def position_limit(model: PreTrainedModel) -> int | None:
     ]
     tables += [len(buffer) for name, buffer in body_of(model).named_buffers() if name.endswith(".embed_positions")]
     return min(tables, default=None)
+
+
+def demand_positions(model: PreTrainedModel, longest: int, events: EventWriter) -> None:
+    """Raise ModelError if `model` cannot run a sequence of `longest` tokens; note it if it was made for shorter ones alone."""
+    limit, usual = position_limit(model), getattr(text_config(model), "max_position_embeddings", None)
+    if limit is not None and longest > limit:
+        raise ModelError(
+            f"`tokenization.max_length` allows a sequence of {longest:,} tokens, and the model has {limit:,} positions: "
+            f"set it to {limit}, or use another base model"
+        )
+    if usual is not None and longest > usual:
+        events.note(
+            f"the longest sequence has {longest:,} tokens, and the model was made for {usual:,} (`max_position_embeddings` of "
+            f"its config.json): of longer ones it may know little; `tokenization.max_length: {usual}` keeps them out"
+        )
 
 
 def text_modules(model: PreTrainedModel) -> dict[str, Module]:
