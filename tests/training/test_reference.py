@@ -392,7 +392,9 @@ def test_sequences_beyond_what_a_model_was_made_for_are_told(tiny_world, worksho
     told = [note for note in notes if "`max_position_embeddings`" in note]
     assert len(told) == beyond
     if beyond:
-        assert told[0].startswith(f"the longest sequence has {longest} tokens, and the model was made for {longest - 1} (")
+        assert told[0].startswith(
+            f"the longest sequence has {longest} tokens, and the model was made for {longest - 1} ("
+        )
         assert f"`tokenization.max_length: {longest - 1}` keeps them out" in told[0]
 
 

@@ -36,7 +36,7 @@ from training.model.float8 import demand_float8
 from training.model.head import HEAD_OPTIONS, HeadOptions
 from training.model.load import without_values
 from training.model.logprobs import response_logprobs
-from training.model.routing import demand_experts
+from training.model.routing import NoRouting, demand_experts
 from training.model.selfcheck import LONGEST, tiny_groups
 from training.model.tiles import COMPILE_OPTIONS, compile_tiles
 
@@ -143,7 +143,7 @@ def _demand_routing(model: PreTrainedModel, section: str) -> None:
         with _undisturbed(model), torch.no_grad():
             model.eval()
             response_logprobs(model, sequences, sizes, routing=True)
-    except ModelError as error:
+    except NoRouting as error:
         raise ModelError(f"`{section}.router_aux_loss_coef`: {error}: set it to 0") from error
 
 

@@ -34,15 +34,19 @@ class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a
     probabilities_E: Tensor
 
 
+class NoRouting(ModelError):
+    """Passes of a model cannot tell where its tokens went: it has no experts that a loss could balance, or others."""
+
+
 def demand_experts(model: PreTrainedModel) -> None:
-    """Raise ModelError if the configuration of `model` knows of no experts that are balanced by a loss."""
+    """Raise NoRouting if the configuration of `model` knows of no experts that are balanced by a loss."""
     config = text_config(model)
     if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):
         raise _refused(model, "its configuration has no `router_aux_loss_coef`, or no experts")
 
 
 def routing_of(model: PreTrainedModel, layers: Sequence[Tensor], sequences_T: Tensor) -> Routing:
-    """The routing of a row, from its router's logits, T x E in each layer; `sequences_T` as in `Row`. Raises ModelError."""
+    """The routing of a row, from its router's logits, T x E in each layer; `sequences_T` as in `Row`. Raises NoRouting."""
     config, shapes = text_config(model), {tuple(logits_TE.shape) for logits_TE in layers}
     if shapes != {(len(sequences_T), _experts(config))}:
         told = " and ".join(map(str, sorted(shapes))) or "nothing"
@@ -84,8 +88,8 @@ class ExpertBalance:
         return torch.cat([values_IM[:, :1] + self._coefficient * part_I1, values_IM[:, 1:], part_I1], dim=1)
 
 
-def _refused(model: PreTrainedModel, why: str) -> ModelError:
-    return ModelError(f"{architecture(model)} is no mixture of experts with a load-balancing loss ({why})")
+def _refused(model: PreTrainedModel, why: str) -> NoRouting:
+    return NoRouting(f"{architecture(model)} is no mixture of experts with a load-balancing loss ({why})")
 
 
 def _experts(config: Any) -> int:
