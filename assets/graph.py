@@ -117,7 +117,7 @@ GRAPH: dict[str, Node] = {
         "Preference pairs in one schema, each in its split; rows that are none, with reasons, in quarantine.",
         needs=("preference_source",),
         reads=_data,
-        version="7",
+        version="8",
     ),
     "tokenized_pairs": Node(
         "data",

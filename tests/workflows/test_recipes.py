@@ -149,7 +149,7 @@ CODE_VERSIONS = {
     "tokenization_spec": "1-ae782c9ff1ed",
     "training_spec": "1-b343bf3cd062",
     "evaluation_spec": "1-7d6b65356284",
-    "raw_preferences": "7-eb4c85cd1786",
+    "raw_preferences": "8-eb4c85cd1786",
     "tokenized_pairs": "2-10e93c011412",
     "reference_model": "1-10e93c011412",
     "reference_logprobs": "1-889cc2145936",

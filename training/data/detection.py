@@ -17,13 +17,16 @@ _LIST = re.compile(r"""\s*\[\s*(\{\s*['"](role|from|content|value)['"]\s*:|".*"\
 
 
 def detect(rows: Sequence[Row], place: str) -> str:
-    """The format that fits most of `rows`, one at least.
+    """The first of the formats that fits more than half of `rows`; else that which fits most of them, one at least.
+
+    They are listed with those first that ask for more: where one row lacks what tells its format, a later one may fit all rows.
 
     Raises DataError, naming what was considered, if none fits any, and where most of the rows hold lists as text.
     """
     _refuse_lists_as_text(rows, place)
     votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}
-    best = max(votes, key=lambda name: votes[name])
+    common = (name for name, count in votes.items() if 2 * count > len(rows))
+    best = next(common, max(votes, key=lambda name: votes[name]))
     if votes[best]:
         return best
     considered = "; ".join(f"{name} ({form.fields})" for name, form in FORMATS.items())

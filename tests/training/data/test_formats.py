@@ -279,6 +279,25 @@ def test_detection_follows_most_rows_and_says_what_it_considered():
         assert word in str(caught.value)
 
 
+HELLO = "\n\nHuman: Hello.\n\nAssistant:"
+BROKEN_AMONG_OTHERS = [
+    ("sharegpt", SAME_PAIR["sharegpt"][0], SAME_PAIR["sharegpt"][0] | {"conversations": None}),
+    (
+        "hh",
+        {"prompt": HELLO, "chosen": "Hi.", "rejected": "No."},
+        {"prompt": "Hi.", "chosen": "Hi.", "rejected": "No."},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "broken"), BROKEN_AMONG_OTHERS, ids=[name for name, *_ in BROKEN_AMONG_OTHERS])
+def test_a_row_that_lacks_what_tells_its_format_does_not_decide_for_the_others(name, row, broken):
+    """A wider format fits all of them; of transcripts it would take the names of the speakers for what they say."""
+    assert detect([broken], "here") != name == detect([row], "here")
+    assert detect([broken, row, row], "here") == name
+    assert detect([broken, broken, row], "here") != name
+
+
 @pytest.mark.shared
 @pytest.mark.parametrize(
     ("file", "format"),
