@@ -127,7 +127,11 @@ def _history(row: Row) -> tuple[Message, ...]:
     """Earlier turns: a list of [question, answer]."""
     given, turns = row.get("history") or (), list[Message]()
     if not isinstance(given, list | tuple):
-        raise Quarantined(Reason.WRONG_TYPE, f"`history` is {type(given).__name__}, expected a list of earlier turns")
+        raise Quarantined(
+            Reason.WRONG_TYPE,
+            f"`history` is {type(given).__name__}, expected a list of earlier turns; if it is something else in this data, set "
+            "`columns: {history: null}`",
+        )
     for index, turn in enumerate(given):
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise Quarantined(Reason.WRONG_TYPE, f"`history[{index}]` is not a [question, answer]")
