@@ -225,11 +225,10 @@ def _unless_rolled_back(candidate: _Candidate, version: Version, decision: Decis
 
     It is known by its weights, since an adapter's are not those that it was released with.
     """
-    rolled_back = (v for v in candidate.registry.versions(version.name) if ROLLED_BACK_TAG in v.tags)
-    earlier = next((v for v in rolled_back if v.weights == version.weights), None)
+    earlier = candidate.registry.rolled_back(version)
     if earlier is None:
         return decision
-    reason = f"its policy is that of version {earlier.number}, which was rolled back"
+    reason = f"its policy is that of version {earlier}, which was rolled back"
     return replace(decision, promote=False, reasons=[reason, *decision.reasons])
 
 

@@ -181,9 +181,23 @@ class Registry:
                 raise RegistryError(
                     f"version {previous} of {name} cannot be champion again: {restored.source} holds no model"
                 )
+            if champion.weights is not None:
+                client.set_registered_model_tag(name, _rolled_back_tag(champion.weights), str(champion.number))
             client.set_model_version_tag(name, str(champion.number), ROLLED_BACK_TAG, "true")
             client.set_registered_model_alias(name, "champion", previous)
         return restored, champion
+
+    def rolled_back(self, version: Version) -> str | None:
+        """The number of the version, with the weights of this one, that was rolled back; it may have been deleted since."""
+        name, weights = version.name, version.weights
+        marked = (other for other in self.versions(name) if ROLLED_BACK_TAG in other.tags)
+        if found := next((other for other in marked if other.weights == weights), None):
+            return str(found.number)
+        if weights is None:
+            return None
+        with self._connection.asking(f"look for what of {name} was rolled back") as client:
+            tags: dict[str, str] = client.get_registered_model(name).tags
+            return tags.get(_rolled_back_tag(weights))
 
     def version_at(self, address: str) -> Version:
         """The version behind `models:/name@alias` or `models:/name/number`."""
@@ -273,6 +287,11 @@ def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
         raise
+
+
+def _rolled_back_tag(weights: str) -> str:
+    """The registered model's own tag for a policy that was rolled back: the tags of a version go with it."""
+    return f"{ROLLED_BACK_TAG}.{weights}"
 
 
 def _folder_name(name: str, identity: Mapping[str, str]) -> str:

@@ -75,10 +75,15 @@ def test_a_policy_that_was_rolled_back_does_not_return_as_another_version(ground
     assert re.fullmatch(refused, below.reasons or "")
     another = run(ground, training={"max_steps": 9})
     assert (another.model_version, another.is_champion) == ("5", True), "no other policy was rolled back"
-    MlflowClient(registry.tracking_uri).set_registered_model_alias("plain", "champion", "2")
+    client = MlflowClient(registry.tracking_uri)
+    client.set_registered_model_alias("plain", "champion", "2")
     by_hand = run(ground, training=longer)
     told = f"it was champion and was rolled back; a person has made it champion again; {promoted.reasons}"
     assert (by_hand.model_version, by_hand.is_champion, by_hand.reasons) == ("2", True, told)
+    client.set_registered_model_alias("plain", "champion", "1")
+    client.delete_model_version("plain", "2")
+    unforgotten = run(ground, training=longer)
+    assert (unforgotten.model_version, unforgotten.is_champion, unforgotten.reasons) == ("6", False, again.reasons)
 
 
 def test_a_floor_of_one_source_decides_over_all_the_others(ground: Ground):
