@@ -44,7 +44,8 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
     if observed is not None and observed != found.fingerprint:
         raise DataError(
             f"the preference files are {short(found.fingerprint)}, but {step.pipeline.name}/preference_source recorded "
-            f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences"
+            f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences, once "
+            "they are written (`pedigree run` does both)"
         )
     made = realize(step, preferences_work(step.pipeline, found))
     before, services = step.history.latest("raw_preferences").fingerprint, step.services
@@ -115,15 +116,15 @@ def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResul
 
 def demand_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -> None:
     """Raises DataError if one of `assets`, those of a run, would have no pairs to work with: now, not after the training."""
-    counts = pairs.details["counts"]
+    counts, fraction = pairs.details["counts"], pipeline.recipe.data.validation_fraction
     remedies = {
-        "train": "or add data whose prompts no `held_out` source has",
-        "validation": "or add a source that is `held_out`",
+        "train": "add data with other prompts" + (", or lower it" if fraction else ""),
+        "validation": "raise it (0.1 is usual), or add a source that is `held_out`",
     }
     for split, asset in (("train", "policy"), ("validation", "evaluation")):
         if not counts[split] and asset in assets:
             raise DataError(
-                f"`data.validation_fraction: {pipeline.recipe.data.validation_fraction}` is the share of prompts that is held "
-                f"out, and none of the {counts['pairs']:,} tokenized pairs is in the {split} split, while {asset} is part of "
-                f"this run: set another (0.1 is usual), {remedies[split]}"
+                f"`data.validation_fraction: {fraction}` is the share that is held out of the prompts that no `held_out` "
+                f"source has, and none of the {counts['pairs']:,} tokenized pairs is in the {split} split, while {asset} is "
+                f"part of this run: {remedies[split]}"
             )

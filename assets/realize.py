@@ -170,7 +170,8 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
     if located.fingerprint != artifact.fingerprint:
         raise StoreError(
             f"the weights in {located.folder} are {short(located.fingerprint)}, but {artifact.manifest.kind} was "
-            f"materialized from {short(artifact.fingerprint)}; materialize {pipeline.name}/base_model and what follows it"
+            f"materialized from {short(artifact.fingerprint)}: they changed since; materialize {pipeline.name}/base_model and "
+            "what follows it, once they are written (`pedigree run` does all of it)"
         )
     return located.folder
 

@@ -20,7 +20,7 @@ from assets.page import write_page
 from assets.process import close_dead_runs
 from assets.release import sole_decision
 from model_registry.connection import connect
-from training.contract.errors import UsageError
+from training.contract.errors import StoreError, UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
@@ -191,7 +191,14 @@ def inspect(recipe: str, row: int, score: bool, html: Path | None, as_json: bool
     with at_work() as (services, instance):
         found = inspect_row(loaded.pipeline, services, instance, row, score)
     if html is not None:
-        people.print(f"Written: {write_page(html, inspection_page(loaded.pipeline, found)).absolute()}", markup=False)
+        page = inspection_page(loaded.pipeline, found)
+        try:
+            write_page(html, page)
+        except OSError as error:
+            raise StoreError(
+                f"`--html {html}` cannot be written: {error.filename or html}: {error.strerror}; name another file"
+            ) from error
+        people.print(f"Written: {html.absolute()}", markup=False)
     print_found(as_json, asdict(found), show.inspected, found)
 
 

@@ -93,6 +93,8 @@ def _no_choice(expected: str, given: Any) -> str:
 def _unknown(name: str) -> str:
     """A field there is not. What TRL calls so was meant; or what has this name in the same section, or nearly, or anywhere."""
     section, _, field = name.rpartition(".")
+    if field in trl_names.ABSENT:
+        return f"there is no such field: {trl_names.ABSENT[field]}"
     known = _section(section)
     elsewhere = [path for path in _paths(Recipe) if path.endswith(f".{field}") and not section.startswith(path)]
     below = [path for path in elsewhere if path.startswith(f"{section}.")]

@@ -1,4 +1,5 @@
 """What TRL's DPOTrainer, its DPOConfig and peft's LoraConfig call the fields of a recipe, for those who write such a name.
+Some are of earlier releases.
 
 docs/recipe.md has the same as a table, with notes.
 """
@@ -12,6 +13,7 @@ FIELDS = {
     "truncation_mode": "tokenization.over_length",
     "loss_type": "training.loss.type",
     "loss_weights": "training.loss.of",
+    "rpo_alpha": "training.loss.of",
     "f_divergence_type": "training.loss.divergence",
     "f_alpha_divergence_coef": "training.loss.divergence",
     "use_weighting": "training.loss.weighting",
@@ -36,6 +38,25 @@ FIELDS = {
     "eval_steps": "compute.evaluate_every",
     "save_steps": "compute.checkpoint_every",
     "save_total_limit": "compute.keep_checkpoints",
+    "fsdp": "compute.parallel",
+    "deepspeed": "compute.parallel",
+}
+# What a recipe has no field for, and why.
+ABSENT = {
+    "max_prompt_length": "`tokenization.max_length` is of prompt and response together",
+    "max_completion_length": "`tokenization.max_length` is of prompt and response together",
+    "precompute_ref_log_probs": "it is always done, and the result is kept",
+    "padding_free": "rows have no padding",
+    "use_liger_kernel": "the head is computed in tiles anyway",
+    "precompute_ref_batch_size": "batches are cut by tokens",
+    "dataset_num_proc": "pairs are tokenized on all cores",
+    "trust_remote_code": "code from a repository is never run",
+    "load_best_model_at_end": "the policy is that of the last step",
+    "push_to_hub": "what is released is in MLflow",
+    "sync_ref_model": "the reference stays what it is",
+    "report_to": "metrics go to MLflow",
+    "output_dir": "everything is in PEDIGREE_HOME",
+    "resume_from_checkpoint": "the same command goes on from the last checkpoint",
 }
 CHOICES = {
     "dpo": "sigmoid",  # open-instruct's name; TRL has the paper's loss as `sigmoid` too

@@ -662,7 +662,7 @@ def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Groun
     pipeline, store = load_recipe(world.folder).pipeline, ground.services.store
     pointer = store.open("reference_model", ground.fingerprints["plain"]["reference_model"] or "")
     edits.flip_a_bit(world)
-    told = f"but reference_model was materialized from {short(pointer.fingerprint)}; materialize plain/base_model and"
+    told = f"but reference_model was materialized from {short(pointer.fingerprint)}: they changed since; materialize plain/"
     with pytest.raises(StoreError, match=told):
         describe_job(
             pipeline, ground.services, "reference_logprobs", Work("reference", {}), {"reference_model": pointer}

@@ -48,8 +48,8 @@ def test_corrupt_records_are_mended_as_a_run_would_mend_them(looking):
         ({"max_quarantined": 0.0}, "a run would end here: the check quarantine_within_limit failed: 1 of 161 rows"),
         (
             {"max_quarantined": 0.5, "validation_fraction": 0.0},
-            "defs.yaml:6: data.validation_fraction: 0.0: `data.validation_fraction: 0.0` is the share of prompts that is held "
-            "out, and none of the 160 tokenized pairs is in the validation split",
+            "defs.yaml:6: data.validation_fraction: 0.0: `data.validation_fraction: 0.0` is the share that is held out "
+            "of the prompts that no `held_out` source has, and none of the 160 tokenized pairs is in the validation split",
         ),
     ],
 )

@@ -226,6 +226,14 @@ MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release:
         ("{%s, training: {loss: {type: kto_pair}}}", "found 'kto_pair'$"),
         ("{%s, training: {precision: bf16}}", "found 'bf16'; did you mean `bfloat16`"),
         ("{%s, training: {warmup_steps: 10}}", "no such field; did you mean `training.schedule.warmup_ratio`"),
+        (
+            "{%s, training: {loss: {rpo_alpha: 1.0}}}",
+            "rpo_alpha: there is no such field; did you mean `training.loss.of`",
+        ),
+        (
+            "{%s, tokenization: {max_prompt_length: 9}}",
+            "no such field: `tokenization.max_length` is of prompt and response",
+        ),
         ("{%s, training: {adapter: {r: 8}}}", "no such field; did you mean `training.adapter.rank`"),
         ("{%s, compute: {device: gpu}}", "compute.device: expected 'auto', 'cpu' or 'cuda', found 'gpu'$"),
         ("{%s, training: {seed: null}}", "3: training.seed: .*, found null$"),
