@@ -1,7 +1,6 @@
 """What TRL's DPOTrainer, its DPOConfig and peft's LoraConfig call the fields of a recipe, for those who write such a name.
-Some are of earlier releases.
 
-docs/recipe.md has the same as a table, with notes.
+Some names are of earlier releases. docs/recipe.md has the same as a table, with notes.
 """
 
 FIELDS = {

@@ -37,7 +37,7 @@ def test_a_name_of_theirs_leads_to_a_field_and_is_in_the_table(name, path):
 
 
 @pytest.mark.parametrize("name", ABSENT)
-def test_what_no_field_is_like_is_a_name_of_theirs_and_in_the_table(name):
+def test_a_name_of_theirs_without_a_field_is_in_the_table(name):
     assert name in THEIRS | EARLIER and name not in FIELDS and f"`{name}`" in TABLE
 
 
