@@ -116,15 +116,15 @@ def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResul
 
 def demand_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -> None:
     """Raises DataError if one of `assets`, those of a run, would have no pairs to work with: now, not after the training."""
-    counts, fraction = pairs.details["counts"], pipeline.recipe.data.validation_fraction
+    counts, data = pairs.details["counts"], pipeline.recipe.data
     remedies = {
-        "train": "add data with other prompts" + (", or lower it" if fraction else ""),
+        "train": "add data with other prompts" if any(s.held_out for s in data.sources) else "lower it, or add data",
         "validation": "raise it (0.1 is usual), or add a source that is `held_out`",
     }
     for split, asset in (("train", "policy"), ("validation", "evaluation")):
         if not counts[split] and asset in assets:
             raise DataError(
-                f"`data.validation_fraction: {fraction}` is the share that is held out of the prompts that no `held_out` "
-                f"source has, and none of the {counts['pairs']:,} tokenized pairs is in the {split} split, while {asset} is "
-                f"part of this run: {remedies[split]}"
+                f"`data.validation_fraction: {data.validation_fraction}` is the share that is held out of the prompts that no "
+                f"`held_out` source has, and none of the {counts['pairs']:,} tokenized pairs is in the {split} split, while "
+                f"{asset} is part of this run: {remedies[split]}"
             )

@@ -74,6 +74,9 @@ def test_a_run_that_needs_the_empty_split_ends_before_any_model(folder, services
     place = f"{folder}/defs.yaml:6: data.validation_fraction: {fraction}"
     assert failures["tokenized_pairs"].startswith(f"{place}: `data.validation_fraction: {fraction}` is the share")
     assert f"none of the 24 tokenized pairs is in the {split} split" in failures["tokenized_pairs"]
+    assert failures["tokenized_pairs"].endswith(
+        {"train": ": lower it, or add data", "validation": " `held_out`"}[split]
+    )
     assert services.store.fingerprints("reference_logprobs") == []
 
 

@@ -42,6 +42,9 @@ def test_corrupt_records_are_mended_as_a_run_would_mend_them(looking):
     assert {asset.action for asset in assets.values()} == {"reuse"}
 
 
+FILE = {"path": "preferences.jsonl"}
+
+
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -50,6 +53,10 @@ def test_corrupt_records_are_mended_as_a_run_would_mend_them(looking):
             {"max_quarantined": 0.5, "validation_fraction": 0.0},
             "defs.yaml:6: data.validation_fraction: 0.0: `data.validation_fraction: 0.0` is the share that is held out "
             "of the prompts that no `held_out` source has, and none of the 160 tokenized pairs is in the validation split",
+        ),
+        (
+            {"max_quarantined": 0.5, "sources": [FILE, {**FILE, "held_out": True}]},
+            "pairs is in the train split, while policy is part of this run: add data with other prompts",
         ),
     ],
 )
