@@ -190,11 +190,11 @@ class Registry:
     def rolled_back(self, version: Version) -> str | None:
         """The number of the version, with the weights of this one, that was rolled back; it may have been deleted since."""
         name, weights = version.name, version.weights
+        if weights is None:
+            return None
         marked = (other for other in self.versions(name) if ROLLED_BACK_TAG in other.tags)
         if found := next((other for other in marked if other.weights == weights), None):
             return str(found.number)
-        if weights is None:
-            return None
         with self._connection.asking(f"look for what of {name} was rolled back") as client:
             tags: dict[str, str] = client.get_registered_model(name).tags
             return tags.get(_rolled_back_tag(weights))
