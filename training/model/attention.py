@@ -12,7 +12,7 @@ then attends causally, its last query to the last key (bottom-right).
 
 Which models may run so, and why others may not, is told in sharing.py.
 
-Legend: T tokens, Q and K query and key heads, D head size; as the first dimension K gathered keys, C copies of a key.
+Legend: T tokens, Q and K query and key heads, D head size; as the first dimension K gathered keys; G, R and C as in `Copies`.
 """
 
 import contextlib
@@ -120,11 +120,14 @@ def in_one_call(
 ) -> Tensor:
     """One call for the row, whose queries stay where they are."""
     gathered = plan.gathered
-    queries, keys, values = (tensor[0].transpose(0, 1).contiguous() for tensor in (query_1QTD, key_1KTD, value_1KTD))
-    if gathered.copies is not None:
-        keys, values = (_Gathering.apply(tensor, gathered.copies) for tensor in (keys, values))
+    # Not `tensor[0]`, whose gradient would first be filled with zeros.
+    queries, keys, values = (tensor.squeeze(0).transpose(0, 1) for tensor in (query_1QTD, key_1KTD, value_1KTD))
+    if gathered.copies is None:
+        keys, values = keys.contiguous(), values.contiguous()
+    else:
+        keys, values = _Gathering.apply(keys, values, gathered.copies)
     output_TQD = varlen_attn(
-        queries,
+        queries.contiguous(),
         keys,
         values,
         gathered.query_bounds,
@@ -139,22 +142,25 @@ def in_one_call(
 
 
 class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any to mypy
-    """Rows, some of them several times. The gradient of a row is the sum of those of its copies, gathered again.
+    """Keys and values, some of them several times. The gradient of each is the sum of those of its copies, gathered again.
 
-    If it has to be deterministic, torch's own gradient of `index_select` sorts: twenty kernels, where these are three.
+    Both at once, since here it is the number of kernels that costs. If it has to be deterministic, torch's own gradient of
+    `index_select` sorts: twenty kernels, where these are four.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor_TKD: Tensor, copies: Copies) -> Tensor:
+    def forward(ctx: Any, keys_TKD: Tensor, values_TKD: Tensor, copies: Copies) -> tuple[Tensor, ...]:
         ctx.copies = copies
-        return tensor_TKD.index_select(0, copies.rows_K)
+        both: tuple[Tensor, ...] = torch.cat([keys_TKD, values_TKD]).index_select(0, copies.rows_G).chunk(2)
+        return both
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, upstream_KKD: Tensor) -> tuple[Tensor, None]:
-        places_TC, nothing = ctx.copies.places_TC, upstream_KKD.new_zeros(1, *upstream_KKD.shape[1:])
-        of_copies = torch.cat([upstream_KKD, nothing]).index_select(0, places_TC.flatten())
-        return of_copies.unflatten(0, places_TC.shape).sum(dim=1), None
+    def backward(ctx: Any, of_keys_KKD: Tensor, of_values_KKD: Tensor) -> tuple[Tensor | None, ...]:
+        places_RC, nothing = ctx.copies.places_RC, of_keys_KKD.new_zeros(1, *of_keys_KKD.shape[1:])
+        of_copies = torch.cat([of_keys_KKD, of_values_KKD, nothing]).index_select(0, places_RC.flatten())
+        of_keys_TKD, of_values_TKD = of_copies.unflatten(0, places_RC.shape).sum(dim=1).chunk(2)
+        return of_keys_TKD, of_values_TKD, None
 
 
 def _without_groups_in_float32(plain: Callable[[Tensor | None, Tensor, Tensor], bool]) -> Callable[..., bool]:

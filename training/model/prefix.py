@@ -7,8 +7,7 @@ tokens, so it may reach into the responses. Each response attends to its prefix 
 end of the prefix: so its hidden states are those it would have alone. Tokens after the one that predicts the last response
 token are left out, since nothing attends to them.
 
-Legend: T tokens of the row, N response tokens of all sequences, S sequences, K keys that all segments see together,
-C copies of a token among them.
+Legend: T tokens of the row, N response tokens of all sequences, S sequences.
 """
 
 from collections.abc import Sequence
@@ -40,13 +39,13 @@ class Segment:
 
 @dataclass(frozen=True)
 class Copies:
-    """Keys of the row, gathered for each segment.
+    """The R = 2 T keys and values of the row, keys first, gathered for each segment: G copies, those of keys first.
 
-    `rows_K`: the token of the row that each copies; `places_TC`: where the copies of each token are, K where there are fewer.
+    `rows_G`: which of the R each copies; `places_RC`: where the copies of each of the R are, G where one has fewer than C.
     """
 
-    rows_K: Tensor
-    places_TC: Tensor
+    rows_G: Tensor
+    places_RC: Tensor
 
 
 @dataclass(frozen=True)
@@ -108,13 +107,14 @@ class Plan:
         for segment in self.segments:
             seen = [segment] if segment.prefix is None else [self.segments[segment.prefix], segment]
             rows += [torch.arange(part.start, part.start + part.length) for part in seen]
-        rows_K = torch.cat(rows)
-        counts_T = rows_K.bincount()
-        order_K, ends_T = rows_K.argsort(stable=True), counts_T.cumsum(0)
-        places_TC = torch.full((len(counts_T), int(counts_T.max())), len(rows_K))
-        owners_K = rows_K[order_K]
-        places_TC[owners_K, torch.arange(len(rows_K)) - (ends_T - counts_T)[owners_K]] = order_K
-        return Copies(to_device(rows_K, self.device), to_device(places_TC, self.device))
+        of_keys = torch.cat(rows)
+        rows_G = torch.cat([of_keys, of_keys + sum(self.lengths)])
+        counts_R = rows_G.bincount()
+        order_G, ends_R = rows_G.argsort(stable=True), counts_R.cumsum(0)
+        places_RC = torch.full((len(counts_R), int(counts_R.max())), len(rows_G))
+        owners_G = rows_G[order_G]
+        places_RC[owners_G, torch.arange(len(rows_G)) - (ends_R - counts_R)[owners_G]] = order_G
+        return Copies(to_device(rows_G, self.device), to_device(places_RC, self.device))
 
 
 @dataclass(frozen=True)

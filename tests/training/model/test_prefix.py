@@ -35,18 +35,14 @@ def test_masks_by_hand():
     assert row.plan.mask(0, 3) is None
 
 
-def test_gathered_keys_by_hand():
+def test_gathered_keys_and_values_by_hand():
     row = build_row([[sequence([1, 2, 3, 4, 5, 6], 3), sequence([1, 2, 3, 7, 8], 3)]], CPU)
     gathered = row.plan.gathered
-    assert gathered.copies.rows_K.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5]
-    assert gathered.copies.places_TC.tolist() == [
-        [0, 3, 8],
-        [1, 4, 9],
-        [2, 5, 10],
-        [6, 12, 12],
-        [7, 12, 12],
-        [11, 12, 12],
-    ]
+    keys, values = [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5], [6, 7, 8, 6, 7, 8, 9, 10, 6, 7, 8, 11]
+    assert gathered.copies.rows_G.tolist() == keys + values
+    of_keys = [[0, 3, 8], [1, 4, 9], [2, 5, 10], [6, 24, 24], [7, 24, 24], [11, 24, 24]]
+    of_values = [[12, 15, 20], [13, 16, 21], [14, 17, 22], [18, 24, 24], [19, 24, 24], [23, 24, 24]]
+    assert gathered.copies.places_RC.tolist() == of_keys + of_values
     assert gathered.query_bounds.tolist() == [0, 3, 5, 6] and gathered.key_bounds.tolist() == [0, 3, 8, 12]
     assert (gathered.longest_query, gathered.longest_key) == (3, 5)
     assert gathered.query_bounds.dtype == torch.int32
