@@ -30,7 +30,9 @@ COEFFICIENT, STEPS = 0.1, 6
 def world_of_experts(place: Path, kind: str) -> TinyWorld:
     found = build_world(place)
     (found.model / "model.safetensors").unlink()
-    build(kind, LOCAL).save_pretrained(found.model)
+    build(kind, LOCAL | {"pad_token_id": None}).save_pretrained(
+        found.model
+    )  # to padding, a zero, all experts are alike
     write_reference(found, AutoModelForCausalLM.from_pretrained(found.model))
     return found
 

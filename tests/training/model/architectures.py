@@ -249,12 +249,13 @@ def groups() -> list[list[TokenSequence]]:
 
 
 def alone(model: PreTrainedModel, sequence: TokenSequence) -> torch.Tensor:
-    logprobs_TV = model(input_ids=sequence.ids_T[None]).logits[0, :-1].log_softmax(-1)
-    return logprobs_TV.gather(1, sequence.ids_T[1:, None])[:, 0][sequence.mask_T[1:]]
+    ids_T, mask_T = sequence.ids_T.to(model.device), sequence.mask_T.to(model.device)
+    logprobs_TV = model(input_ids=ids_T[None]).logits[0, :-1].float().log_softmax(-1)
+    return logprobs_TV.gather(1, ids_T[1:, None])[:, 0][mask_T[1:]]
 
 
 def gradients(model: PreTrainedModel, tokens_N: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    weights = torch.linspace(-1, 1, len(tokens_N), dtype=tokens_N.dtype) + 0.3
+    weights = torch.linspace(-1, 1, len(tokens_N), dtype=tokens_N.dtype, device=tokens_N.device) + 0.3
     (tokens_N * weights).sum().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

@@ -3,6 +3,8 @@
 Both log-probs and the gradient of every parameter, in float32, of the tiny models in architectures.py.
 """
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,6 +90,48 @@ def demand_what_plain_transformers_says(model: PreTrainedModel) -> None:
         error = (ours[name] - gradient).norm() / gradient.norm().clamp(min=1e-2 * largest)
         assert error < 1e-5, f"{name}: {error:.1e} of a norm of {gradient.norm():.3g}"
     assert body_of(model).config._attn_implementation == usual
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("builder", "kind", "changes"),
+    [
+        pytest.param(builder, kind, changes, id=f"{kind}, {what}")
+        for builder, cases in ((build, VARIANTS), (build_multimodal, MULTIMODAL))
+        for kind, what, changes in cases
+    ],
+)
+def test_on_a_gpu_it_is_what_a_processor_says(
+    builder: Callable[[str, dict[str, Any]], PreTrainedModel], kind: str, changes: dict[str, Any]
+):
+    """In float32 but for rounding; in bfloat16 as near to float32 with the same weights as plain transformers on that GPU."""
+    model = builder(kind, changes)
+    if builder is build_multimodal:
+        freeze_other_parts(model)
+    demand_what_another_device_says(model, torch.device("cuda"))
+
+
+def demand_what_another_device_says(model: PreTrainedModel, device: torch.device) -> None:
+    together = groups()
+    sequences, sizes = [sequence for group in together for sequence in group], [len(group) for group in together]
+
+    def learned(model: PreTrainedModel, tokens_N: torch.Tensor) -> list[torch.Tensor]:
+        found = [tokens_N.detach(), *gradients(model, tokens_N).values()]
+        return [found[0].cpu().double(), torch.cat([tensor.flatten() for tensor in found[1:]]).cpu().double()]
+
+    def shared(model: PreTrainedModel) -> list[torch.Tensor]:
+        return learned(model, response_logprobs(model, sequences, sizes).tokens_N)
+
+    def plain(model: PreTrainedModel) -> list[torch.Tensor]:
+        return learned(model, torch.cat([alone(model, sequence) for sequence in sequences]))
+
+    for found, exact in zip(shared(copy.deepcopy(model).to(device)), plain(model), strict=True):
+        assert (found - exact).norm() < 2e-5 * exact.norm()
+    rounded = model.bfloat16()
+    there = copy.deepcopy(rounded).to(device)
+    for found, usual, exact in zip(shared(there), plain(there), plain(rounded.float()), strict=True):
+        assert (found - exact).norm() < 1.5 * (usual - exact).norm()
 
 
 def test_every_verified_architecture_is_verified():
