@@ -51,6 +51,7 @@ from tests.benchmarks.workload import (
     training_settings,
 )
 from training.contract.events import read_events
+from training.contract.job import Job
 from training.contract.store import Artifact, Store
 from training.data.tokenized import Pairs
 
@@ -143,12 +144,21 @@ def _compiled(workload: Workload) -> Workload:
 def ours(
     name: str, size: Size, workload: Workload, pairs: Artifact, scored: Artifact, arguments: argparse.Namespace
 ) -> Side:
-    """The training job, from an empty store of results: what differs in `compute` alone is else done already."""
+    """The training job, and if asked for what the device does in a step of it."""
     changes = {"batch_size": size.batch, "precision": arguments.precision, "seed": 0}
     job = policy_job(workload, pairs, scored, size.micro_tokens, **changes)
-    job = job.model_copy(update={"folder": workload.folder / name, "store": workload.folder / name / "store"})
-    run("measured", str(job.write()), threads=arguments.threads, seconds=arguments.side_seconds)
-    steps = [event for event in read_events(job.events) if event["event"] == "step"]
+    limits = {"threads": arguments.threads, "seconds": arguments.side_seconds}
+
+    def fresh(place: Path) -> Job:
+        """With an empty store of results: what differs in `compute` alone is else done already."""
+        return job.model_copy(update={"folder": place, "store": place / "store"})
+
+    measured = fresh(workload.folder / name)
+    run("measured", str(measured.write()), **limits)
+    steps = [event for event in read_events(measured.events) if event["event"] == "step"]
+    if arguments.profile:
+        profiled = fresh(workload.folder / f"{name}, profiled")
+        sys.stdout.write(f"{name}\n{table(run('gpu_profile', str(profiled.write()), **limits))}\n")
     return Side(name, steps, steps[-1]["peak_memory_mb"])
 
 
@@ -188,6 +198,7 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, help="dense, in bfloat16; known of some chips by their name")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--side-seconds", type=float, help="how long one process may take; no limit without it")
+    parser.add_argument("--profile", action="store_true", help="tell what the device does in a step of ours, too")
     parser.add_argument("--record", type=Path, help="a file that each side's steps are added to")
     arguments = parser.parse_args()
     arguments.precision = arguments.precision or ("bfloat16" if arguments.device == "cuda" else "float32")

@@ -8,8 +8,8 @@ How each ended is added to OUT/parts.jsonl.
     benchmark   tests/benchmarks/gpu.py: how fast; its sides also in OUT/sides.jsonl
     compiler    tests marked `gpu` that compile
 
-It needs torch 2.11 or later, transformers, peft, pydantic, pyarrow, psutil, and pytest with pytest-timeout; TRL's sides need
-the extra `bench-gpu`. `--size tiny --device cpu` shows on any machine that it works.
+It needs torch 2.11 or later, transformers, peft, pydantic, pyarrow, psutil, and pytest with pytest-timeout and
+pytest-xdist; TRL's sides need the extra `bench-gpu`. `--size tiny --device cpu` shows on any machine that it works.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.benchmarks.gpu_setting import SIZES
 from tests.benchmarks.setting import ROOT
 
-_PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150"]
+_PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150", "-n", str(min(5, os.cpu_count() or 1))]
 # No other module is imported, since it may want a library, or a version of one, which is not there.
 _PYTEST += [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in file.read_text()]
 
@@ -52,8 +52,8 @@ def parts(out: Path, size: str, device: str) -> list[Part]:
     """In the order in which their answers are wanted; 570 seconds in all, if each takes what it may."""
     benchmark = ["-m", "tests.benchmarks.gpu", "--size", size, "--device", device, "--side-seconds", "110"]
     return [
-        Part("tests", [*_PYTEST, "-m", "gpu and not slow"], 120),
-        Part("benchmark", [*benchmark, "--record", str(out / "sides.jsonl")], 350),
+        Part("tests", [*_PYTEST, "-m", "gpu and not slow"], 150),
+        Part("benchmark", [*benchmark, "--record", str(out / "sides.jsonl")], 320),
         Part("compiler", [*_PYTEST, "-m", "gpu and slow"], 100),
     ]
 
