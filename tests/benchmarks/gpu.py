@@ -10,7 +10,7 @@ deterministic algorithms, and refuses to train if the policy's log-probs are not
                   W weights of the layers, T tokens, V H of the head, R response tokens, L layers, D width of all query
                   heads, S pairs of a token and one that it sees (causal). "least" with each prompt once, which is
                   what ours runs; "as usual" with each prompt twice, which is what a trainer without shared prefixes does
-    peak          most memory that torch held on the device, in GB
+    peak          most memory that torch held on the device, in GiB
 
 Steps before the fourth are not counted: they warm up. Before the costs stands how far both ways of attention are from
 float64 on the same bfloat16 operands; after them, how far compiled is from eager and TRL from ours, step by step.
@@ -170,7 +170,7 @@ def shown(found: list[Side], size: Size, pairs: Artifact, peak: float | None) ->
         model = LlamaForCausalLM(configuration(size))
     part = (size.steps - WARM_UP) / size.steps  # batches are alike
     work = [part * least(model, Pairs.open(pairs.folder), prompts) for prompts in (1, 2)]
-    head = ["", "tokens/s (ours, eager, is)", "utilisation, least", "as usual", "peak, GB (ours, eager, is)"]
+    head = ["", "tokens/s (ours, eager, is)", "utilisation, least", "as usual", "peak, GiB (ours, eager, is)"]
     rows, first = [head], found[0]
     for side in found:
         used = [f"{flops / side.seconds / peak:.1%}" if peak else "" for flops in work]
