@@ -224,6 +224,18 @@ def test_a_champion_knows_its_predecessor_and_gives_way_to_it(registry: Registry
         registry.rollback("demo")
 
 
+def test_versions_that_a_person_made_are_not_taken_for_one_policy(registry: Registry, uri: str, tracker: Tracker):
+    """Nothing is known of their weights, so not that they are those of one that was rolled back."""
+    add_versions(tracker, 1)
+    [known], client = registry.versions(), MlflowClient(uri)
+    _, by_hand = (client.create_model_version("demo", known.source).version for _ in "ab")
+    for number in (known.number, by_hand - 1):
+        client.set_model_version_tag("demo", str(number), ROLLED_BACK_TAG, "true")
+    assert registry.rolled_back(known) == "1"
+    other = next(version for version in registry.versions() if version.number == by_hand)
+    assert other.weights is None and registry.rolled_back(other) is None
+
+
 def test_a_version_is_promoted_only_over_the_champion_it_was_compared_with(
     registry: Registry, uri: str, tracker: Tracker, tmp_path: Path
 ):
