@@ -25,7 +25,7 @@ from pathlib import Path
 from tests.benchmarks.gpu_setting import SIZES
 from tests.benchmarks.setting import ROOT
 
-_PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150", "-n", str(min(5, os.cpu_count() or 1))]
+_PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150"]
 # No other module is imported, since it may want a library, or a version of one, which is not there.
 _PYTEST += [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in file.read_text()]
 
@@ -52,7 +52,7 @@ def parts(out: Path, size: str, device: str) -> list[Part]:
     """In the order in which their answers are wanted; 570 seconds in all, if each takes what it may."""
     benchmark = ["-m", "tests.benchmarks.gpu", "--size", size, "--device", device, "--side-seconds", "110"]
     return [
-        Part("tests", [*_PYTEST, "-m", "gpu and not slow"], 150),
+        Part("tests", [*_PYTEST, "-n", str(min(5, os.cpu_count() or 1)), "-m", "gpu and not slow"], 150),
         Part("benchmark", [*benchmark, "--record", str(out / "sides.jsonl")], 320),
         Part("compiler", [*_PYTEST, "-m", "gpu and slow"], 100),
     ]

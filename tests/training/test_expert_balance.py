@@ -30,9 +30,8 @@ COEFFICIENT, STEPS = 0.1, 6
 def world_of_experts(place: Path, kind: str) -> TinyWorld:
     found = build_world(place)
     (found.model / "model.safetensors").unlink()
-    build(kind, LOCAL | {"pad_token_id": None}).save_pretrained(
-        found.model
-    )  # to padding, a zero, all experts are alike
+    without_padding = {"pad_token_id": None}  # to whose embedding, zero, all experts are alike
+    build(kind, LOCAL | without_padding).save_pretrained(found.model)
     write_reference(found, AutoModelForCausalLM.from_pretrained(found.model))
     return found
 

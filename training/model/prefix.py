@@ -102,7 +102,7 @@ class Plan:
         )
 
     def _copies(self) -> Copies:
-        """Each segment's keys: its prefix, if it has one, and itself."""
+        """Each segment's keys and values: those of its prefix, if it has one, and its own."""
         rows: list[Tensor] = []
         for segment in self.segments:
             seen = [segment] if segment.prefix is None else [self.segments[segment.prefix], segment]

@@ -27,6 +27,7 @@ from tests.training.model.architectures import (
     gradients,
     groups,
 )
+from training import distributed
 from training.model.body import body_of, freeze_other_parts, position_limit, takes_only_text
 from training.model.logprobs import response_logprobs
 from training.model.sharing import VERIFIED, why_not_shared
@@ -105,11 +106,15 @@ def demand_what_plain_transformers_says(model: PreTrainedModel) -> None:
 def test_on_a_gpu_it_is_what_a_processor_says(
     builder: Callable[[str, dict[str, Any]], PreTrainedModel], kind: str, changes: dict[str, Any]
 ):
-    """In float32 but for rounding; in bfloat16 as near to float32 with the same weights as plain transformers on that GPU."""
+    """In float32 but for rounding; in bfloat16 as near to float32 with the same weights as plain transformers on that GPU.
+
+    As in a job: else convolutions of float32 would be rounded to 10 bits there.
+    """
     model = builder(kind, changes)
     if builder is build_multimodal:
         freeze_other_parts(model)
-    demand_what_another_device_says(model, torch.device("cuda"))
+    with distributed.group("cuda") as alone_there:
+        demand_what_another_device_says(model, alone_there.device)
 
 
 def demand_what_another_device_says(model: PreTrainedModel, device: torch.device) -> None:
