@@ -20,6 +20,7 @@ _MOST_CHARACTERS = 1 << 22
 class Reason(StrEnum):
     BAD_JSON = "bad JSON"
     BAD_UNICODE = "invalid unicode"
+    NUL = "NUL character"
     DUPLICATE_KEY = "duplicate key"
     NOT_AN_OBJECT = "not an object"
     MISSING_FIELD = "missing field"
@@ -71,7 +72,9 @@ def clean_text(value: Any, place: str) -> str:
             Reason.ENORMOUS, f"`{place}` has {len(value):,} characters, at most {_MOST_CHARACTERS:,} are accepted"
         )
     if "\0" in value:
-        raise Quarantined(Reason.BAD_UNICODE, f"`{place}` has a NUL character at {value.index(chr(0))}")
+        raise Quarantined(
+            Reason.NUL, f"`{place}` has a NUL character at position {value.index(chr(0))}; take it out of the text"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:

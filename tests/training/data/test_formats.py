@@ -172,7 +172,7 @@ UNUSABLE = [
     ("conversational", _conversation(prompt=[_said("system", "x")]), Reason.PROMPT_ROLE),
     ("conversational", _conversation(prompt=[_said("developer", "x")]), Reason.UNKNOWN_ROLE),
     ("conversational", _conversation(prompt=[_said("user", [{"type": "image_url"}])]), Reason.UNSUPPORTED_FIELD),
-    ("conversational", _conversation(prompt=[_said("user", "a\0b")]), Reason.BAD_UNICODE),
+    ("conversational", _conversation(prompt=[_said("user", "a\0b")]), Reason.NUL),
     ("conversational", _conversation(prompt=[_said("user", "a\ud800b")]), Reason.BAD_UNICODE),
     ("strings", {"prompt": "Why?", "chosen": "x" * 5_000_000, "rejected": "No."}, Reason.ENORMOUS),
     ("conversational", {"prompt": "Other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, Reason.PROMPTS_DIFFER),
@@ -223,6 +223,13 @@ def test_a_row_that_is_no_pair_says_why(name, row, reason):
         FORMATS[name].convert(row)
     assert caught.value.reason is reason
     assert caught.value.detail
+
+
+def test_clean_text_with_a_nul_tells_its_position():
+    """By hand: `a` is at 0, `é` at 1, and the NUL at 2."""
+    with pytest.raises(Quarantined) as caught:
+        FORMATS["strings"].convert({"prompt": "Why?", "chosen": "aé\0b", "rejected": "No."})
+    assert str(caught.value) == "NUL character: `chosen` has a NUL character at position 2; take it out of the text"
 
 
 @pytest.mark.parametrize(
