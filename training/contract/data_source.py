@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.contract.fields import Column, Positive, Section, SourceName, Text
+from training.contract.fields import Column, Positive, Role, Section, SourceName, Text, TheirRole
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
@@ -24,6 +24,7 @@ FieldName = Literal[
 SOURCE_LISTS = {
     "formats": "format",
     "columns": "columns",
+    "roles": "roles",
     "held_out": "held_out",
     "fractions": "fraction",
     "names": "name",
@@ -34,9 +35,10 @@ _FIRST = ("formats", "held_out")
 class DataSource(Section):
     """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
 
-    `columns` says in which column a field is that a format reads under another name, or, with null, that it is in none. If
-    the source is `held_out`, its prompts are in the validation split, wherever else they occur. `fraction` is the share of its
-    prompts that is used. Held-out pairs of sources with the same `name` get metrics of their own.
+    `columns` says in which column a field is that a format reads under another name, or, with null, that it is in none.
+    `roles` says which of our roles each of the data's own roles stands for. If the source is `held_out`, its prompts are in the
+    validation split, wherever else they occur. `fraction` is the share of its prompts that is used. Held-out pairs of sources
+    with the same `name` get metrics of their own.
     """
 
     path: Text | None = None
@@ -46,6 +48,7 @@ class DataSource(Section):
     revision: Text | None = None
     format: Format = "auto"
     columns: dict[FieldName, Column | None] = Field(default={})
+    roles: dict[TheirRole, Role] = Field(default={})
     name: SourceName | None = None
     held_out: bool = False
     fraction: Annotated[Positive, Field(le=1)] = 1.0

@@ -4,7 +4,7 @@ import datetime
 import re
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -98,6 +98,10 @@ def _quoted(given: Any) -> Any:
 
 # The name of a column, which may be any.
 Column = Annotated[str, BeforeValidator(_quoted)]
+# Who a message is from.
+Role = Literal["system", "user", "assistant", "tool", "developer"]
+# What somebody's data calls a role, which may be any text.
+TheirRole = Annotated[str, BeforeValidator(_quoted)]
 
 
 def _number(given: Any) -> Any:

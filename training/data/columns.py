@@ -1,27 +1,38 @@
-"""The columns of a source, where a recipe says that they stand for fields of other names (`data.sources[].columns`)."""
+"""How a source spells its rows, where a recipe says so.
+
+`data.sources[].columns` maps fields to the columns that hold them. `data.sources[].roles` maps the roles of its messages to
+ours.
+"""
 
 from collections.abc import Mapping
 from typing import Any
 
 from training.contract.errors import DataError
+from training.data.messages import with_roles
 from training.data.quarantine import Row
 
 
 class Columns:
-    """Gives rows the names that formats know, and remembers which columns were there, and which fields a format asked for."""
+    """Gives fields and roles the names that formats know.
 
-    def __init__(self, source: int, columns: Mapping[str, str | None]) -> None:
+    Remembers which columns were there, and which fields a format asked for.
+    """
+
+    def __init__(self, source: int, columns: Mapping[str, str | None], roles: Mapping[str, str] | None = None) -> None:
         self._place = f"`data.sources.{source}.columns`"
         self._column_of = {field: column for field, column in columns.items() if column is not None}
+        self._roles = roles or {}
         self._replaced = {*columns, *self._column_of.values()}
         self._unseen = set(self._column_of.values())
         self._first: list[str] = []
         self._asked: set[str] = set()
 
     def renamed(self, row: Row) -> Row:
-        """`row`, in which each field is what its column holds; without fields that are in no column."""
-        if not self._replaced:
-            return row
+        """Return `row` with our names for fields and roles, without the fields that are in no column."""
+        named = self._with_fields(row) if self._replaced else row
+        return with_roles(named, self._roles) if self._roles else named
+
+    def _with_fields(self, row: Row) -> Row:
         self._first = self._first or list(row)
         self._unseen -= row.keys()
         others = {name: value for name, value in row.items() if name not in self._replaced}
@@ -29,7 +40,8 @@ class Columns:
 
     def watched(self, row: Row) -> Row:
         """`row` renamed, for the format that reads it."""
-        return _Watched(self.renamed(row), self._asked) if self._replaced else row
+        renamed = self.renamed(row)
+        return _Watched(renamed, self._asked) if self._replaced else renamed
 
     def refuse_unseen(self, rows: str) -> None:
         """Raises DataError for a column that no row had so far; `rows` says which rows these are."""

@@ -22,6 +22,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from training.contract.fields import Role
 from training.data.chat_template import ChatTemplate, Rejected, Rendered
 from training.data.completeness import Completeness
 from training.data.conversation import spelled_out
@@ -30,6 +31,7 @@ from training.data.messages import Message
 Offsets = Sequence[tuple[int, int]]
 
 _SWITCHES = ("enable_thinking", "thinking")
+_DEVELOPER: Role = "developer"  # which most templates do not know, and many would write like any other word
 
 
 class DropReason(StrEnum):
@@ -140,11 +142,21 @@ class PairEncoder:
     def _render(self, pair: Mapping[str, Any]) -> list[Rendered] | Dropped:
         """The texts of the prompt and of both conversations."""
         try:
+            self._check_roles(pair["prompt"])
             for side in ("chosen", "rejected"):
                 self._check_answer(pair[side], side)
             return [self._text(pair, side) for side in (None, "chosen", "rejected")]
         except Dropped as dropped:
             return dropped
+
+    def _check_roles(self, prompt: Sequence[Message]) -> None:
+        """Raise Dropped for a message of a role that the template's text does not have."""
+        if _DEVELOPER not in self._template.text and any(turn["role"] == _DEVELOPER for turn in prompt):
+            raise Dropped(
+                DropReason.TEMPLATE,
+                f"the template does not know the role `{_DEVELOPER}`, which the prompt has; use a template that does, or map "
+                f"the role on the source: `roles: {{{_DEVELOPER}: system}}`",
+            )
 
     def _check_answer(self, turns: Sequence[Message], side: str) -> None:
         """Raise Dropped for an answer of several messages of which more would be trained than the assistant says."""

@@ -22,7 +22,16 @@ from functools import partial
 from typing import Any
 
 from training.data.comparison import names_a_verdict, response_layout, winner_first
-from training.data.messages import ANSWERING, SHAREGPT_STYLE, Message, Pair, make_pair, message, messages_of
+from training.data.messages import (
+    ANSWERING,
+    INSTRUCTING,
+    SHAREGPT_STYLE,
+    Message,
+    Pair,
+    make_pair,
+    message,
+    messages_of,
+)
 from training.data.quarantine import (
     Quarantined,
     Reason,
@@ -144,7 +153,7 @@ def _with_system(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
     """`turns`, after the row's `system` prompt if it has one and they do not begin with it."""
     first = message("system", optional_text(row, "system"))
     said = first["content"].strip()
-    is_there = turns[0]["role"] == "system" and turns[0]["content"].strip() == said
+    is_there = turns[0]["role"] in INSTRUCTING and turns[0]["content"].strip() == said
     return (first, *turns) if said and not is_there else turns
 
 

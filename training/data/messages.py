@@ -8,16 +8,18 @@ quarantine.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
+from training.contract.fields import Role
 from training.data.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported, text_of
 from training.data.tools import calls_text
 
 # `role` and `content`; of an assistant, where given, `reasoning_content` and `tool_calls`; of a tool `tool_call_id` and `name`.
 Message = dict[str, str]
 
-_ROLES = ("system", "user", "assistant", "tool")
-_MAY_BE_EMPTY, _ASKING = ("system", "tool"), ("user", "tool")
+_ROLES: tuple[Role, ...] = get_args(Role)
+INSTRUCTING: tuple[Role, ...] = ("system", "developer")
+_MAY_BE_EMPTY, _ASKING = (*INSTRUCTING, "tool"), ("user", "tool")
 ANSWERING = ("assistant", "tool")
 _OF_RESULTS = ("tool_call_id", "name")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names for one thing, as in transformers' chat templates
@@ -54,7 +56,7 @@ SHAREGPT_STYLE = MessageStyle(
     "value",
     {
         **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
-        **{"function_call": "assistant", "observation": "tool", "tool": "tool"},
+        **{"function_call": "assistant", "observation": "tool", "tool": "tool", "developer": "developer"},
     },
     calling="function_call",
 )
@@ -62,6 +64,31 @@ SHAREGPT_STYLE = MessageStyle(
 
 def message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
+
+
+_ROLE_FIELDS = (OPENAI_STYLE.role, SHAREGPT_STYLE.role)
+_NOT_SAID = ("tools", "chat_template_kwargs")
+
+
+def with_roles(row: Row, roles: Mapping[str, str]) -> Row:
+    """Return `row` with each role of a message that is one of `roles` replaced by the role that it stands for."""
+    return {name: value if name in _NOT_SAID else _with_roles(value, roles) for name, value in row.items()}
+
+
+def _with_roles(value: Any, roles: Mapping[str, str]) -> Any:
+    """Return the same for a field: a message, a list of them, or an object with such a list in `messages`."""
+    if isinstance(value, list | tuple):
+        return [_renamed(item, roles) for item in value]
+    if isinstance(value, Mapping) and isinstance(value.get("messages"), list | tuple):
+        return {**value, "messages": [_renamed(item, roles) for item in value["messages"]]}
+    return _renamed(value, roles)
+
+
+def _renamed(item: Any, roles: Mapping[str, str]) -> Any:
+    if not isinstance(item, Mapping):
+        return item
+    given = {name: item[name] for name in _ROLE_FIELDS if isinstance(item.get(name), str)}
+    return {**item, **{name: roles.get(role, role) for name, role in given.items()}}
 
 
 def messages_of(row: Row, name: str, style: MessageStyle = OPENAI_STYLE) -> tuple[Message, ...]:
@@ -115,8 +142,11 @@ def _message(item: Any, place: str, style: MessageStyle) -> Message:
     refuse_unsupported(item, _UNSUPPORTED_FIELDS, place)
     given = text_of(item, style.role, f"{place}.")
     if given not in style.roles:
-        expected = ", ".join(style.roles)
-        raise Quarantined(Reason.UNKNOWN_ROLE, f"`{place}` is from {given[:40]!r}, expected one of {expected}")
+        raise Quarantined(
+            Reason.UNKNOWN_ROLE,
+            f"`{place}` is from {given[:40]!r}, expected one of {', '.join(style.roles)}; map it to one of "
+            f"{', '.join(_ROLES)} in `roles` of the source, as in `roles: {{{given[:40]!r}: user}}`",
+        )
     role, others = style.roles[given], _others(item, place, style.roles[given])
     if given == style.calling:
         refuse_unsupported(item, ("tool_calls",), place)

@@ -7,8 +7,9 @@ names of the files they came from.
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from training.contract.data_source import DataSource, settings_by_source
 from training.contract.errors import DataError
@@ -42,10 +43,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     assert group.world == 1, "reading preferences is the work of one process"
     listed = _listed(job, events)
     events.phase("reading preferences")
-    by_source = enumerate(settings_by_source(job.settings))
-    sources = [
-        SourceSettings(**{**about, "number": n, "columns": Columns(n, about["columns"])}) for n, about in by_source
-    ]
+    sources = [_settings(number, about) for number, about in enumerate(settings_by_source(job.settings))]
     given = zip(listed, sources, strict=True)
     inputs = _distinctly_named([SourceFile(file, source) for files, source in given for file in files])
     duplicates = Duplicates(are_dropped=job.settings["duplicates"] == "drop")
@@ -75,6 +73,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     for note in duplicates.notes():
         events.note(note)
     return Made(fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details())
+
+
+def _settings(number: int, about: Mapping[str, Any]) -> SourceSettings:
+    others = {name: value for name, value in about.items() if name not in ("columns", "roles")}
+    return SourceSettings(**others, number=number, columns=Columns(number, about["columns"], about["roles"]))
 
 
 def _listed(job: Job, events: EventWriter) -> list[list[DataFile]]:

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from training.contract.data_source import DataSource, settings_by_source, settings_of_sources
 from training.contract.errors import RecipeError
 from training.contract.loss import Loss
 from training.contract.optimizer import AdamW
@@ -159,6 +160,13 @@ MISTAKES = [
     ("data: {sources: [{path: a, format: csv}]}", "data.sources.0.format", "'auto'"),
     ("data: {sources: [{path: a, columns: {promt: q}}]}", "data.sources.0.columns.promt.[key]", "'prompt', 'question'"),
     ("data: {sources: [{path: a, columns: {prompt: 1}}]}", "data.sources.0.columns.prompt", "string"),
+    (
+        "data: {sources: [{path: a, roles: {robot: bot}}]}",
+        "data.sources.0.roles.robot",
+        "'system', 'user', 'assistant'",
+    ),
+    ("data: {sources: [{path: a, roles: {yes: user}}]}", "data.sources.0.roles.1.[key]", "in quotes, found true"),
+    ("data: {sources: [{path: a, roles: {a: no}}]}", "data.sources.0.roles.a", "'system', 'user', 'assistant'"),
     ("data: {sources: [{path: a, fraction: 0}]}", "data.sources.0.fraction", "greater than 0"),
     ("data: {sources: [{path: a, fraction: 10}]}", "data.sources.0.fraction", "less than or equal to 1"),
     ("data: {sources: [{path: a, name: a b}]}", "data.sources.0.name", "only letters, digits"),
@@ -288,6 +296,16 @@ def test_muon_takes_the_defaults_of_the_documentation():
         "adamw": {"type": "adamw", "learning_rate": 5e-7, "betas": [0.9, 0.999], "eps": 1e-6, "weight_decay": 0.0},
     }
     assert Recipe.model_validate(made.model_dump(mode="json")) == made
+
+
+def test_settings_of_sources_without_roles_are_what_they_were_before_there_were_any():
+    """They are part of the key of the pairs, by hand: two lists that are always there."""
+    plain = {"formats": ["auto", "auto"], "held_out": [False, False]}
+    assert settings_of_sources([DataSource(path="a"), DataSource(path="b")]) == plain
+    mapped = settings_of_sources([DataSource(path="a"), DataSource(path="b", roles={"developer": "system"})])
+    assert mapped == {**plain, "roles": [{}, {"developer": "system"}]}
+    assert [about["roles"] for about in settings_by_source(mapped)] == [{}, {"developer": "system"}]
+    assert [about["roles"] for about in settings_by_source(plain)] == [{}, {}]
 
 
 def test_a_recipe_cannot_be_changed():

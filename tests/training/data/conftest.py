@@ -70,6 +70,7 @@ class Workshop:
             "duplicates": duplicates,
             "held_out": [source.get("held_out", False) for source in sources],
             "columns": [source.get("columns", {}) for source in sources],
+            "roles": [source.get("roles", {}) for source in sources],
             "fractions": [source.get("fraction", 1.0) for source in sources],
             "names": [source.get("name") for source in sources],
         }

@@ -135,6 +135,25 @@ def test_a_pair_is_kept_whole_or_not_at_all(tokenizer, open_template, path):
     assert ("a question" in kept) is not path.stem.startswith((*THINKS_FIRST, "deepseek"))
 
 
+# Read out of their text: they name the role beside `system`.
+KNOW_DEVELOPER = ("diffusion_gemma", "gemma4", "gptoss")
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_encode_developer_message_is_kept_by_templates_that_know_the_role(tokenizer, open_template, path):
+    """Cohere's has the word in a sentence alone, and does not write the message."""
+    row = {"prompt": [_said("developer", "kookaburra"), ASK]}
+    found = _encode(PairEncoder(tokenizer, open_template(path), RULES), row)
+    if path.stem.startswith(KNOW_DEVELOPER):
+        expected = _expected(tokenizer, row)
+        assert expected and found == expected
+    elif path.stem.startswith("cohere2"):
+        assert str(found) == "left out by the template: the template does not write a message of the developer"
+    else:
+        assert str(found).startswith("rejected by the template: the template does not know the role `developer`, which")
+        assert "`roles: {developer: system}`" in found.detail
+
+
 MARKING = [path for path in PUBLISHED if "{%- generation" in path.read_text() or "{% generation" in path.read_text()]
 
 
