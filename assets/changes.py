@@ -11,27 +11,24 @@ files. Comparing them needs neither torch nor transformers. The words for each a
     every asset          code version 1 -> 2
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from textwrap import shorten
 from typing import Any
 
 from assets.graph import GRAPH
+from assets.release_changes import release_changes
+from assets.setting_changes import setting_changes
 from assets.step import Step
 from assets.tokenizer_changes import tokenizer_changes
-from assets.world import Found, FoundData, FoundModel, FoundTokenizer, named_files
-from training.contract.data_source import SOURCE_LISTS, settings_by_source
+from assets.world import Found, FoundData, FoundModel, FoundRelease, FoundTokenizer, named_files
 from training.contract.errors import CorruptRecord, StoreError
-from training.contract.fingerprint import short, shortened
+from training.contract.fingerprint import short
 from training.contract.manifest import Derivation
 from training.contract.recipe import Recipe
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
-_LONGEST_SECTION = 160
 _MOST_FILES = 5
-_ABSENT = object()  # in the place of a field that is missing
 
 
 def found_changes(step: Step, found: Found) -> list[str] | None:
@@ -74,6 +71,8 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
             words += _model_changes(record, found)
         case FoundTokenizer():
             words += _tokenization_changes(store, record, found)
+        case FoundRelease():
+            words += release_changes(store, record, found)
         case _:
             words += setting_changes(record.derivation.settings, found.derivation.settings)
     return words
@@ -87,20 +86,6 @@ def own_changes(before: Derivation, recipe: Recipe) -> list[str]:
     node = GRAPH[before.kind]
     fields = setting_changes(before.settings, node.reads(recipe)) if node.spec is None else ()
     return [*_code_version(before, node.version), *fields]
-
-
-def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """`field old -> new` for every field, by its dotted name, that is not what it was; a new section is one change."""
-    for name, old, new in _differences(_as_written(before), _as_written(now)):
-        yield f"{name} {_shown(old)} -> {_shown(new)}"
-
-
-def _as_written(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of sources a source at a time, as a recipe has them; all others as they are."""
-    if "formats" not in settings:
-        return settings
-    others = {name: value for name, value in settings.items() if name not in SOURCE_LISTS}
-    return {**others, "sources": {str(n): about for n, about in enumerate(settings_by_source(settings))}}
 
 
 def _code_version(before: Derivation, now: str) -> Iterator[str]:
@@ -181,28 +166,6 @@ def _tokenization_changes(store: Store, record: Record, found: FoundTokenizer) -
         else:
             differing = {n for n in old_files.keys() | new_files.keys() if old_files.get(n) != new_files.get(n)}
             yield from tokenizer_changes(artifact, found.located, differing)
+    beside = (each.pop("config", {}) for each in (before, now))
+    yield from (f"config.json beside the tokenizer: {words}" for words in setting_changes(*beside))
     yield from setting_changes(before, now)
-
-
-def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(old, Mapping) and isinstance(new, Mapping):
-        for key in sorted(old.keys() | new.keys()):
-            path = f"{name}.{key}" if name else str(key)
-            yield from _differences(old.get(key, _ABSENT), new.get(key, _ABSENT), path)
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and _has_sections(new):
-        for index, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(one, other, f"{name}[{index}]")
-    elif old != new:
-        yield name, old, new
-
-
-def _has_sections(values: list[Any]) -> bool:
-    return any(isinstance(value, (dict, list)) for value in values)
-
-
-def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "absent"
-    if value is None or isinstance(value, (bool, dict, list)):
-        return shorten(json.dumps(value, ensure_ascii=False).replace('"', ""), _LONGEST_SECTION, placeholder=" ...")
-    return shortened(str(value))

@@ -7,6 +7,7 @@ import dagster as dg
 import pyarrow.parquet as pq
 
 from assets import checks
+from assets.embeddings import demand_embeddings
 from assets.event_log import tell
 from assets.graph import GRAPH
 from assets.metadata import length_histogram, rendered_pairs, table
@@ -94,7 +95,10 @@ def rows_checks(pipeline: Pipeline, rows: Artifact) -> list[dg.AssetCheckResult]
 
 
 def tokenized_pairs(step: Step) -> dg.MaterializeResult:
+    spec = _tokenization(step)
+    demand_embeddings(step.pipeline, step.services, spec)
     made = realize(step, pairs_work(step.pipeline))
+    demand_embeddings(step.pipeline, step.services, spec, made.artifact)
     details = made.artifact.details
     planned = step.context.job_def.asset_layer.executable_asset_keys
     demand_splits(step.pipeline, made.artifact, [asset for asset in GRAPH if step.pipeline.key(asset) in planned])
@@ -107,6 +111,13 @@ def tokenized_pairs(step: Step) -> dg.MaterializeResult:
         "examples": rendered_pairs(details["examples"]),
     }
     return made.result(metadata, pairs_checks(step.pipeline, made.artifact))
+
+
+def _tokenization(step: Step) -> Artifact:
+    """The spec as last materialized, with the details of the way in which it was made then."""
+    latest = step.history.latest("tokenization_spec")
+    known = None if latest.key is None else step.services.store.find("tokenization_spec", latest.key)
+    return known or step.history.artifact("tokenization_spec")
 
 
 def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResult]:

@@ -24,6 +24,7 @@ _BODIES: dict[str, Callable[[Step], dg.MaterializeResult]] = {
     "tokenization_spec": specs.tokenization_spec,
     "training_spec": specs.frozen_section,
     "evaluation_spec": specs.frozen_section,
+    "release_spec": specs.release_spec,
     "raw_preferences": data.raw_preferences,
     "tokenized_pairs": data.tokenized_pairs,
     "reference_model": reference.reference_model,

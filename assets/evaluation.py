@@ -5,7 +5,7 @@ from typing import Any
 import dagster as dg
 
 from assets import checks
-from assets.changes import setting_changes
+from assets.setting_changes import setting_changes
 from assets.graph import Settings
 from assets.held_out import rows_by_pair
 from assets.leakage import find_leakage

@@ -14,6 +14,7 @@ from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation, Source
 from training.contract.memo import SCORING_VERSION
 from training.contract.recipe import Recipe
+from training.contract.software import SOFTWARE, scoring_software, token_software
 
 Settings = dict[str, Any]
 
@@ -34,7 +35,8 @@ def _dumped(section: Section, *later: str, exclude: Collection[str] = ()) -> Set
 
 def _tokenization(recipe: Recipe) -> Settings:
     """Without what its files say themselves."""
-    return _dumped(recipe.tokenization, "date", exclude=("tokenizer", "revision", "chat_template"))
+    settings = _dumped(recipe.tokenization, "date", exclude=("tokenizer", "revision", "chat_template"))
+    return settings | {SOFTWARE: token_software()}
 
 
 def _tuning(recipe: Recipe) -> Settings:
@@ -51,11 +53,25 @@ def _training(recipe: Recipe) -> Settings:
 
 def _scoring(recipe: Recipe) -> Settings:
     """With the version of the scoring algorithm: another one gives other log-probs."""
-    return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION}
+    software = scoring_software(recipe.compute.device)
+    return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION, SOFTWARE: software}
+
+
+def _evaluation(recipe: Recipe) -> Settings:
+    """With what decides where the samples end."""
+    loss = {"loss": recipe.training.loss.settings()}
+    return recipe.evaluation.model_dump(mode="json") | loss | {"eos_tokens": list(recipe.release.eos_tokens)}
+
+
+def _shipping(recipe: Recipe) -> Settings:
+    """What decides how the released tokenizer writes, and where the released model stops."""
+    return {"eos_tokens": list(recipe.release.eos_tokens)} | {
+        name: value for name, value in _tokenization(recipe).items() if name in ("template_kwargs", "date")
+    }
 
 
 def _release(recipe: Recipe) -> Settings:
-    return _dumped(recipe.release) | {"gate": _dumped(recipe.release.gate, "min_accuracy_of")}
+    return _dumped(recipe.release, exclude=("eos_tokens",)) | {"gate": _dumped(recipe.release.gate, "min_accuracy_of")}
 
 
 @dataclass(frozen=True)
@@ -109,7 +125,14 @@ GRAPH: dict[str, Node] = {
         "specs",
         ("json",),
         "Every field that changes the evaluation, frozen.",
-        reads=lambda recipe: recipe.evaluation.model_dump(mode="json") | {"loss": recipe.training.loss.settings()},
+        reads=_evaluation,
+    ),
+    "release_spec": Node(
+        "specs",
+        ("json", "huggingface"),
+        "What is released beside the weights, frozen: tokenizer, chat template, generation settings, processors. An edit of "
+        "these makes a new version and trains nothing.",
+        reads=_shipping,
     ),
     "raw_preferences": Node(
         "data",
@@ -117,13 +140,14 @@ GRAPH: dict[str, Node] = {
         "Preference pairs in one schema, each in its split; rows that are none, with reasons, in quarantine.",
         needs=("preference_source",),
         reads=_data,
-        version="8",
+        version="9",
     ),
     "tokenized_pairs": Node(
         "data",
         ("huggingface", "arrow"),
         "Token ids and response masks of every pair, memory-mapped.",
         needs=("raw_preferences", "tokenization_spec"),
+        reads=lambda recipe: {SOFTWARE: token_software()},
         version="2",
     ),
     "reference_model": Node(
@@ -160,14 +184,14 @@ GRAPH: dict[str, Node] = {
         may_need=lambda recipe: ("raw_preferences",) if recipe.data.has_named_sources else (),
         spec="evaluation_spec",
         pool=GPU_POOL,
-        version="4",
+        version="5",
     ),
     "released_model": Node(
         "release",
         ("mlflow",),
         "A version in the MLflow registry, and the gate's decision whether it is champion: only a candidate that is better on "
         "the held-out pairs by more than one standard error replaces it, so that the pairs can be used again.",
-        needs=("policy", "evaluation", "tokenization_spec"),
+        needs=("policy", "evaluation", "tokenization_spec", "release_spec"),
         reads=_release,
     ),
 }

@@ -28,21 +28,14 @@ from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hub import CARD, CARD_FILES, Repository
 from training.contract.recipe import Recipe
-from training.contract.recipe_files import (
-    TOKENIZER_FILES,
-    DataFile,
-    data_files,
-    holds_tokenizer,
-    is_readable,
-    tokenizer_files,
-)
+from training.contract.recipe_files import DataFile, data_files, is_readable
+from training.contract.tokenizer_files import CONFIG, TOKENIZER_FILES, class_fields, holds_tokenizer, tokenizer_files
 from training.contract.weights import weights_fingerprint, weights_identity
 
 _MODEL_FILES = ("*.safetensors", "*config.json", "*.safetensors.index.json")
 _OTHER_WEIGHTS = ("*/*", "consolidated*")  # copies of the weights for other programs than transformers
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
 _HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
-_LOADED_WITH = ("config.json",)  # by which transformers knows a tokenizer's class where its own config does not say
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,10 @@ class LocatedModel:
 
 @dataclass(frozen=True)
 class LocatedTokenizer:
-    """A tokenizer folder of this machine and the recipe's template file. `identity`: the sha256 of each file."""
+    """A tokenizer folder of this machine and the recipe's template file.
+
+    `identity`: the sha256 of each of its `files` and of the `chat_template`, and the fields of a `config` that pick its class.
+    """
 
     folder: Path
     chat_template: Path | None
@@ -178,7 +174,9 @@ def locate_tokenizer(pipeline: Pipeline, registry: Registry, cache: HashCache | 
             raise DataError(f"{template} {absent}; expected a Jinja file beside the recipe, or null")
     text = Path(template) if template else None
     hashes = dict(zip(files, file_hashes(list(files.values()), cache), strict=True))
-    identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None}
+    with written(pipeline, tokenizer_of(pipeline.recipe).field):
+        config = class_fields(folder)
+    identity = {"files": hashes, "chat_template": file_hashes([text], cache)[0] if text else None, "config": config}
     return LocatedTokenizer(folder, text, identity)
 
 
@@ -186,7 +184,7 @@ def _tokenizer_folder(pipeline: Pipeline, registry: Registry) -> Path:
     named = tokenizer_of(pipeline.recipe)
     with written(pipeline, named.field):
         if named.is_of_hub:
-            _, folder = named.downloaded((*TOKENIZER_FILES, *_LOADED_WITH))
+            _, folder = named.downloaded((*TOKENIZER_FILES, CONFIG))
         else:
             folder = named.local_folder(registry)
         if not holds_tokenizer(folder):

@@ -29,7 +29,7 @@ from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, show
 from model_registry.gate import ComparedPairs, Decision, Measure, decide
 from model_registry.registry import Registry
 from model_registry.versions import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
-from training.contract.errors import RegistryError
+from training.contract.errors import RegistryError, StoreError
 from training.contract.fingerprint import fingerprint, short
 from training.contract.manifest import Derivation
 from training.contract.store import Artifact, Store
@@ -37,6 +37,11 @@ from training.contract.store import Artifact, Store
 RELEASE_KEY_TAG = "pedigree.release"
 _DECISION_TAG = "pedigree.champion"
 _REASONS_TAG = "pedigree.reasons"
+# What may differ between two versions of one policy.
+_OF_POLICY = {
+    "tokenization_spec": "tokenizer or chat template",
+    "release_spec": "release spec (files of the tokenizer, generation settings or processors)",
+}
 
 
 def released_model(step: Step) -> dg.MaterializeResult:
@@ -155,6 +160,7 @@ def _register(candidate: _Candidate) -> Version:
             f"no version is registered before the MLflow run of {step.pipeline.name}'s policy is whole: {failure}; another run "
             "adds what is missing and computes nothing again"
         )
+    _demand_same_tokenizer(candidate)
     model = plain_model(step, policy)
     tell_phase(step.services, step.context.log, "released_model", f"storing the files of a version of {candidate.name}")
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
@@ -164,10 +170,24 @@ def _register(candidate: _Candidate) -> Version:
         run_id,
         identity={RELEASE_KEY_TAG: candidate.derivation.key},
         tags=lineage_tags(lineage),
-        tokenizer=candidate.above["tokenization_spec"].folder / "tokenizer",
+        tokenizer=candidate.above["release_spec"].folder / "tokenizer",
+        beside=candidate.above["release_spec"].folder / "model",
         evaluation=candidate.above["evaluation"].folder,
         description=_description(candidate, lineage),
     )
+
+
+def _demand_same_tokenizer(candidate: _Candidate) -> None:
+    """Raises StoreError if the tokenizer or template that would be released is not the one that made the policy's tokens."""
+    name, above = candidate.step.pipeline.name, candidate.above
+    trained, shipped = (above[spec].json("spec.json") for spec in ("tokenization_spec", "release_spec"))
+    for what in ("tokenizer", "template"):
+        if trained[f"{what}_fingerprint"] != shipped[f"{what}_fingerprint"]:
+            raise StoreError(
+                f"{name}/release_spec has the {what} {short(shipped[f'{what}_fingerprint'])}, and {name}/tokenization_spec has "
+                f"{short(trained[f'{what}_fingerprint'])}: they are of different moments; materialize both, and what follows "
+                f"them, in one run"
+            )
 
 
 def _description(candidate: _Candidate, lineage: Mapping[str, str]) -> str:
@@ -213,10 +233,13 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
 
 def _of_champions_policy(version: Version, champion: Version) -> Iterator[str]:
     """What a person may do about a candidate that no held-out pair tells from the champion, whose policy it has."""
-    if version.fingerprint_of("tokenization_spec") != champion.fingerprint_of("tokenization_spec"):
+    others = [
+        what for kind, what in _OF_POLICY.items() if version.fingerprint_of(kind) != champion.fingerprint_of(kind)
+    ]
+    if others:
         yield (
-            "its policy is the champion's, with another tokenizer or chat template: if these are to be used, point the alias "
-            "champion at it in MLflow"
+            f"its policy is the champion's, with another {others[0]}: if these are to be used, point the alias champion at it in "
+            "MLflow"
         )
 
 

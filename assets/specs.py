@@ -1,30 +1,44 @@
-"""The three sections of a recipe that are frozen as artifacts: what lies below takes these settings from them.
+"""The four sections of a recipe that are frozen as artifacts: what lies below takes these settings from them.
 
 So a policy that is materialized alone is trained with the settings that were last materialized, whatever the recipe says by
 then. An asset below that has fields of its own (`reads` in `assets.graph`) takes these from the recipe as Dagster loaded it.
 """
 
+from typing import Any
+
 import dagster as dg
 
+from assets.event_log import tell
+from assets.locate import LocatedTokenizer
 from assets.metadata import verbatim
 from assets.named_model import tokenizer_of
 from assets.pipeline import Pipeline
-from assets.realize import Work, realize, realize_found
+from assets.realize import Realized, Work, realize, realize_found
 from assets.step import Step
 from assets.version_files import put_back, put_back_named
-from assets.world import FoundTokenizer, find_root, find_tokenizer
+from assets.world import FoundRelease, FoundTokenizer, find_release, find_root, find_tokenizer
 from assets.written import tokenizer_places
 
 
 def tokenizer_work(pipeline: Pipeline, found: FoundTokenizer) -> Work:
-    """The job that freezes the tokenizer and the template that were found; `named` is for its errors."""
-    template = found.located.chat_template
-    locations = {
-        "tokenizer": str(found.located.folder),
-        "chat_template": None if template is None else str(template),
+    """The job that freezes the tokenizer and the template that were found."""
+    return Work("tokenizer", found.derivation.settings, tokenizer_locations(pipeline, found.located))
+
+
+def release_work(pipeline: Pipeline, found: FoundRelease) -> Work:
+    """The job that collects what is released beside the weights."""
+    assert found.shipping is not None, "the base model was downloaded"
+    of_tokenizer = tokenizer_locations(pipeline, found.tokenizer)
+    return Work("release_files", found.derivation.settings, {**of_tokenizer, "base": str(found.shipping.folder)})
+
+
+def tokenizer_locations(pipeline: Pipeline, located: LocatedTokenizer) -> dict[str, Any]:
+    """Where a job finds the tokenizer and the template; `named` is for its errors."""
+    return {
+        "tokenizer": str(located.folder),
+        "chat_template": None if located.chat_template is None else str(located.chat_template),
         "named": tokenizer_places(pipeline),
     }
-    return Work("tokenizer", found.derivation.settings, locations)
 
 
 def tokenization_spec(step: Step) -> dg.MaterializeResult:
@@ -36,12 +50,30 @@ def tokenization_spec(step: Step) -> dg.MaterializeResult:
         {
             "spec": dg.MetadataValue.json(spec),
             "template": verbatim([spec["template"]], "jinja"),
+            "notes": _told_notes(step, made),
         }
     )
 
 
+def release_spec(step: Step) -> dg.MaterializeResult:
+    put_back_named(step.services, step.pipeline, tokenizer_of(step.pipeline.recipe))
+    found = find_release(step.pipeline, step.services)
+    made = realize(step, release_work(step.pipeline, found), found)
+    spec = made.artifact.json("spec.json")
+    files = {"files": dg.MetadataValue.json(sorted(made.artifact.manifest.files))}
+    return made.result({"spec": dg.MetadataValue.json(spec), **files, "notes": _told_notes(step, made)})
+
+
+def _told_notes(step: Step, made: Realized) -> dg.MarkdownMetadataValue:
+    """What a person should know of the artifact. A job tells it while it runs; of what is reused it is told again here."""
+    notes = made.artifact.details.get("notes", [])
+    for note in notes if made.reused else ():
+        tell(step.services, step.context.log, step.asset, note)
+    return dg.MetadataValue.md("\n\n".join(notes) or "none")
+
+
 def frozen_section(step: Step) -> dg.MaterializeResult:
-    """The body of `training_spec` and `evaluation_spec`, made of the recipe and, if it starts from the champion, of that."""
+    """The body of `training_spec` and `evaluation_spec`, made of the recipe, and of the champion or the base model's files."""
     recipe, services = step.pipeline.recipe, step.services
     starts_from_champion = step.asset == "training_spec" and recipe.training.start_from == "champion"
     champion = services.registry.champion(recipe.release.model_name) if starts_from_champion else None

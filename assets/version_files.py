@@ -23,7 +23,8 @@ _LOG = logging.getLogger(__name__)
 def put_back(services: Services, version: Version) -> bool:
     """Whether the files of `version` had a fault and have none any more; a warning says so. Raises RegistryError."""
     registry, store = services.registry, services.store
-    kinds = (MERGED if version.fingerprint_of(MERGED) else "policy", "tokenization_spec", "evaluation")
+    shipped = "release_spec" if version.fingerprint_of("release_spec") else "tokenization_spec"  # versions of before
+    kinds = (MERGED if version.fingerprint_of(MERGED) else "policy", shipped, "evaluation")
     with store.lock("released_model", fingerprint("version_files", version.source)):
         if version.fingerprint_of("policy") is None:  # it is another program's, and so are its files
             return False
@@ -34,8 +35,9 @@ def put_back(services: Services, version: Version) -> bool:
         except StoreError as error:
             _LOG.warning("%s and cannot be put back: %s", fault, error)
             return False
-        model, tokenization, evaluation = found
-        registry.store_files(version.name, version.source, model, tokenization / "tokenizer", evaluation)
+        model, files, evaluation = found
+        beside = files / "model" if shipped == "release_spec" else None
+        registry.store_files(version.name, version.source, model, files / "tokenizer", evaluation, beside)
     _LOG.warning("%s: they were put back from the store", fault)
     return True
 

@@ -22,6 +22,7 @@ from assets.locate import (
     locate_tokenizer,
 )
 from assets.pipeline import Pipeline, Services, emitting
+from assets.shipped_files import LocatedShipping, locate_shipping
 from training.contract.fingerprint import fingerprint
 from training.contract.hash_cache import HashCache
 from training.contract.hub import check_files
@@ -108,6 +109,14 @@ class FoundTokenizer(Found):
     located: LocatedTokenizer
 
 
+@dataclass(frozen=True)
+class FoundRelease(Found):
+    """What a release spec is made from; a job makes it. `shipping` is None if the base model has to be downloaded first."""
+
+    tokenizer: LocatedTokenizer
+    shipping: LocatedShipping | None
+
+
 def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
     """`asset`, one of `ROOTS`, as it would be now. Raises DataError, HubError, ModelError or RegistryError.
 
@@ -120,6 +129,10 @@ def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCac
             return find_model(pipeline, services, cache)
         case "tokenization_spec":
             return find_tokenizer(pipeline, services, cache)
+        case "release_spec":
+            return find_release(pipeline, services, cache)
+        case "evaluation_spec":
+            return _find_evaluation(pipeline, services, cache)
     fields = GRAPH[asset].reads(pipeline.recipe)
     if asset == "training_spec" and pipeline.recipe.training.start_from == "champion":
         champion = locate_champion(pipeline.recipe, services.registry, cache)
@@ -158,6 +171,25 @@ def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | No
     located = locate_tokenizer(pipeline, services.registry, cache)
     settings = {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **located.identity}
     return FoundTokenizer(derive("tokenization_spec", {}, settings), None, {}, located)
+
+
+def find_release(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundRelease:
+    tokenizer = locate_tokenizer(pipeline, services.registry, cache)
+    shipping = locate_shipping(pipeline, services.registry, cache)
+    settings = {**GRAPH["release_spec"].reads(pipeline.recipe), **tokenizer.identity}
+    if isinstance(shipping, AbsentModel):
+        return FoundRelease(derive("release_spec", {}, settings | asdict(shipping)), None, {}, tokenizer, None)
+    return FoundRelease(derive("release_spec", {}, settings | shipping.identity), None, {}, tokenizer, shipping)
+
+
+def _find_evaluation(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:
+    """The fields of the recipe, and at which tokens the base model's files say that the released model stops."""
+    fields = GRAPH["evaluation_spec"].reads(pipeline.recipe)
+    shipping = locate_shipping(pipeline, services.registry, cache)
+    if isinstance(shipping, AbsentModel):
+        return Found(derive("evaluation_spec", {}, fields | asdict(shipping)), None, {})
+    fields = fields | {"eos_token_ids": shipping.identity["eos_token_ids"]}
+    return Found(derive("evaluation_spec", {}, fields), fingerprint("evaluation_spec", fields), {"spec.json": fields})
 
 
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:

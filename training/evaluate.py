@@ -4,7 +4,8 @@
    table. Loss, rewards and margins come from the function that training uses.
 2. The accuracy has a 95% interval, since a few hundred pairs do not support two digits. It is also given by which
    response is longer, since length is what preference data teaches first, and by the sources to which the recipe gives names.
-3. A few prompts are answered by the policy (after) and by the reference model (before).
+3. A few prompts are answered by the policy (after) and by the reference model (before), up to the tokens at which the
+   released model stops.
 4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people.
 
 Legend: V held-out pairs.
@@ -60,7 +61,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("score the held-out pairs with the policy")
     held_out = score_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
-    stops = stop_tokens(policy.config, tokenizer, pairs, shown)
+    stops = stop_tokens(policy.config, tokenizer, job.settings)
     after = answers(policy, prompts, stops, tokenizer, length, group)
     del policy
     gc.collect()  # its parts form cycles, and two models need never fit at once

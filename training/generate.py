@@ -1,12 +1,12 @@
 """Samples: greedy answers of a model to a few held-out prompts, so that people can see what training changed.
 
 The prompts are spread evenly over the distinct held-out ones, and divided among the ranks; with a sharded model every token is
-a collective pass, so all ranks answer all prompts together. An answer ends at an end token of the tokenizer or of the
-model's config, or at the one that the chosen responses end with. The model's own generation settings are not used:
-temperature and penalties would hide what the weights do, and no fingerprint covers them.
+a collective pass, so all ranks answer all prompts together. An answer ends where the released model would end it on a server.
+Other generation settings of the model are not used: temperature and penalties would hide what the weights do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from training.contract.errors import TemplateError
 from training.data.tokenized import Pairs
-from training.data.tokenizer import control_ids
 from training.distributed import Group
 from training.model.body import text_config
 from training.model.logprobs import runs_in_lockstep
@@ -35,25 +35,18 @@ def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> li
     return [int(at) for at in among[firsts[spread]]]
 
 
-def stop_tokens(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, pairs: Pairs, among: Sequence[int]
-) -> list[int]:
-    """Every token that ends an answer. The chosen responses of the pairs at `among` show how the template ends one."""
-    configured = config.get_text_config().eos_token_id
-    stops = set(configured if isinstance(configured, list) else [configured]) | {tokenizer.eos_token_id}
-    stops |= {_last_control_token(pairs.response_ids(index), tokenizer) for index in among}
-    return sorted(token for token in stops if token is not None)
+def stop_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, settings: Mapping[str, Any]) -> list[int]:
+    """Return the tokens at which the released model stops, in ascending order.
 
-
-def _last_control_token(response: Sequence[int], tokenizer: PreTrainedTokenizerFast) -> int | None:
-    """The control token that `response` ends with, apart from whitespace after it; None where it ends with other text."""
-    controls = control_ids(tokenizer)
-    for token in reversed(response):
-        if token in controls:
-            return token
-        if tokenizer.decode([token]).strip():
-            return None
-    return None
+    `settings` holds `eos_token_ids`, those of the base model's files, and `eos_tokens`, which the recipe adds. A spec that was
+    frozen before it held them stands for the ids in the model's `config`. Raises TemplateError for a token that is unknown.
+    """
+    configured = settings.get("eos_token_ids", config.get_text_config().eos_token_id)
+    stops = set(configured if isinstance(configured, list) else [configured]) - {None}
+    known, added = tokenizer.get_vocab(), settings.get("eos_tokens", [])
+    if unknown := [token for token in added if token not in known]:
+        raise TemplateError(f"`release.eos_tokens` has {unknown[0]!r}, which the tokenizer does not have as one token")
+    return sorted({*stops, *(known[token] for token in added)})
 
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_new_tokens: int) -> list[int]:

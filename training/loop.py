@@ -29,8 +29,8 @@ from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import TrainingSpec
-from training.contract.recipe_files import holds_tokenizer
 from training.contract.store import Made, write_json
+from training.contract.tokenizer_files import holds_tokenizer
 from training.data.packing import Batches, Positions, train_items
 from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs

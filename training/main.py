@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 WORK: dict[JobKind, str] = {
     "preferences": "training.data.preferences",
     "tokenizer": "training.data.template",
+    "release_files": "training.data.release_files",
     "pairs": "training.data.pairs",
     "sft": "training.sft",
     "reference": "training.reference",

@@ -36,7 +36,7 @@ from training.scored_pairs import ScoredPairs
 
 # By how much two passes of a model may differ in a sum of n log-probs, divided by the root of n.
 ROUNDING_NATS = {"float32": 0.001, "bfloat16": 0.5}
-_RMS_SHARE = 0.5  # of that, for the root mean square over all responses
+RMS_SHARE = 0.5  # of that, for the root mean square over all responses
 _SHOWN = 5
 _SLACK = 2.0
 
@@ -81,13 +81,13 @@ def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, 
     found = deviations(scored, reference)
     proof = _loss_at_reference(scored, loss, found)
     wrong, of_all = int((found.excess_I > 1).sum()), float(np.sqrt(np.square(found.excess_I2).mean()))
-    if abs(proof.loss - proof.expected) <= proof.allowed and not wrong and of_all <= _RMS_SHARE:
+    if abs(proof.loss - proof.expected) <= proof.allowed and not wrong and of_all <= RMS_SHARE:
         return proof
     raise TrainingError(
         f"the reference model does not give the log-probs of the table, on {where}: the loss is {proof.loss:.6f}, expected "
         f"{proof.expected:.6f} within {proof.allowed:.6f}, and {wrong} of {len(found.excess_I)} pairs differ by more than "
         f"rounding; a response differs by {of_all:.2g} of what one may differ by (root mean square), expected at most "
-        f"{_RMS_SHARE}. The worst:\n{_worst(found, scored.pairs.rows[scored.positions_V])}\n"
+        f"{RMS_SHARE}. The worst:\n{_worst(found, scored.pairs.rows[scored.positions_V])}\n"
         f"The reference log-probs were made from other weights, tokens or masks: materialize reference_logprobs again"
     )
 

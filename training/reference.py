@@ -1,7 +1,8 @@
 """The `reference` job: log-probs of every response under the frozen model, each distinct sequence scored once, ever.
 
 1. The work is over the distinct sequences of all pairs, by their keys.
-2. Rank 0 looks them up in the memo and tells the other ranks which ones are missing.
+2. Rank 0 looks them up in the memo and tells the other ranks which ones are missing. If other versions of torch or
+   transformers, or another device, scored what is known, a sample of that is scored again (training/rescore_sample.py).
 3. The ranks score the missing ones into the memo (training/memoized.py).
 4. Rank 0 reads all of them from the memo, checks that each response of each pair has one finite value over exactly its
    trained tokens, and writes the table. New scores take the same path as old ones.
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
@@ -22,6 +24,7 @@ from training.contract.fingerprint import fingerprint_of_stream
 from training.contract.job import Job
 from training.contract.logprob_table import LogProbTable
 from training.contract.memo import Hits, Memo, scoring_rule
+from training.contract.software import SOFTWARE
 from training.contract.store import Made, Store
 from training.data.tokenized import SIDES, Pairs, by_pair
 from training.distributed import Group
@@ -31,6 +34,7 @@ from training.model.prepare import demand_trainable
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import load_frozen
 from training.parallel.models import FrozenModel
+from training.rescore_sample import confirm_others, sample_of_others
 
 
 def run(job: Job, group: Group, events: EventWriter) -> Made:
@@ -38,18 +42,20 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     sequences = DistinctSequences.of(pairs)
-    memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note)
+    software = job.settings.get(SOFTWARE, {})
+    memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note, software)
     events.phase("look up reference log-probs")
     missing_M = _missing(memo, sequences, group)
+    sample_M = sample_of_others(memo, sequences, group)
     known = len(sequences) - len(missing_M)
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
-    if len(missing_M):
+    if len(missing_M) or len(sample_M):
+        model = _load(job, pairs, group, events)
+        if len(sample_M):
+            events.phase("score again what other software, or another device, scored")
+            if not confirm_others(model, sequences, sample_M, memo, dtype, group, events):
+                missing_M = _missing(memo, sequences, group)
         events.phase("score sequences with the reference model")
-        model = load_frozen(FrozenModel(reference, dtype), job.compute.parallel, group, events)
-        pairs.demand_known_tokens(text_config(model).vocab_size)
-        demand_positions(model, pairs.longest, events)
-        demand_trainable(model, job.recipe)
-        demand_exact(model, events)
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:
         return Made("")
@@ -57,6 +63,18 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     table.write(job.staging)
     details = _details(sequences, len(missing_M), table) | {"seconds": round(time.monotonic() - started, 3)}
     return Made(_identity(table, reference.fingerprint), details)
+
+
+def _load(job: Job, pairs: Pairs, group: Group, events: EventWriter) -> PreTrainedModel:
+    """The reference model, proved exact. Raises ModelError or TemplateError if it does not fit the pairs or the recipe."""
+    events.phase("loading the reference model")
+    reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
+    model = load_frozen(FrozenModel(reference, dtype), job.compute.parallel, group, events)
+    pairs.demand_known_tokens(text_config(model).vocab_size)
+    demand_positions(model, pairs.longest, events)
+    demand_trainable(model, job.recipe)
+    demand_exact(model, events)
+    return model
 
 
 def _details(sequences: DistinctSequences, scored: int, table: LogProbTable) -> dict[str, Any]:

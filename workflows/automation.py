@@ -25,19 +25,21 @@ from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.process import close_dead_runs
-from assets.world import Found, FoundTokenizer, find_root
+from assets.world import Found, find_root
 from assets.written import written
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.fingerprint import fingerprint
+from training.contract.manifest import Derivation
+from training.contract.recipe import Recipe
 from workflows.resources import build_services, pedigree_home
 
 _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
 _NOTHING = "nothing"  # the cursor when there is nothing to request; Dagster keeps the old cursor for an empty one
-# The assets that record the world outside. The other two specs depend on the recipe alone, so on its code version: one that
+# The assets that record the world outside. `training_spec` depends on the recipe alone, so on its code version: one that
 # starts from the champion, with `training.start_from`, is refused a sensor.
-_LOOKED_AT = ("preference_source", "base_model", "tokenization_spec")
+_LOOKED_AT = ("preference_source", "base_model", "tokenization_spec", "evaluation_spec", "release_spec")
 _CAUSE_TAG = "pedigree/cause"
 _CAUSE_CHARACTERS = 500
 
@@ -135,7 +137,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         if not causes:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
             return dg.SensorResult(skip_reason=same, cursor=_NOTHING)
-        seen = fingerprint("seen", [_identity(each) for each in found])
+        seen = fingerprint("seen", [_identity(each, pipeline.recipe) for each in found])
         if _was_asked_for(seen, context.cursor):
             return dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
         request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
@@ -161,20 +163,21 @@ def _causes(history: History, found: Sequence[Found]) -> list[str]:
 
 
 def _is_recorded(history: History, found: Found) -> bool:
-    if not isinstance(found, FoundTokenizer):  # a model without a fingerprint is to be downloaded, by the run
+    recipe = history.pipeline.recipe
+    if not GRAPH[found.asset].reads(recipe):  # a model without a fingerprint is to be downloaded, by the run
         return history.latest(found.asset).fingerprint == found.fingerprint
     try:
         before = history.made_from(found.asset)
     except CorruptRecord:  # a run mends it
         return False
-    return before is not None and _files(before.settings) == _files(found.derivation.settings)
+    return before is not None and _seen(before, recipe) == _seen(found.derivation, recipe)
 
 
-def _identity(found: Found) -> Any:
-    settings = found.derivation.settings
-    return _files(settings) if isinstance(found, FoundTokenizer) else found.fingerprint or settings
+def _identity(found: Found, recipe: Recipe) -> Any:
+    return found.fingerprint or _seen(found.derivation, recipe)
 
 
-def _files(settings: dict[str, Any]) -> dict[str, Any]:
-    """The files of a tokenization spec. Its rules are fields of the recipe, of which the code version tells."""
-    return {name: settings[name] for name in ("files", "chat_template")}
+def _seen(how: Derivation, recipe: Recipe) -> dict[str, Any]:
+    """What a spec has of the world outside. Its other settings are fields of the recipe, of which the code version tells."""
+    fields = GRAPH[how.kind].reads(recipe)
+    return {name: value for name, value in how.settings.items() if name not in fields}

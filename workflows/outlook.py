@@ -20,26 +20,31 @@ from training.contract.store import Store
 class Expected:
     """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
 
-    `found`: for a source or a spec; `fault`: what is wrong with the artifact in the store.
+    `found`: for a source or a spec; `fault`: what is wrong with the artifact in the store. `presumed`: the fingerprint that
+    other versions of the libraries gave, which a run will give again if a sample of it compares.
     """
 
     derivation: Derivation | None
     fingerprint: str | None
     found: Found | None = None
     fault: str | None = None
+    presumed: str | None = None
 
 
 Outlook = dict[str, Expected]
 
 
-def outlook(pipeline: Pipeline, services: Services) -> Outlook:
-    """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises."""
+def outlook(pipeline: Pipeline, services: Services, presume: bool = False) -> Outlook:
+    """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises.
+
+    With `presume`, what lies below a presumed artifact is judged as if that were there.
+    """
     expected: Outlook = {}
     for asset in GRAPH:
         if asset in ROOTS:
             expected[asset] = _root(asset, pipeline, services)
         else:
-            how = _derivation(asset, pipeline, expected)
+            how = _derivation(asset, pipeline, expected, presume)
             expected[asset] = Expected(None, None) if how is None else _look_up(services, how)
     return expected
 
@@ -51,10 +56,11 @@ def _root(asset: str, pipeline: Pipeline, services: Services) -> Expected:
     return replace(_look_up(services, found.derivation), found=found)
 
 
-def _derivation(asset: str, pipeline: Pipeline, above: Outlook) -> Derivation | None:
+def _derivation(asset: str, pipeline: Pipeline, above: Outlook, presume: bool) -> Derivation | None:
     """How a run would make an asset from others; None if one of them has yet to be made."""
     node = GRAPH[asset]
-    inputs = {name: above[name].fingerprint for name in node.inputs(pipeline.recipe)}
+    expected = {name: above[name] for name in node.inputs(pipeline.recipe)}
+    inputs = {name: of.fingerprint or (of.presumed if presume else None) for name, of in expected.items()}
     known = {name: value for name, value in inputs.items() if value is not None}
     if len(known) < len(inputs):
         return None
@@ -71,7 +77,21 @@ def _look_up(services: Services, how: Derivation) -> Expected:
         return Expected(how, None, fault=CORRUPT_RECORD)
     except CorruptArtifact as error:
         return Expected(how, None, fault=_fault(services.store, how, error))
-    return Expected(how, None if artifact is None else artifact.fingerprint)
+    if artifact is not None:
+        return Expected(how, artifact.fingerprint)
+    return Expected(how, None, presumed=_presumed(services.store, how))
+
+
+def _presumed(store: Store, how: Derivation) -> str | None:
+    """What the same derivation gave under other versions of the libraries, if it is still there."""
+    if how.of_any_software.key == how.key:
+        return None
+    try:
+        record = store.record(how.kind, how.of_any_software.key)
+    except CorruptRecord:
+        return None
+    is_there = record is not None and store.folder(how.kind, record.fingerprint).is_dir()
+    return record.fingerprint if record is not None and is_there else None
 
 
 def _fault(store: Store, how: Derivation, error: CorruptArtifact) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 
 from assets.changes import CORRUPT_RECORD
 from assets.data import demand_splits, pairs_checks, pairs_work, preferences_work, rows_checks
+from assets.embeddings import demand_embeddings
 from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pair_changes import pair_changes
@@ -25,13 +26,14 @@ from assets.realize import Work, find_sound, make, publish_found
 from assets.reference import point_to_base_model
 from assets.release import release_fault
 from assets.rows import SIDES, read_pairs
-from assets.specs import tokenizer_work
-from assets.world import ROOTS, find_data, find_model, find_root, find_tokenizer
+from assets.specs import release_work, tokenizer_work
+from assets.world import ROOTS, find_data, find_model, find_release, find_root, find_tokenizer
 from assets.written import written_where_named
 from training.contract.errors import DataError, RegistryError
 from training.contract.fingerprint import KEY_BYTES
 from training.contract.job import CHECKPOINTS, checkpoints_of, committed_steps, job_folder
 from training.contract.memo import Memo, scoring_rule
+from training.contract.software import COMPARED, scoring_software
 from training.contract.store import Artifact
 from workflows.lineage import AssetStatus, judge
 from workflows.outlook import Outlook, outlook
@@ -44,13 +46,14 @@ _LOG = logging.getLogger(__name__)
 class PlannedAsset:
     """`causes` say why it is computed, or what could not be asked of one that is reused.
 
-    `work` counts what is to be done, or reused, by names that depend on the asset.
+    `work` counts what is to be done, or reused, by names that depend on the asset. `notes` are what a person should know of it.
     """
 
     asset: str
     action: Action
     causes: tuple[str, ...]
     work: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[PlannedAsset]:
@@ -65,7 +68,7 @@ def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -
 
 def _mended(pipeline: Pipeline, services: Services) -> Outlook:
     """What a run would give, with the corrupt records mended, as it would find and mend them from asset to asset."""
-    expected = outlook(pipeline, services)
+    expected = outlook(pipeline, services, presume=True)
     corrupt = [of.derivation for of in expected.values() if of.derivation and of.fault == CORRUPT_RECORD]
     for how in corrupt:
         with services.store.lock(how.kind, how.key):
@@ -86,6 +89,8 @@ class _Cheap:
     """What is made in the store, unless it is there, before anything is planned."""
 
     source: Artifact
+    spec: Artifact
+    release: Artifact
     rows: Artifact
     pairs: Artifact
 
@@ -100,14 +105,17 @@ def _make_cheap(pipeline: Pipeline, services: Services) -> _Cheap:
     for asset in ("training_spec", "evaluation_spec"):
         publish_found(services, find_root(pipeline, services, asset), _LOG)
     spec = made("tokenization_spec", tokenizer_work(pipeline, tokenizer))
+    release = made("release_spec", release_work(pipeline, find_release(pipeline, services)))
+    demand_embeddings(pipeline, services, spec)
     rows = made("raw_preferences", preferences_work(pipeline, data), preference_source=source)
     _demand_passed(rows_checks(pipeline, rows))
     pairs = made("tokenized_pairs", pairs_work(pipeline), raw_preferences=rows, tokenization_spec=spec)
     demand_splits(pipeline, pairs, GRAPH)
+    demand_embeddings(pipeline, services, spec, pairs)
     _demand_passed(pairs_checks(pipeline, pairs))
     if pipeline.recipe.reference.sft is None:
         point_to_base_model(services, base_model.fingerprint, _LOG)
-    return _Cheap(source, rows, pairs)
+    return _Cheap(source, spec, release, rows, pairs)
 
 
 def _demand_passed(results: Sequence[dg.AssetCheckResult]) -> None:
@@ -126,10 +134,15 @@ class _Planner:
     history: History
 
     def planned(self, judged: AssetStatus) -> PlannedAsset:
-        is_fresh = judged.state == "fresh"
+        is_fresh, work = judged.state == "fresh", self._work(judged.asset)
         if is_fresh or self._is_there(judged.asset):
-            return PlannedAsset(judged.asset, "reuse", judged.causes if is_fresh else (), self._work(judged.asset))
-        return PlannedAsset(judged.asset, "compute", judged.causes, self._work(judged.asset))
+            causes = judged.causes if is_fresh else ()
+            return PlannedAsset(judged.asset, "reuse", causes, work, self._notes(judged.asset))
+        return PlannedAsset(judged.asset, "compute", judged.causes, work)
+
+    def _notes(self, asset: str) -> tuple[str, ...]:
+        made = {"tokenization_spec": self.cheap.spec, "release_spec": self.cheap.release}.get(asset)
+        return () if made is None else tuple(made.details.get("notes", []))
 
     def _is_there(self, asset: str) -> bool:
         fingerprint = self.expected[asset].fingerprint
@@ -187,9 +200,12 @@ class _Planner:
         weights = self.expected["reference_model"].fingerprint
         if weights is None:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
-        rule = scoring_rule(weights, self.pipeline.recipe.reference.dtype)
-        found_S = Memo(self.services.store, rule).lookup(keys_SK).found_Q
-        return {"sequences": len(keys_SK), "missing": int((~found_S).sum())}
+        recipe = self.pipeline.recipe
+        software = scoring_software(recipe.compute.device)
+        memo = Memo(self.services.store, scoring_rule(weights, recipe.reference.dtype), software=software)
+        missing, others = int((~memo.lookup(keys_SK).found_Q).sum()), int(memo.made_by_others(keys_SK).sum())
+        compared = {"compared": min(others, COMPARED)} if others else {}
+        return {"sequences": len(keys_SK), "missing": missing, **compared}
 
 
 def distinct_sequences(pairs: Artifact) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -206,7 +222,8 @@ def _doing(asset: PlannedAsset) -> str | None:
         case "reference_model":
             return f"tune the reference model for {_steps(work)}" if work else None
         case "reference_logprobs":
-            return f"score {work['missing']:,} of {work['sequences']:,} sequences"
+            again = f", and {work['compared']} again to compare" if "compared" in work else ""
+            return f"score {work['missing']:,} of {work['sequences']:,} sequences{again}"
         case "policy":
             return f"train {_steps(work)}"
         case "evaluation":

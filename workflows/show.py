@@ -110,6 +110,9 @@ def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) 
         work = ", ".join(f"{_count(count)} {name}" for name, count in asset.work.items())
         table.add_row(asset.asset, _coloured(asset.action), work, escape("\n".join(asset.causes)))
     console.print(table)
+    for asset in planned:
+        for note in asset.notes:
+            console.print(f"[yellow]{asset.asset}:[/] {escape(note)}")
 
 
 def comparison(console: Console, found: Comparison) -> None:

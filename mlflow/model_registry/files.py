@@ -8,6 +8,7 @@ home, or where that of the store is spoiled.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -22,26 +23,31 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import RegistryError
 from training.contract.staging import claimed
+from training.contract.tokenizer_files import tokenizer_files
 from training.contract.weights import PROCESSORS
 
 MODEL_FOLDER = "model"
 EVALUATION_FOLDER = "evaluation"
 _TOKENIZER_FOLDER = "components/tokenizer"
-_ADOPTED = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", PROCESSORS)
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# Beside them a version has what its recipe ships. Those of before had it from the policy.
+_BESIDE = ("generation_config.json", PROCESSORS)
 _CAUSE_CHARACTERS = 2000
 
 
 @contextlib.contextmanager
-def packaged(name: str, policy: Path, tokenizer: Path, parent: Path, evaluation: Path | None = None) -> Iterator[Path]:
+def packaged(
+    name: str, policy: Path, tokenizer: Path, parent: Path, evaluation: Path | None = None, beside: Path | None = None
+) -> Iterator[Path]:
     """The policy as an MLflow model, beside it `evaluation`, in a temporary folder on the filesystem of `parent`.
 
-    Raises RegistryError, or StoreError with the free bytes where that filesystem is full.
+    `beside` is the folder with the generation settings and the processors, by default the policy's own. Raises RegistryError, or StoreError with the free bytes where that filesystem is full.
     """
     with scratch(parent) as staging:
         folder = staging / "policy"
         try:
             _package(name, policy, tokenizer, folder)
-            _adopt_weights(policy, folder / MODEL_FOLDER)
+            _adopt_weights(policy, beside or policy, folder / MODEL_FOLDER)
             _add_tokenizer(tokenizer, folder)
             if evaluation is not None:
                 shutil.copytree(evaluation, folder / EVALUATION_FOLDER)
@@ -114,14 +120,22 @@ def _add_tokenizer(tokenizer: Path, folder: Path) -> None:
 
     The files are the original ones: transformers loads a tokenizer and saves another, and its fingerprint would change.
     """
-    for saved in (folder / _TOKENIZER_FOLDER).iterdir():
-        original = tokenizer / saved.name
-        link_or_copy(original if original.is_file() else saved, folder / MODEL_FOLDER / saved.name)
+    for name, file in tokenizer_files(tokenizer).items():
+        for place in (MODEL_FOLDER, _TOKENIZER_FOLDER):
+            (folder / place / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(file, folder / place / name)
 
 
-def _adopt_weights(policy: Path, model: Path) -> None:
-    for saved in model.glob("*.safetensors*"):
+def _adopt_weights(policy: Path, beside: Path, model: Path) -> None:
+    """Put the files of the policy, and those `beside` it, in the place of all that MLflow saved."""
+    for saved in model.iterdir():
         saved.unlink()
-    for pattern in _ADOPTED:
-        for file in policy.glob(pattern):
-            link_or_copy(file, model / file.name)
+    for folder, patterns in ((policy, _WEIGHTS), (beside, _BESIDE)):
+        for pattern in patterns:
+            for file in folder.glob(pattern):
+                link_or_copy(file, model / file.name)
+    config = json.loads((policy / "config.json").read_text(encoding="utf-8"))
+    config.pop(
+        "use_cache", None
+    )  # whoever trained the base model may have switched it off, and it is in no fingerprint
+    (model / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -46,14 +46,15 @@ class Registry:
         identity: Mapping[str, str],
         tags: Mapping[str, str],
         tokenizer: Path | None = None,
+        beside: Path | None = None,
         evaluation: Path | None = None,
         description: str | None = None,
     ) -> Version:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
         If a version carries all tags of `identity`, that is returned. `tags` are further tags of a new version,
-        `tokenizer` is a folder, by default the policy's own, `evaluation` that of the policy's evaluation, which goes with
-        the version's files, and `description` is Markdown.
+        `tokenizer` is a folder, and so is `beside`, with generation settings and processors; both are by default the policy's
+        own. `evaluation` is that of the policy's evaluation, which goes with the version's files. `description` is Markdown.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
@@ -61,7 +62,7 @@ class Registry:
         with self._runs.asking(f"find a place for the files of {name}") as client:
             source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
         if source not in {version.source for version in self.versions(name)}:  # what a version points at is kept
-            self.store_files(name, source, policy, tokenizer or policy, evaluation)
+            self.store_files(name, source, policy, tokenizer or policy, evaluation, beside)
         with self._connection.asking(f"register {name}") as client, unrepeated():
             if _registered(client, name) is None:
                 client.create_registered_model(name)
@@ -73,14 +74,22 @@ class Registry:
                     return found
                 raise
 
-    def store_files(self, name: str, source: str, policy: Path, tokenizer: Path, evaluation: Path | None) -> None:
+    def store_files(
+        self,
+        name: str,
+        source: str,
+        policy: Path,
+        tokenizer: Path,
+        evaluation: Path | None,
+        beside: Path | None = None,
+    ) -> None:
         """Put the packaged policy at the address `source`. What an interrupted attempt left there is replaced."""
         local = local_path(source)
         # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
         parent = local.parents[1] if local else self.downloads
         with (
             self._runs.asking(f"store the files of {name}", patient=True),
-            packaged(f"models:/{name}", policy, tokenizer, parent, evaluation) as folder,
+            packaged(f"models:/{name}", policy, tokenizer, parent, evaluation, beside) as folder,
         ):
             put_files(folder, source, self.tracking_uri)
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from assets.changes import changes_since, setting_changes
+from assets.changes import changes_since
+from assets.setting_changes import setting_changes
 from assets.graph import derive
 from assets.locate import LocatedSource, LocatedTokenizer
 from assets.realize import publish_found

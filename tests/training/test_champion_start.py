@@ -12,7 +12,7 @@ from tests.training.runs import losses, naive_losses, settings, shift_reference,
 from tests.training.worlds import VOCABULARY, write_tokenizer
 from training.contract.errors import TrainingError
 from training.contract.job import Job
-from training.contract.recipe_files import tokenizer_files
+from training.contract.tokenizer_files import tokenizer_files
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -267,41 +266,23 @@ def test_generation_stops_at_the_end_of_a_turn(world):
     """tiny-chat answers a greeting within a few dozen tokens; what it says ends where it says so."""
     model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
     prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, Pairs.open(world.pairs.folder), [0]), 300)
+    tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, {"eos_token_ids": [2]}), 300)
     assert tokens == greedy_by_hand(model, prompt, tokenizer.eos_token_id, 300)
     assert 1 < len(tokens) < 300 and tokens[-1] == tokenizer.eos_token_id
 
 
 @pytest.mark.shared
-def test_what_the_config_calls_the_end_counts_and_there_may_be_several(world):
-    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
-    for configured, stops in ((None, [2]), (2, [2]), (5, [2, 5]), ([7, 5], [2, 5, 7])):
-        model.config.eos_token_id = configured
-        model.generation_config.eos_token_id = 11
-        assert stop_tokens(model.config, tokenizer, Pairs.open(world.pairs.folder), [0]) == stops
-
-
-@pytest.mark.shared
-@pytest.mark.parametrize(
-    ("response", "ends"),
-    [
-        ("Yes.<|im_end|>\n", [0, 2]),
-        ("Yes.<|im_end|>", [0, 2]),
-        ("Yes.<|im_start|> \n\n", [0, 1]),
-        ("Yes, cut at its greatest len", [0]),
-        ("A<|im_end|>B", [0]),
-        ("", [0]),
-    ],
-)
-def test_an_answer_ends_where_answers_of_the_data_do(world, response, ends):
-    """By tiny-chat's vocabulary, of which 0 to 2 are the control tokens; the tokenizer's own end is made token 0."""
+def test_answers_stop_where_the_released_model_does(world):
+    """By tiny-chat's vocabulary, of which 0 to 2 are the control tokens. The tokenizer's own end has no say."""
     tokenizer = load_tokenizer(world.model)
-    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2]
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
-    ids = [100, 101, *tokenizer(response)["input_ids"]]
-    lists = pa.array([ids], pa.list_(pa.int32()))
-    pairs = Pairs(pa.table({"row": [0], "prompt_length": pa.array([2], pa.int32()), "chosen_ids": lists}))
-    assert stop_tokens(LlamaConfig(eos_token_id=None), tokenizer, pairs, [0]) == ends
+    config = LlamaConfig(eos_token_id=[7, 5])
+    assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": []}) == [9]
+    assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": ["<|im_end|>"]}) == [2, 9]
+    assert stop_tokens(config, tokenizer, {"eos_token_ids": []}) == []
+    assert stop_tokens(config, tokenizer, {}) == [5, 7]  # a spec that was frozen before it said so
+    with pytest.raises(TemplateError, match=r"`release\.eos_tokens` has 'nothing of it'"):
+        stop_tokens(config, tokenizer, {"eos_tokens": ["nothing of it"]})
 
 
 @pytest.mark.shared

@@ -9,8 +9,9 @@ from training.contract.hashing import hash_file
 from training.contract.job import Input, Job, JobKind
 from training.contract.manifest import Derivation
 from training.contract.recipe import Compute
-from training.contract.recipe_files import DataFile, data_files, tokenizer_files
+from training.contract.recipe_files import DataFile, data_files
 from training.contract.store import Artifact, Made, Store
+from training.contract.tokenizer_files import class_fields, tokenizer_files
 from training.distributed import ALONE
 
 ON_CPU = Compute(device="cpu")
@@ -96,7 +97,7 @@ def hashes_of(tokenizer: Path, chat_template: Path | None = None) -> dict[str, A
     """What the settings of the tokenizer job say of its files, as they are now."""
     hashes = {name: hash_file(path) for name, path in tokenizer_files(tokenizer).items()}
     template = hash_file(chat_template) if chat_template and chat_template.is_file() else None
-    return {"files": hashes, "chat_template": template}
+    return {"files": hashes, "chat_template": template, "config": class_fields(tokenizer)}
 
 
 def _as_input(name: str, given: Artifact | Path) -> Input:

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from assets.changes import setting_changes
+from assets.setting_changes import setting_changes
 from assets.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, Looker, edit, flip, looker
 from workflows.lineage import status

@@ -22,7 +22,7 @@ RENDEZVOUS, SUPERVISOR = "PEDIGREE_RENDEZVOUS", "PEDIGREE_SUPERVISOR"
 
 CHECKPOINTS = "checkpoints"  # the folder in a job's own
 
-JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof"]
+JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof", "release_files"]
 
 
 def job_folder(home: Path, derivation: Derivation) -> Path:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 _SELF = Path("/proc/self")
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
 
 
 def memory_bytes(process: Path = _SELF) -> int:
@@ -39,6 +40,21 @@ def cores(process: Path = _SELF) -> int:
                 case [quota, period] if quota > 0:
                     limits.append(quota / period)
     return math.ceil(min(limits))
+
+
+def accelerator(device: str, gpus: Path = _NVIDIA) -> str:
+    """Return the names of the GPUs that a job with `compute.device: {device}` runs on, or `cpu`; without importing torch.
+
+    `gpus` is the folder in which NVIDIA's driver has one for each GPU.
+    """
+    if device == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "cpu"
+    names = set()
+    for about in sorted(gpus.glob("*/information")):
+        with contextlib.suppress(OSError):
+            lines = about.read_text(encoding="utf-8", errors="replace").splitlines()
+            names |= {line.partition(":")[2].strip() for line in lines if line.startswith("Model:")}
+    return ", ".join(sorted(names)) or ("cuda" if device == "cuda" else "cpu")
 
 
 def _numbers(file: Path) -> list[int]:

@@ -22,7 +22,7 @@ from training.contract.fingerprint import SCHEMA_VERSION, fingerprint, short
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hashing import hash_files
 from training.contract.sealed import Sealed
-from training.contract.software import library_versions
+from training.contract.software import SOFTWARE, library_versions
 
 MANIFEST = "manifest.json"
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
@@ -51,6 +51,12 @@ class Derivation(Frozen):
     @property
     def key(self) -> str:
         return fingerprint("derivation", self.model_dump(mode="json"))
+
+    @property
+    def of_any_software(self) -> "Derivation":
+        """The same, whatever versions of libraries it is made by: those are a setting of tokens and log-probs."""
+        settings = {name: value for name, value in self.settings.items() if name != SOFTWARE}
+        return self.model_copy(update={"settings": settings})
 
 
 class Manifest(Sealed):

@@ -16,7 +16,7 @@ Legend: S sequences, Q keys asked for, R of them still without an answer.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +35,7 @@ from training.contract.shard import (
     open_shard,
     write_shard,
 )
+from training.contract.software import SOFTWARE
 from training.contract.store import Artifact, Made, Store
 
 Rows = npt.NDArray[np.int64]
@@ -108,11 +109,15 @@ class _Index:
 
 @dataclass
 class Memo:
-    """All log-probs known under `rule`. `note` gets a sentence for every shard that is set aside."""
+    """All log-probs known under `rule`. `note` gets a sentence for every shard that is set aside.
+
+    `software`: the versions and the device by which shards are made that are added; they are written beside them.
+    """
 
     store: Store
     rule: str
     note: Callable[[str], None] = _LOG.warning
+    software: Mapping[str, str] = field(default_factory=dict)
     _shards: dict[str, Shard] = field(default_factory=dict, init=False, repr=False)
     _index: _Index = field(default_factory=lambda: _Index([]), init=False, repr=False)
 
@@ -158,6 +163,20 @@ class Memo:
                 return self.token_logprobs(key)  # another shard may have the same
         return None
 
+    def made_by_others(self, keys_QK: Keys) -> npt.NDArray[np.bool_]:
+        """Return which of the Q keys are known only from shards that other software, or another device, made."""
+        self._refresh()
+        others_Q = np.zeros(len(keys_QK), np.bool_)
+        for shard, _, which in self._found(keys_QK):
+            others_Q[which] = self._is_of_others(shard)
+        return others_Q
+
+    def set_aside_made_by_others(self, why: str) -> None:
+        """Set aside every shard that other software, or another device, made; `why` is told."""
+        self._refresh()
+        for shard in [shard for shard in self._shards.values() if self._is_of_others(shard)]:
+            self._drop(shard, StoreError(why))
+
     def add(self, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> Artifact:
         """Publish one shard: S sequences, the log-probs of their tokens one after the other. Raises StoreError."""
         assert keys_SK.shape == (len(counts_S), KEY_BYTES), f"{keys_SK.shape} keys for {len(counts_S)} counts"
@@ -165,9 +184,14 @@ class Memo:
         assert np.isfinite(tokens_N).all(), "a log-prob that is not finite is never stored"
         with self.store.staging() as staging:
             identity = write_shard(staging, self.kind, keys_SK, counts_S, tokens_N)
-            made = Made(identity, {"sequences": len(counts_S), "tokens": len(tokens_N)})
+            about = {"sequences": len(counts_S), "tokens": len(tokens_N), SOFTWARE: dict(self.software)}
+            made = Made(identity, about)
             derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
             return self.store.publish(staging, derivation, made)
+
+    def _is_of_others(self, shard: Shard) -> bool:
+        """Older shards do not say by which device they were made."""
+        return bool(shard.artifact.details.get(SOFTWARE) != self.software)
 
     def _found(self, keys_QK: Keys) -> Iterator[tuple[Shard, Rows, Rows]]:
         """`_Index.find`, a block of keys at a time."""

@@ -179,7 +179,10 @@ class Gate(Section):
 
 
 class Release(Section):
+    """`eos_tokens`: tokens at which the released model stops too, beside those of its base model's files."""
+
     model_name: Name
+    eos_tokens: tuple[Text, ...] = ()
     gate: Gate = Gate()
 
 

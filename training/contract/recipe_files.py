@@ -20,28 +20,6 @@ from training.contract.hashing import hash_file
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"
-# In each of these forms a tokenizer's vocabulary is published; transformers makes a fast tokenizer of any of them, and of
-# none one to which every text is unknown.
-VOCABULARIES = (
-    {"tokenizer.json"},
-    {"vocab.json", "merges.txt"},
-    {"tokenizer.model"},
-    {"tiktoken.model"},
-    {"tekken.json"},
-    {"spiece.model"},
-    {"sentencepiece.bpe.model"},
-    {"sentencepiece.model"},
-    {"spm.model"},
-    {"vocab.txt"},
-)
-TOKENIZER_FILES = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    *sorted(set().union(*VOCABULARIES)),
-)
 _NUMBER_OF_NAMES = 5
 
 
@@ -110,15 +88,6 @@ def open_data(path: Path) -> BufferedReader:
 
 def is_readable(path: PurePath) -> bool:
     return data_suffix(path) in SUFFIXES
-
-
-def tokenizer_files(folder: Path) -> dict[str, Path]:
-    """The files in `folder` that decide how text becomes tokens, by name."""
-    return {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-
-
-def holds_tokenizer(folder: Path) -> bool:
-    return any(files <= tokenizer_files(folder).keys() for files in VOCABULARIES)
 
 
 def check_unchanged(path: Path, sha256: str) -> None:

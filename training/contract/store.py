@@ -1,7 +1,8 @@
 """The store: immutable artifacts, stored by their contents (fingerprint) and found by how they are made (key).
 
     store/<kind>/<fingerprint>/...        the files of an artifact and its manifest.json
-    store/keys/<kind>/<key>.json          the derivation of that key, the fingerprint it gave, and details of that way
+    store/keys/<kind>/<key>.json          the derivation of that key, the fingerprint it gave, and details of that way;
+                                          one key leaves out which versions of libraries made it
     store/locks/<kind>-<key>.lock         held by the process that is making that key
     store/locks/<kind>-<fingerprint>.lock held while contents are published, or removed
     store/staging/<name>/, <name>.lock    an artifact that is being written; its process holds the lock as long as it lives
@@ -75,10 +76,14 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Made:
-    """What a job returns about the files it left in its staging folder: their fingerprint, and small facts about them."""
+    """What a job returns about the files it left in its staging folder: their fingerprint, and small facts about them.
+
+    `is_known`: it left none, since these contents were published before.
+    """
 
     fingerprint: str
     details: dict[str, Any] = field(default_factory=dict)
+    is_known: bool = False
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -224,6 +229,8 @@ class Store:
         kind = derivation.kind
         with self._refused(f"publish {kind}"), self.lock(kind, made.fingerprint):
             if not self._has_intact(kind, made.fingerprint):
+                if made.is_known:
+                    raise StoreError(f"{kind} {short(made.fingerprint)} was lost while it was compared; run again")
                 manifest = Manifest.of_now(derivation, made.fingerprint, list_files(staging), made.details)
                 open_as_umask_says(staging)
                 sync_tree(staging)
@@ -272,9 +279,11 @@ class Store:
             os.utime(self.folder(kind, fingerprint))
 
     def _write_record(self, derivation: Derivation, made: Made) -> None:
-        record = Record(fingerprint=made.fingerprint, derivation=derivation, details=made.details)
-        with self.staging() as scratch:
-            write_durably(self.record_file(derivation.kind, derivation.key), record.sealed(), scratch)
+        """Record what `derivation` gave, also as the latest that these inputs and settings gave under any software."""
+        for how in {found.key: found for found in (derivation, derivation.of_any_software)}.values():
+            record = Record(fingerprint=made.fingerprint, derivation=how, details=made.details)
+            with self.staging() as scratch:
+                write_durably(self.record_file(how.kind, how.key), record.sealed(), scratch)
 
     def _manifests(self, kind: str) -> Iterator[Manifest]:
         """Every manifest of `kind` that can be read."""

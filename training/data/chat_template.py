@@ -125,6 +125,12 @@ class ChatTemplate:
         """What it writes after the last answer of the assistant: the end of the turn, and all that follows."""
         return self.render((_QUESTION, message("assistant", _CLOSING_MARK)))["text"].rpartition(_CLOSING_MARK)[2]
 
+    def trained_closing(self) -> str:
+        """The part of `closing` that is inside {% generation %}."""
+        rendered = self.render((_QUESTION, message("assistant", _CLOSING_MARK)))
+        begins = rendered["text"].rindex(_CLOSING_MARK) + len(_CLOSING_MARK)
+        return "".join(rendered["text"][max(start, begins) : end] for start, end in rendered["spans"])
+
     def fingerprint(self) -> str:
         content = {"text": self.text, "template_kwargs": self.template_kwargs, "probes": probe(self)}
         return fingerprint("chat_template", content | ({"date": self.date} if self.date else {}))

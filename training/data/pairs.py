@@ -32,6 +32,7 @@ from training.data.chat_template import ChatTemplate
 from training.data.collector import PREFERENCES_FILE
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
 from training.data.encoding_pool import Outcomes, Rows, encode_batches
+from training.data.retokenize import made_before
 from training.data.template import TOKENIZER_FOLDER, read_spec
 from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -56,16 +57,20 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     if (found := tokenizer_fingerprint(tokenizer)) != spec["tokenizer_fingerprint"]:
         expected = spec["tokenizer_fingerprint"]
         raise TemplateError(
-            f"the tokenizer in {specification} is {short(found)}, the spec was made with {short(expected)}; the library "
-            "versions differ: materialize tokenization_spec again"
+            f"the tokenizer in {specification} is {short(found)}, the spec was made with {short(expected)}: another version of "
+            "transformers or tokenizers saved it; move that folder away and run again, which makes it anew"
         )
     encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"], spec.get("date")), spec)
     tally = _Tally(OverLength(spec["over_length"]), job.locations["named"]["chat_template"])
+    events.phase("comparing tokens that were made before")
+    if (known := made_before(job, encoder, events)) is not None:
+        return known
     events.phase("tokenizing")
     _write(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, job.staging, encoder, tally, events)
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
     tally.refuse_if_empty()
-    details = {**tally.details(), **_lengths(Pairs.open(job.staging))}
+    made = Pairs.open(job.staging)
+    details = {**tally.details(), **_lengths(made), "largest_token": made.largest_token}
     for reason, count in tally.reasons.most_common():
         events.note(f"{count} pairs dropped: {reason.value}, the first: {tally.first(reason)}")
     details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]

@@ -89,8 +89,8 @@ class Pairs:
         """Raises TemplateError if a token is not in the `vocabulary`, a model's number of tokens."""
         if (largest := self.largest_token) >= vocabulary:
             raise TemplateError(
-                f"the pairs have tokens up to the number {largest:,}, and the model has {vocabulary:,} tokens: this tokenizer "
-                "is another model's; leave out `tokenization.tokenizer`, or let it name the one the model was trained with"
+                f"the pairs have tokens up to the number {largest:,}, and the model has embeddings for {vocabulary:,}: resize "
+                "the embeddings of the model and save it again, or use the tokenizer that the model was trained with"
             )
 
     def indices(self, split: str) -> NDArray[np.int64]:

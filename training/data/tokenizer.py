@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from training.contract.errors import TemplateError
@@ -29,27 +30,67 @@ _PROBE_TEXTS = (
     "naïve café 東京 👩‍👩‍👧 \u2028",
     "x = [1, 20, 300]\t# tab",
 )
+# These and more are compared with a tokenizer.json. Those above are part of every fingerprint, and cannot be more.
+_COMPARED_TEXTS = (
+    *_PROBE_TEXTS,
+    "It cost $1,650 in 2023 (650841823).\n\n\tDON'T you'll we're",
+    "HTTPServer fooBar2baz  ",
+)
 
 
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder. Raises TemplateError if it cannot be loaded or is not a fast one."""
+def load_tokenizer(folder: Path, called: Path | None = None) -> PreTrainedTokenizerFast:
+    """The tokenizer in a folder. Raises TemplateError if it cannot be loaded or is not a fast one.
+
+    `called` is the folder that errors name, if `folder` is a copy of it.
+    """
+    name = called or folder
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # many kinds of errors: no such folder, a file that is broken or missing
         own_code = "trust_remote_code" in str(error)
         why = "it needs code of its own, which is never run" if own_code else error
         raise TemplateError(
-            f"the tokenizer {folder} cannot be loaded: {why}; set `tokenization.tokenizer` to a folder with "
+            f"the tokenizer {name} cannot be loaded: {why}; set `tokenization.tokenizer` to a folder with "
             "tokenizer.json and tokenizer_config.json, or to a hub id"
         ) from error
     if not tokenizer.is_fast:
         raise TemplateError(
-            f"{folder} is a {type(tokenizer).__name__}, not a fast tokenizer; convert it to a tokenizer.json "
+            f"{name} is a {type(tokenizer).__name__}, not a fast tokenizer; convert it to a tokenizer.json "
             "(transformers.convert_slow_tokenizer) and set `tokenization.tokenizer`"
         )
     tokenizer.backend_tokenizer.no_padding()
     tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.name_or_path = str(name)
     return tokenizer
+
+
+def difference_to_file(tokenizer: PreTrainedTokenizerFast, file: Path) -> str | None:
+    """Return the first text to which `tokenizer` gives other ids than its own tokenizer.json, in words; None if there is none.
+
+    transformers may build a tokenizer of another class from the vocabulary in that file, and drop its pre-tokenizer.
+    """
+    if not file.is_file():
+        return None
+    own = Tokenizer.from_file(str(file))
+    own.no_padding()
+    own.no_truncation()
+    for text in (*_COMPARED_TEXTS, _control_text(tokenizer)):
+        loaded, written = (
+            tokenizer(text, add_special_tokens=False)["input_ids"],
+            own.encode(text, add_special_tokens=False),
+        )
+        if loaded != written.ids:
+            at = next(n for n in range(len(loaded) + 1) if loaded[: n + 1] != written.ids[: n + 1])
+            return (
+                f"transformers loads the tokenizer as {type(tokenizer).__name__}, which gives other tokens than its "
+                f"tokenizer.json: of {text!r}, token {at} is {_spelled(tokenizer, loaded[at : at + 1])}, and "
+                f"{_spelled(tokenizer, written.ids[at : at + 1])} by that file. Training and the released model use the former"
+            )
+    return None
+
+
+def _spelled(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return f"{ids[0]} {tokenizer.convert_ids_to_tokens(ids[0])!r}" if ids else "missing"
 
 
 def special_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int | None]:

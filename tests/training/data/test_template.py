@@ -12,7 +12,7 @@ from assets.locate import LocatedTokenizer
 from assets.tokenizer_changes import template_text
 from training.contract.errors import DataError, TemplateError
 from training.contract.hashing import hash_file
-from training.contract.recipe_files import tokenizer_files
+from training.contract.tokenizer_files import tokenizer_files
 from training.data.chat_template import PROBES, ChatTemplate, Rejected
 from training.data.template import _write, read_spec
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint

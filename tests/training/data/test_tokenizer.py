@@ -17,7 +17,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, 
 from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from training.contract.hashing import hash_files
-from training.contract.recipe_files import TOKENIZER_FILES, VOCABULARIES, tokenizer_files
+from training.contract.tokenizer_files import TOKENIZER_FILES, VOCABULARIES, tokenizer_files
 from training.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_fingerprint
 
 Change = Callable[[dict[str, Any]], None]

@@ -1,0 +1,63 @@
+"""What of the base model's folder is released beside the weights, or decides where the released model stops."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from assets.locate import AbsentModel
+from assets.named_model import base_model_of
+from assets.pipeline import Pipeline
+from assets.written import written
+from model_registry.registry import Registry
+from training.contract.generation import eos_token_ids, generation_settings
+from training.contract.hash_cache import HashCache, file_hashes
+from training.contract.tokenizer_files import class_fields
+from training.contract.weights import PROCESSORS
+
+_CONFIGS = ("*config.json",)  # of the hub these alone are fetched, and no weights
+
+
+@dataclass(frozen=True)
+class LocatedShipping:
+    """A base model's folder. `identity`: what is shipped of it, or decides how that is loaded.
+
+    `generation`: how it generates; `eos_token_ids`: at which it stops; `processors`: the sha256 of
+    each processor file; `config`: the fields of its config.json that pick a tokenizer's class.
+    """
+
+    folder: Path
+    identity: dict[str, Any]
+
+
+def locate_shipping(
+    pipeline: Pipeline, registry: Registry, cache: HashCache | None = None
+) -> LocatedShipping | AbsentModel:
+    """Look at the base model's folder, without its weights. Raises ModelError, HubError or RegistryError.
+
+    With a `cache`, files in it are not read again, and nothing is downloaded from the hub.
+    """
+    named = base_model_of(pipeline.recipe)
+    with written(pipeline, named.field):
+        if not named.is_of_hub:
+            folder = named.local_folder(registry)
+        elif cache is None:
+            _, folder = named.downloaded(_CONFIGS)
+        else:
+            commit = named.commit()
+            found = named.repository.cached(commit, _CONFIGS)
+            if found is None:
+                return AbsentModel(named.address, commit)
+            folder = found
+        return LocatedShipping(folder, _identity(folder, cache))
+
+
+def _identity(folder: Path, cache: HashCache | None) -> dict[str, Any]:
+    processors = sorted(folder.glob(PROCESSORS))
+    hashes = zip(processors, file_hashes(processors, cache), strict=True)
+    generation = generation_settings(folder)
+    return {
+        "generation": generation,
+        "eos_token_ids": eos_token_ids(generation),
+        "processors": {path.name: sha256 for path, sha256 in hashes},
+        "base_config": class_fields(folder),
+    }
