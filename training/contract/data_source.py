@@ -8,12 +8,14 @@ from pydantic import Field, model_validator
 from training.contract.fields import Column, Positive, Role, Section, SourceName, Text, TheirRole
 
 Format = Literal[
-    "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "comparison"
-]
+    "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "messages", "ms_swift",
+    "comparison",
+]  # fmt: skip
 # The fields of a row that formats read, those that they refuse included; a test holds the list to what they do.
 FieldName = Literal[
     "prompt", "question", "instruction", "input", "history", "system", "conversations",
     "chosen", "rejected", "preferred_output", "non_preferred_output",
+    "messages", "rejected_response", "rejected_messages",
     "response1", "response2", "response_0", "response_1", "response_2", "response_a", "response_b",
     "conversation_a", "conversation_b",
     "label", "winner", "preference", "preferred", "better_response_id", "overall_preference", "preference_strength",

@@ -7,6 +7,8 @@
     hh               chosen, rejected: transcripts "\\n\\nHuman: ...\\n\\nAssistant: ...", or the ends of one in `prompt`
     alpaca           instruction, input, chosen, rejected: plain text
     openai           input.messages, preferred_output, non_preferred_output
+    messages         messages (the prompt), chosen, rejected: an answer each, as messages or plain text (axolotl)
+    ms_swift         messages, which end with the chosen answer; rejected_response, or rejected_messages from the start
     comparison       two responses and labels that say which is better (training/data/comparison.py)
 
 A field that is in a column of another name is moved there before (training/data/columns.py).
@@ -15,8 +17,7 @@ In all of them a row may also have the fields `system`, for a system message in 
 Formats are recognized by the fields of the first rows (training/data/detection.py).
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,6 +32,8 @@ from training.data.messages import (
     make_pair,
     message,
     messages_of,
+    pair_of_conversations,
+    repeating_prompt,
 )
 from training.data.quarantine import (
     Quarantined,
@@ -43,10 +46,9 @@ from training.data.quarantine import (
     text_of,
 )
 from training.data.tools import template_kwargs_text, tools_text
+from training.data.transcripts import is_transcript, transcript_of
 
 _ASKED = ("prompt", "question", "instruction")
-_TURN = re.compile(r"\n\n(Human|Assistant):")
-_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 # What a trainer would pass to the template besides the messages, or show the model: it is part of the conversation.
 _UNSUPPORTED_FIELDS = ("functions", "image", "images", "video", "videos", "audio", "audios")
 
@@ -76,7 +78,7 @@ def _sharegpt(row: Row) -> Pair:
 
 
 def _hh(row: Row) -> Pair:
-    return _after_shared_start(_transcript(row, "chosen"), _transcript(row, "rejected"))
+    return pair_of_conversations(transcript_of(row, "chosen"), transcript_of(row, "rejected"))
 
 
 def _openai(row: Row) -> Pair:
@@ -106,9 +108,9 @@ def _messages(row: Row, asked: Sequence[str], better: str = "chosen", worse: str
     """The pair of two answers in messages to what stands in one of the fields `asked`, or else begins both of them."""
     prompt, chosen, rejected = _prompt(row, asked), messages_of(row, better), messages_of(row, worse)
     if not prompt:
-        return _after_shared_start(chosen, rejected)
+        return pair_of_conversations(chosen, rejected)
     if chosen and chosen[0]["role"] not in ANSWERING:  # whole conversations beside their prompt, as in UltraFeedback
-        return _repeating_prompt(prompt, _after_shared_start(chosen, rejected))
+        return repeating_prompt(prompt, "prompt", pair_of_conversations(chosen, rejected))
     return make_pair(prompt, chosen, rejected)
 
 
@@ -119,6 +121,43 @@ def _texts(row: Row, asked: Sequence[str], better: str = "chosen", worse: str = 
         raise Quarantined(Reason.MISSING_FIELD, f"`{asked[0]}` is missing")
     chosen, rejected = (message("assistant", text_of(row, side)) for side in (better, worse))
     return make_pair((*_history(row), *prompt), (chosen,), (rejected,))
+
+
+def _beside_messages(row: Row) -> Pair:
+    """The pair of two answers to the prompt in `messages`; or of two whole conversations that begin with it."""
+    prompt, chosen, rejected = messages_of(row, "messages"), _answer(row, "chosen"), _answer(row, "rejected")
+    if any(turn["role"] not in ANSWERING for turn in chosen):
+        pair = pair_of_conversations(chosen, rejected)
+        return pair if prompt == chosen else repeating_prompt(prompt, "messages", pair)
+    if chosen and prompt[-len(chosen) :] == chosen:  # the chosen conversation
+        prompt = prompt[: -len(chosen)]
+    elif prompt and prompt[-1]["role"] == "assistant":
+        raise Quarantined(
+            Reason.PROMPT_ROLE,
+            "`messages` ends with an answer of the assistant, expected the prompt or the chosen answer",
+        )
+    return make_pair(prompt, chosen, rejected)
+
+
+def _ms_swift(row: Row) -> Pair:
+    """The pair of the answer at the end of `messages` and another one, which may come with all that is before it."""
+    whole, of_answer, of_all = messages_of(row, "messages"), "rejected_response", "rejected_messages"
+    if row.get(of_all) is not None and row.get(of_answer) is not None:
+        raise Quarantined(Reason.UNSUPPORTED_FIELD, f"the row has `{of_answer}` and `{of_all}`, expected one of them")
+    if whole and whole[-1]["role"] != "assistant":
+        last = whole[-1]["role"]
+        raise Quarantined(
+            Reason.RESPONSE_ROLE,
+            f"`messages` ends with a message from the {last}, expected the assistant's chosen answer",
+        )
+    if row.get(of_all) is not None:
+        return pair_of_conversations(whole, messages_of(row, of_all))
+    return make_pair(whole[:-1], whole[-1:], _answer(row, of_answer))
+
+
+def _answer(row: Row, name: str) -> tuple[Message, ...]:
+    """The answer in a field: plain text or messages."""
+    return (message("assistant", text_of(row, name)),) if _are(row, str, name) else messages_of(row, name)
 
 
 def _prompt(row: Row, asked: Sequence[str]) -> tuple[Message, ...]:
@@ -157,54 +196,12 @@ def _with_system(row: Row, turns: tuple[Message, ...]) -> tuple[Message, ...]:
     return (first, *turns) if said and not is_there else turns
 
 
-def _transcript(row: Row, name: str) -> tuple[Message, ...]:
-    """The turns of a transcript, or of one that begins in `prompt`.
-
-    The one space after the colon is punctuation, everything else is content.
-    """
-    text = text_of(row, name)
-    if not _is_transcript(text) and _is_transcript(row.get("prompt")):
-        text = text_of(row, "prompt") + text
-    before, *turns = _TURN.split(text)
-    if before.strip() or not turns:
-        raise Quarantined(Reason.BAD_TRANSCRIPT, f'`{name}` does not begin with "\\n\\nHuman:"')
-    speakers, contents = turns[::2], turns[1::2]
-    return tuple(
-        message(_SPEAKERS[speaker], content.removeprefix(" "))
-        for speaker, content in zip(speakers, contents, strict=True)
-    )
-
-
-def _after_shared_start(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
-    """The pair in two whole conversations, which may differ in what follows the last question only."""
-    if list(chosen) == list(rejected):
-        raise Quarantined(Reason.IDENTICAL, "both conversations are the same")
-    shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
-        shared += 1
-    start = shared
-    while start and chosen[start - 1]["role"] == "assistant":
-        start -= 1  # both say the same there, to which tools answer differently
-    differing = (*chosen[start:], *rejected[start:])
-    if any(turn["role"] not in ANSWERING for turn in differing) or shared == min(len(chosen), len(rejected)):
-        raise Quarantined(
-            Reason.PROMPTS_DIFFER,
-            f"`chosen` has {len(chosen)} messages and `rejected` {len(rejected)}; they differ after the first "
-            f"{shared}; only what follows the last question may differ",
-        )
-    return make_pair(chosen[:start], chosen[start:], rejected[start:])
-
-
-def _repeating_prompt(prompt: Sequence[Message], pair: Pair) -> Pair:
-    """`pair`, if its prompt holds every message of the separate `prompt`."""
-    if any(turn not in pair.prompt for turn in prompt):
-        raise Quarantined(Reason.PROMPTS_DIFFER, "`prompt` is not what the conversations in `chosen` begin with")
-    return pair
-
-
-def _is_transcript(value: Any) -> bool:
-    start = _TURN.search(value) if isinstance(value, str) else None
-    return start is not None and not value[: start.start()].strip()
+def _is_answer(value: Any) -> bool:
+    """Whether `value` is plain text, or messages none of which is the user's."""
+    turns = [value] if isinstance(value, Mapping) else value
+    if not isinstance(turns, list | tuple):
+        return isinstance(value, str)
+    return bool(turns) and all(isinstance(turn, Mapping) and turn.get("role") in ANSWERING for turn in turns)
 
 
 def _are(row: Row, kind: type | tuple[type, ...], *names: str) -> bool:
@@ -231,9 +228,7 @@ FORMATS: dict[str, PreferenceFormat] = {
     ),
     "hh": PreferenceFormat(
         'chosen, rejected: "\\n\\nHuman: ...\\n\\nAssistant: ...", or the ends of one in `prompt`',
-        lambda row: (
-            _are(row, str, "chosen", "rejected") and any(_is_transcript(row.get(name)) for name in _TRANSCRIPTS)
-        ),
+        lambda row: _are(row, str, "chosen", "rejected") and any(is_transcript(row.get(name)) for name in _TRANSCRIPTS),
         _hh,
     ),
     "alpaca": PreferenceFormat(
@@ -249,6 +244,15 @@ FORMATS: dict[str, PreferenceFormat] = {
         ),
         partial(_texts, asked=("prompt", "question")),
     ),
+    "messages": PreferenceFormat(
+        "messages: the prompt; chosen, rejected: an answer each, as messages or text",
+        lambda row: (
+            row.get("prompt") is None
+            and _are(row, _LISTS, "messages")
+            and all(_is_answer(row.get(name)) for name in ("chosen", "rejected"))
+        ),
+        _beside_messages,
+    ),
     "conversational": PreferenceFormat(
         "prompt, chosen, rejected: messages",
         lambda row: "prompt" in row and _are(row, _LISTS, "chosen", "rejected"),
@@ -258,5 +262,13 @@ FORMATS: dict[str, PreferenceFormat] = {
         "chosen, rejected: whole conversations",
         lambda row: row.get("prompt") is None and _are(row, _LISTS, "chosen", "rejected"),
         partial(_messages, asked=()),
+    ),
+    "ms_swift": PreferenceFormat(
+        "messages: whole conversations, each with the chosen answer; rejected_response, or rejected_messages: a whole one",
+        lambda row: (
+            _are(row, _LISTS, "messages")
+            and (_are(row, (str, *_LISTS), "rejected_response") or _are(row, _LISTS, "rejected_messages"))
+        ),
+        _ms_swift,
     ),
 }

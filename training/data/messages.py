@@ -116,6 +116,33 @@ def make_pair(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Se
     return Pair(tuple(prompt), tuple(chosen), tuple(rejected))
 
 
+def pair_of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
+    """Return the pair in two whole conversations, which may differ only in what follows the last question."""
+    if list(chosen) == list(rejected):
+        raise Quarantined(Reason.IDENTICAL, "both conversations are the same")
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    start = shared
+    while start and chosen[start - 1]["role"] == "assistant":
+        start -= 1  # both say the same there, to which tools answer differently
+    differing = (*chosen[start:], *rejected[start:])
+    if any(turn["role"] not in ANSWERING for turn in differing) or shared == min(len(chosen), len(rejected)):
+        raise Quarantined(
+            Reason.PROMPTS_DIFFER,
+            f"the chosen conversation has {len(chosen)} messages and the rejected one {len(rejected)}; they differ after the "
+            f"first {shared}; only what follows the last question may differ",
+        )
+    return make_pair(chosen[:start], chosen[start:], rejected[start:])
+
+
+def repeating_prompt(prompt: Sequence[Message], name: str, pair: Pair) -> Pair:
+    """Return `pair` if its prompt holds every message of `prompt`, which is in the field `name`."""
+    if any(turn not in pair.prompt for turn in prompt):
+        raise Quarantined(Reason.PROMPTS_DIFFER, f"`{name}` is not what the conversations in `chosen` begin with")
+    return pair
+
+
 def _check_response(response: Sequence[Message], side: str) -> None:
     if not response:
         raise Quarantined(Reason.EMPTY_RESPONSE, f"`{side}` has no message")

@@ -8,10 +8,12 @@ import pytest
 
 from training.contract.data_source import FieldName
 from training.contract.errors import DataError
+from training.contract.recipe_files import DataFile
 from training.data import comparison
 from training.data.detection import detect
 from training.data.formats import FORMATS
 from training.data.quarantine import Quarantined, Reason
+from training.data.readers import read_records
 
 ASK = {"role": "user", "content": "Why?"}
 GOOD, BAD = {"role": "assistant", "content": "Because."}, {"role": "assistant", "content": "No idea."}
@@ -53,6 +55,18 @@ SAME_PAIR: dict[str, list[dict[str, Any]]] = {
         {"instruction": "Why?", "input": None, "chosen": "Because.", "rejected": "No idea."},
     ],
     "openai": [{"input": {"messages": [ASK]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}],
+    "messages": [
+        {"messages": [ASK], "chosen": GOOD, "rejected": BAD},
+        {"messages": [ASK], "chosen": [GOOD], "rejected": [BAD], "prompt": None, "question": "As it was asked at first"},
+        {"messages": [ASK], "chosen": "Because.", "rejected": "No idea."},
+        {"messages": [ASK, GOOD], "chosen": [GOOD], "rejected": BAD},
+    ],
+    "ms_swift": [
+        {"messages": [ASK, GOOD], "rejected_response": "No idea."},
+        {"messages": [ASK, GOOD], "rejected_response": "No idea.", "rejected_messages": None, "images": []},
+        {"messages": [ASK, GOOD], "rejected_response": [BAD]},
+        {"messages": [ASK, GOOD], "rejected_messages": [ASK, BAD]},
+    ],
     "comparison": [
         {"instruction": "Why?", "input": "", "response1": "No idea.", "response2": "Because.",
          "annotator1": 2, "annotator2": 1, "annotator3": 2},
@@ -134,6 +148,13 @@ def test_all_formats_of_the_recipe_are_here_and_tested():
             "system": "S", "conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "C"}],
             "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
          ["S", "C"]),
+        ("ms_swift", {"messages": [ASK, BAD, ASK, GOOD], "rejected_response": "No.", "system": "S"},
+         ["S", "Why?", "No idea.", "Why?"]),
+        ("ms_swift", {"messages": [ASK, BAD, ASK, GOOD], "rejected_messages": [ASK, BAD, ASK, BAD]},
+         ["Why?", "No idea.", "Why?"]),
+        ("messages", {"messages": [ASK, BAD, ASK], "chosen": GOOD, "rejected": BAD}, ["Why?", "No idea.", "Why?"]),
+        ("messages", {"messages": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["Why?"]),
+        ("messages", {"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["Why?"]),
         ("conversational", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": [GOOD], "rejected": [BAD]},
          ["", "Why?"]),
         ("hh", {
@@ -215,6 +236,23 @@ UNUSABLE = [
         Reason.UNSUPPORTED_FIELD,
     ),
     ("hh", {"prompt": "\n\nHuman: Why?", "chosen": " a", "rejected": " b"}, Reason.PROMPTS_DIFFER),
+    ("messages", {"messages": [ASK, BAD], "chosen": GOOD, "rejected": BAD}, Reason.PROMPT_ROLE),
+    ("messages", {"messages": [ASK, BAD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, Reason.PROMPTS_DIFFER),
+    ("messages", {"messages": [GOOD], "chosen": GOOD, "rejected": BAD}, Reason.EMPTY_PROMPT),
+    ("messages", {"messages": [ASK], "chosen": GOOD, "rejected": ASK}, Reason.RESPONSE_ROLE),
+    ("messages", {"messages": "Why?", "chosen": GOOD, "rejected": BAD}, Reason.WRONG_TYPE),
+    ("ms_swift", {"messages": [ASK], "rejected_response": "No idea."}, Reason.RESPONSE_ROLE),
+    ("ms_swift", {"messages": [], "rejected_response": "No idea."}, Reason.EMPTY_PROMPT),
+    ("ms_swift", {"messages": [GOOD], "rejected_response": "No idea."}, Reason.EMPTY_PROMPT),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_response": "Because."}, Reason.IDENTICAL),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_response": ""}, Reason.EMPTY_RESPONSE),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_response": None}, Reason.MISSING_FIELD),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_messages": [_said("user", "Who?"), BAD]}, Reason.PROMPTS_DIFFER),
+    (
+        "ms_swift",
+        {"messages": [ASK, GOOD], "rejected_response": "No.", "rejected_messages": [ASK, BAD]},
+        Reason.UNSUPPORTED_FIELD,
+    ),
 ]
 
 
@@ -255,6 +293,27 @@ def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
     with pytest.raises(Quarantined) as caught:
         FORMATS["comparison"].convert({"instruction": "A", "response1": "a", "response2": "b", **labels})
     assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("implicit_prompt", {"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}),
+        ("conversational", {"messages": [ASK, GOOD], "prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}),
+        ("conversational", {"messages": [ASK, GOOD], "prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}),
+        ("strings", {"messages": [ASK, GOOD], "prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}),
+        ("alpaca", {"messages": [ASK], "instruction": "Why?", "chosen": "Because.", "rejected": "No idea."}),
+        ("hh", {**SAME_PAIR["hh"][0], "messages": [ASK]}),
+        ("sharegpt", {**SAME_PAIR["sharegpt"][0], "messages": [ASK]}),
+        ("strings", {**SAME_PAIR["strings"][0], "messages": [ASK, GOOD], "rejected_response": "No."}),
+        ("comparison", {**SAME_PAIR["comparison"][1], "messages": [ASK, GOOD], "rejected_response": "No."}),
+    ],
+)
+def test_detect_rows_that_were_read_without_messages_are_read_as_before(name, row):
+    """UltraFeedback has the chosen conversation in `messages` too: the other fields say the same pair without it."""
+    assert detect([row], "here") == name
+    pair = FORMATS[name].convert(row)
+    assert (list(pair.prompt), list(pair.chosen), list(pair.rejected)) == PAIR
 
 
 def test_a_text_in_which_speakers_occur_is_no_transcript():
@@ -304,6 +363,21 @@ def test_a_row_that_lacks_what_tells_its_format_does_not_decide_for_the_others(n
     assert detect([broken], "here") != name == detect([row], "here")
     assert detect([broken, row, row], "here") == name
     assert detect([broken, broken, row], "here") != name
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("file", "format"), [("ms-swift.jsonl", "ms_swift"), ("axolotl.jsonl", "messages")])
+def test_detect_rows_of_other_tools_are_read_without_configuration(shared_data: Path, file, format):
+    """By hand: four rows of either tool, which ask for what is in a hall."""
+    place = shared_data.parent / "cases" / "07-messages-and-rejected" / file
+    rows = [record.value for record in read_records(DataFile(name=file, path=place))]
+    assert detect(rows, file) == format
+    for hall, row in enumerate(rows):
+        pair = FORMATS[format].convert(row)
+        assert [turn["content"] for turn in (*pair.prompt, *pair.chosen, *pair.rejected)] == [
+            f"What is in hall {hall}?", f"Hall {hall} has the café.", f"I do not know {hall}.",
+        ]  # fmt: skip
+    assert len(rows) == 4
 
 
 @pytest.mark.shared
