@@ -6,6 +6,7 @@ from typing import Any
 
 from training.contract.errors import DataError
 from training.data.comparison import RESPONSES
+from training.data.file_faults import check_rows_outside
 from training.data.formats import FORMATS
 from training.data.quarantine import Row
 
@@ -29,6 +30,8 @@ def detect(rows: Sequence[Row], place: str) -> str:
     best = next(common, max(votes, key=lambda name: votes[name]))
     if votes[best]:
         return best
+    if len(rows) == 1:
+        check_rows_outside(place, rows[0])
     considered = "; ".join(f"{name} ({form.fields})" for name, form in FORMATS.items())
     found = ", ".join(f"{name} ({_kind(value)})" for name, value in rows[0].items())
     raise DataError(

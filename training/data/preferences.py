@@ -24,6 +24,7 @@ from training.data.columns import Columns
 from training.data.comparison import refuse_labels_from_0
 from training.data.detection import detect
 from training.data.duplicates import Duplicates
+from training.data.file_faults import check_names
 from training.data.formats import FORMATS
 from training.data.hub_files import hub_files
 from training.data.messages import Pair
@@ -124,6 +125,10 @@ def _convert(record: Record, name: str, columns: Columns) -> Pair:
         raise record.problem
     try:
         return FORMATS[name].convert(columns.watched(record.value))
+    except Quarantined as problem:
+        if problem.reason is Reason.BAD_UNICODE and (fault := record.undecoded):
+            raise Quarantined(Reason.BAD_UNICODE, fault) from None
+        raise
     except RecursionError:
         raise Quarantined(Reason.BAD_JSON, "nested too deeply") from None
 
@@ -143,6 +148,7 @@ def _recognize(given: SourceFile) -> tuple[str, Iterator[Record]]:
         try:
             name = detect(rows, place)
         except DataError:
+            check_names(place, rows[0])
             given.source.columns.refuse_unseen(f"the first rows of {place}")
             raise
     elif name == "auto" and first:

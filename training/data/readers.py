@@ -28,9 +28,12 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.recipe_files import DataFile, check_unchanged, data_suffix, open_data
+from training.data.file_faults import byte_fault, check_encoding, check_rows_outside, check_separator, undecoded_fault
 from training.data.quarantine import Quarantined, Reason, Row, strict_json
 
 _BATCH_ROWS = 1024
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv")
+_DECODER = json.JSONDecoder(parse_int=str)  # a number too long to convert spoils its row, not the file
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
@@ -52,11 +55,19 @@ class Record:
         text = json.dumps(self.value, default=str, ensure_ascii=False) if self.raw is None else self.raw
         return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
+    @property
+    def undecoded(self) -> str:
+        """What is not UTF-8 in the row; the empty string if all of it is."""
+        return undecoded_fault(self.value, self.raw)
+
 
 def read_records(file: DataFile) -> Iterator[Record]:
     """The rows of a file. Raises DataError where it cannot be read, and at its end if it has changed since it was hashed."""
+    suffix = data_suffix(file.path)
     try:
-        yield from _READERS[data_suffix(file.path)](file.path)
+        if suffix in _TEXTS:
+            check_encoding(file.path)
+        yield from _READERS[suffix](file.path)
     except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is cut or broken
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its permissions") from error
@@ -90,18 +101,18 @@ def _read_lines(path: Path) -> Iterator[Record]:
 def _parse_line(number: int, line: bytes) -> Record:
     try:
         return parse_row(number, line.decode().rstrip("\r\n"))
-    except UnicodeDecodeError as error:
-        problem = Quarantined(Reason.BAD_UNICODE, f"byte {error.start} of the line is not UTF-8")
+    except UnicodeDecodeError:
+        problem = Quarantined(Reason.BAD_UNICODE, byte_fault(line, "the line"))
         return Record(number, {}, line.decode(errors="backslashreplace").rstrip("\r\n"), problem)
 
 
 def _read_json(path: Path) -> Iterator[Record]:
-    """The elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, refused where they stand."""
+    """The elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, refused if they are read."""
     with open_data(path) as file:
         text = file.read().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
     start = _skip_blank(text, 0)
     if text[start : start + 1] == "{":
-        yield from _read_lines(path)
+        yield from _read_objects(path, text, start)
         return
     if text[start : start + 1] != "[":
         raise DataError(f"{path} begins with {text[start : start + 20]!r}; expected a JSON list of objects")
@@ -112,12 +123,31 @@ def _read_json(path: Path) -> Iterator[Record]:
         raise DataError(f"{path} is not a complete JSON list: {error}; write it again, or use JSON lines") from error
 
 
+def _read_objects(path: Path, text: str, start: int) -> Iterator[Record]:
+    """JSON lines, or one object, which may be on several lines."""
+    sole = _sole_object(text, start)
+    if sole is None:
+        yield from _read_lines(path)
+        return
+    record = parse_row(1, sole)
+    check_rows_outside(path, record.value)
+    yield from [record] if "\n" in sole else _read_lines(path)
+
+
+def _sole_object(text: str, start: int) -> str | None:
+    """The text of the object that begins at `start`, if nothing follows it."""
+    try:
+        end = _DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+    return text[start:end] if _skip_blank(text, end) == len(text) else None
+
+
 def _elements(text: str, position: int) -> Iterator[str]:
     """The text of each element of the list whose content begins at `position`."""
-    decoder = json.JSONDecoder(parse_int=str)  # a number too long to convert spoils its row, not the file
     position = _skip_blank(text, position)
     while text[position : position + 1] != "]":
-        end = decoder.raw_decode(text, position)[1]
+        end = _DECODER.raw_decode(text, position)[1]
         yield text[position:end]
         position = _skip_blank(text, end)
         if text[position : position + 1] == ",":
@@ -160,6 +190,8 @@ def _read_csv(path: Path) -> Iterator[Record]:
         reader = csv.reader(file, strict=True)
         try:
             header = next(reader, [])
+            if len(header) == 1:
+                check_separator(path)
             _refuse_repeated(path, header)
             before = reader.line_num
             for cells in reader:
@@ -167,6 +199,8 @@ def _read_csv(path: Path) -> Iterator[Record]:
                     yield _csv_record(before + 1, header, cells)
                 before = reader.line_num
         except csv.Error as error:
+            if before == 0:  # names of columns in quotes, with another separator between them
+                check_separator(path)
             raise DataError(f"{path} is not CSV after line {before}: {error}; quote its fields") from error
 
 
