@@ -36,7 +36,7 @@ def preferences_work(pipeline: Pipeline, found: FoundData) -> Work:
 
 def pairs_work(pipeline: Pipeline) -> Work:
     """The job that tokenizes; `named` is for its errors."""
-    return Work("pairs", {}, {"named": tokenizer_places(pipeline)})
+    return Work("pairs", GRAPH["tokenized_pairs"].reads(pipeline.recipe), {"named": tokenizer_places(pipeline)})
 
 
 def raw_preferences(step: Step) -> dg.MaterializeResult:

@@ -60,14 +60,17 @@ def _scoring(recipe: Recipe) -> Settings:
 def _evaluation(recipe: Recipe) -> Settings:
     """With what decides where the samples end."""
     loss = {"loss": recipe.training.loss.settings()}
-    return recipe.evaluation.model_dump(mode="json") | loss | {"eos_tokens": list(recipe.release.eos_tokens)}
+    return recipe.evaluation.model_dump(mode="json") | loss | _eos_tokens(recipe)
+
+
+def _eos_tokens(recipe: Recipe) -> Settings:
+    return {"eos_tokens": list(recipe.release.eos_tokens)} if recipe.release.eos_tokens else {}
 
 
 def _shipping(recipe: Recipe) -> Settings:
     """What decides how the released tokenizer writes, and where the released model stops."""
-    return {"eos_tokens": list(recipe.release.eos_tokens)} | {
-        name: value for name, value in _tokenization(recipe).items() if name in ("template_kwargs", "date")
-    }
+    rendering = {name: value for name, value in _tokenization(recipe).items() if name in ("template_kwargs", "date")}
+    return rendering | _eos_tokens(recipe)
 
 
 def _release(recipe: Recipe) -> Settings:

@@ -5,7 +5,7 @@ The key's lock is held from the question to the answer, and by the job's own pro
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from logging import Logger
 from pathlib import Path
@@ -16,16 +16,17 @@ import dagster as dg
 from assets.changes import found_changes, input_changes
 from assets.event_log import tell, with_log
 from assets.graph import derive
-from assets.locate import locate_base_model
+from assets.locate import LocatedModel, glimpse_base_model, locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
 from assets.pipeline import Listener, Pipeline, Services, ignore
 from assets.step import Step
 from assets.world import Found
-from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
+from training.contract.errors import CorruptArtifact, CorruptRecord, PedigreeError, StoreError
 from training.contract.events import Event, read_events
 from training.contract.fingerprint import short
 from training.contract.job import Input, Job, JobKind, job_folder
 from training.contract.manifest import Derivation
+from training.contract.stamps import Stamps, artifact_stamps, model_stamps, settled
 from training.contract.store import Artifact, Made, write_json
 from training.launch.launcher import run_job
 
@@ -86,8 +87,7 @@ def make(
     with services.store.lock(asset, how.key) as lock:
         known = artifact = find_sound(services, how, log)
         if artifact is None:
-            verified = {name: services.store.open(name, found) for name, found in inputs.items()}
-            job = describe_job(pipeline, services, asset, work, verified)
+            job = describe_job(pipeline, services, asset, work, inputs)
             log.info(f"{asset}: nothing of key {short(how.key)} in the store; job in {job.folder}")
             artifact = run_work(services, job, work, lock, log)
     return Realized(artifact, reused=known is not None)
@@ -140,32 +140,42 @@ def is_irreplaceable(derivation: Derivation) -> bool:
     return derivation.kind == "policy" or (derivation.kind == "reference_model" and bool(derivation.settings))
 
 
-def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, Artifact]) -> Job:
-    """The job that makes `asset` from verified `inputs`: one of the graph, or another kind of artifact."""
-    how = derive(asset, {name: artifact.fingerprint for name, artifact in inputs.items()}, work.settings)
+def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, str]) -> Job:
+    """The job that makes `asset` from `inputs` (fingerprints by name): one of the graph, or another kind of artifact.
+
+    The inputs are verified here. What the job reads is compared with that: a location in `work` is verified by the job itself.
+    """
+    how = derive(asset, dict(inputs), work.settings)
+    given = {name: _input(pipeline, services, name, found) for name, found in inputs.items()}
     return Job(
         kind=work.kind,
         artifact=asset,
         code_version=how.code_version,
-        inputs={name: _input(pipeline, services, name, artifact) for name, artifact in inputs.items()},
+        inputs={name: found for name, (found, _) in given.items()},
         settings=work.settings,
         locations=work.locations,
         compute=pipeline.recipe.compute,
         recipe=pipeline.recipe.model_dump(mode="json"),
         store=services.store.root,
         folder=job_folder(services.home, how),
+        stamps={name: stamps for name, (_, stamps) in given.items()},
     )
 
 
-def _input(pipeline: Pipeline, services: Services, name: str, artifact: Artifact) -> Input:
-    folder = artifact.folder
+def _input(pipeline: Pipeline, services: Services, name: str, fingerprint: str) -> tuple[Input, Stamps]:
+    """The verified input, and the stamps of its files from before they were hashed."""
+    folder = services.store.folder(name, fingerprint)
+    stamps = settled(artifact_stamps(folder))
+    artifact = services.store.open(name, fingerprint)
     if name == "base_model" or "pointer.json" in artifact.manifest.files:
-        folder = _base_model_folder(pipeline, services, artifact)
-    return Input(kind=name, fingerprint=artifact.fingerprint, folder=folder)
+        folder, stamps = _base_model_folder(pipeline, services, artifact)
+    return Input(kind=name, fingerprint=artifact.fingerprint, folder=folder), stamps
 
 
-def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifact) -> Path:
+def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifact) -> tuple[Path, Stamps]:
     """Where the base model lies now. Raises StoreError if it is no longer the one that `artifact` was made from."""
+    glimpsed = _glimpsed_folder(pipeline, services)
+    stamps = settled(model_stamps(glimpsed)) if glimpsed else {}
     located = locate_base_model(pipeline, services.registry, weights=artifact.fingerprint)
     if located.fingerprint != artifact.fingerprint:
         raise StoreError(
@@ -173,7 +183,15 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
             f"materialized from {short(artifact.fingerprint)}: they changed since; materialize {pipeline.name}/base_model and "
             "what follows it, once they are written (`pedigree run` does all of it)"
         )
-    return located.folder
+    return located.folder, stamps if glimpsed == located.folder else {}
+
+
+def _glimpsed_folder(pipeline: Pipeline, services: Services) -> Path | None:
+    """Where the base model seems to lie, before it is hashed; None where that cannot be said so soon."""
+    with suppress(PedigreeError, OSError):
+        glimpsed = glimpse_base_model(pipeline, services.registry, services.hashes)
+        return glimpsed.folder if isinstance(glimpsed, LocatedModel) else None
+    return None
 
 
 def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logger) -> Artifact:

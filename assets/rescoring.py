@@ -22,7 +22,7 @@ class Rescored:
 def rescore(pipeline: Pipeline, services: Services, inputs: dict[str, Artifact], rows: int | list[int]) -> Rescored:
     """Score the given `rows`, or that many spread over the table, with the policy in `inputs`, else the reference model."""
     work = Work("proof", {"rows": rows})
-    job = describe_job(pipeline, services, "proof", work, inputs)
+    job = describe_job(pipeline, services, "proof", work, {name: given.fingerprint for name, given in inputs.items()})
     alone = job.compute.model_copy(update={"processes_per_node": 1, "nodes": 1})
     job = job.model_copy(update={"compute": alone})
     with services.store.lock("proof", job.derivation.key) as lock:

@@ -26,7 +26,7 @@ from tests.training.runs import published
 from tests.training.workshop import Workshop, locations_of
 from training import evaluate
 from training.accuracy import Accuracy, accuracy, wilson_interval
-from training.contract.errors import CorruptArtifact, DataError, ModelError, TrainingError
+from training.contract.errors import CorruptArtifact, DataError, ModelError, TemplateError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.job import Failure, Job
 from training.contract.logprob_table import LogProbTable

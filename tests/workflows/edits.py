@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import assets.graph
+import training.contract.software
 from assets.graph import GRAPH
 from training.contract import memo
 
@@ -279,16 +280,50 @@ def halve_precision(world: World) -> None:
 
 def rename_model(world: World) -> None:
     """What transformers writes down of names and versions, and a file that is no part of the model."""
-    for name, value in (("_name_or_path", "somebody/else"), ("transformers_version", "4.0.0"), ("use_cache", False)):
+    for name, value in (("_name_or_path", "somebody/else"), ("use_cache", False)):
         config(name, value)(world)
     (world.base / "README.md").write_text("a model\n")
 
 
 def edit_generation(world: World) -> None:
     """Every token is made an end, and answers are drawn by lot: in the file that only generation reads."""
-    path = world.base / "generation_config.json"
-    settings = {**json.loads(path.read_text()), "do_sample": True, "temperature": 3.0}
-    path.write_text(json.dumps(settings | {"eos_token_id": list(range(200))}))
+    change_json(world.base / "generation_config.json", do_sample=True, temperature=3.0, eos_token_id=list(range(200)))
+
+
+def edit_sampling(world: World) -> None:
+    change_json(world.base / "generation_config.json", do_sample=True, temperature=0.7)
+
+
+def add_processor(world: World) -> None:
+    (world.base / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor", "size": 224}')
+
+
+def shorten_model_max_length(world: World) -> None:
+    change_json(world.base / "tokenizer_config.json", model_max_length=128)
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}, indent=2))
+
+
+# Libraries and devices
+
+
+def software(name: str) -> Edit:
+    """A version of a library that is called otherwise, and does the same."""
+
+    def edit(world: World) -> None:
+        known = training.contract.software._version
+        called = {name: "99.0.0"}
+        world.patch.setattr(
+            training.contract.software, "_version", lambda library: called.get(library) or known(library)
+        )
+
+    return edit
+
+
+def another_device(world: World) -> None:
+    world.patch.setattr(training.contract.software, "accelerator", lambda device: "NVIDIA H100 80GB HBM3")
 
 
 # What a process stands in

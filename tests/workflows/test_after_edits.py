@@ -665,7 +665,11 @@ def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Groun
     told = f"but reference_model was materialized from {short(pointer.fingerprint)}: they changed since; materialize plain/"
     with pytest.raises(StoreError, match=told):
         describe_job(
-            pipeline, ground.services, "reference_logprobs", Work("reference", {}), {"reference_model": pointer}
+            pipeline,
+            ground.services,
+            "reference_logprobs",
+            Work("reference", {}),
+            {"reference_model": pointer.fingerprint},
         )
 
 

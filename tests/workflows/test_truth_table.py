@@ -1,4 +1,4 @@
-"""The truth table of reuse: what each of a hundred edits must leave alone, and what it must make again.
+"""The truth table of reuse: what each of a hundred and ten edits must leave alone, and what it must make again.
 
 The table at the end of this file was written by hand, from what each edit means. Where the code differed it was judged which of
 the two is right; the lines with `n`, another scoring and a reworded held-out answer are as the code has it. Each line has
@@ -84,7 +84,7 @@ def ground(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> 
 
 @dataclass(frozen=True)
 class Row:
-    """An edit, the letters of the twelve assets, and the sequences scored; `recipe` is the one that is edited."""
+    """An edit, the letters of the thirteen assets, and the sequences scored; `recipe` is the one that is edited."""
 
     edit: Edit
     letters: str
@@ -121,7 +121,7 @@ def _letter(asset: str, state: str, outcome: str, same: bool) -> str:
 
 
 HELD_OUT, TRAINED = 0, 2  # rows of the two splits, by the hash of their prompts
-LOOKED_AT = set(ROOTS) - {"tokenization_spec"}
+LOOKED_AT = set(ROOTS) - {"tokenization_spec", "release_spec"}
 ALL = PAIRS * 2
 CAPITAL = edits.conversation("What is the capital of Utopia?", "Amaurot.", "It is Paris, I am sure.")
 RIVER = edits.conversation("Which river is the longest?", "The Nile.", "It is the Rhine, I am sure.")
@@ -135,16 +135,17 @@ MUON = {"type": "muon", "momentum": 0.9, "nesterov": False, "ns_steps": 4, "adju
 MUON |= {f"adamw.{name}": value for name, value in AdamW(learning_rate=1e-3).model_dump(mode="json").items()}
 ADAPTER = {"rank": 2, "alpha": 4, "dropout": 0.1, "target_modules": ["q_proj"], "export": "adapter"}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
-NOTHING = ".. ... .. .. ..."
-NEW_DATA, SAME_PAIRS = "C. ... CC .C CCC", "C. ... cr .r rrr"
-NEW_TRAINING, NEW_LOSS = ".. .C. .. .. CCC", ".. .CC .. .. CCC"
+NOTHING = ".. .... .. .. ..."
+NEW_DATA, SAME_PAIRS = "C. .... CC .C CCC", "C. .... cr .r rrr"
+NEW_TRAINING, NEW_LOSS = ".. .C.. .. .. CCC", ".. .CC. .. .. CCC"
 FLOOR_OF_A_SOURCE = {"data.sources.0.name": "every", "release.gate.min_accuracy_of": {"every": 0.1}}
-NEW_EVALUATION, NEW_RELEASE = ".. ..C .. .. .CC", ".. ... .. .. ..C"
-NEW_REFERENCE, OTHER_BASE = ".. ... .. CC CCC", ".C ... .. CC CCC"
-SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c.. .r .r rrr", ".. C.. .c .r rrC", ".. C.. .C .C CCC"
+NEW_EVALUATION, NEW_RELEASE = ".. ..C. .. .. .CC", ".. .... .. .. ..C"
+NEW_REFERENCE, OTHER_BASE = ".. .... .. CC CCC", ".C .... .. CC CCC"
+SAME_SPEC, SAME_TOKENS, NEW_TOKENS = ".. c..c .r .r rrr", ".. C..C .c .r rrC", ".. C..C .C .C CCC"
+OTHER_RULES, SHIPPED = ".. C... .c .r rrC", ".. ...C .. .. ..C"
 
 #                    sources: preference_source, base_model
-#                       specs: tokenization_spec, training_spec, evaluation_spec
+#                       specs: tokenization_spec, training_spec, evaluation_spec, release_spec
 #                           data: raw_preferences, tokenized_pairs
 #                              reference: reference_model, reference_logprobs
 #                                 policy, evaluation, released_model
@@ -155,35 +156,37 @@ TABLE: dict[str, Row] = {
     "rows in another order": Row(data_lines(lambda rows: rows[::-1]), NEW_DATA, 0),
     "a row twice": Row(data_lines(lambda rows: [*rows, rows[TRAINED]]), NEW_DATA, 0),
     "one answer reworded": Row(data_lines(edits.reword(TRAINED)), NEW_DATA, 1),
-    "a held-out answer reworded": Row(data_lines(edits.reword(HELD_OUT)), "C. ... CC .C cCC", 1),
+    "a held-out answer reworded": Row(data_lines(edits.reword(HELD_OUT)), "C. .... CC .C cCC", 1),
     "a chosen answer is rejected": Row(data_lines(edits.swap_sides(TRAINED)), NEW_DATA, 0),
-    "a row that is none": Row(data_lines(lambda rows: [*rows, "{}\n"]), "C. ... Cc .r rrr", 0),
-    "file renamed": Row(edits.rename_data, "n. ... .. .. ..."),
+    "a row that is none": Row(data_lines(lambda rows: [*rows, "{}\n"]), "C. .... Cc .r rrr", 0),
+    "file renamed": Row(edits.rename_data, "n. .... .. .. ..."),
     "file read in another way": Row(edits.rename_extension, SAME_PAIRS, 0),
     "file moved, found by a glob": Row(edits.move_data, NOTHING),
     "file touched": Row(edits.touch_data, NOTHING),
     "file written in other words": Row(edits.rewrite_data, SAME_PAIRS, 0),
     "the same rows as Parquet": Row(edits.data_as_parquet, SAME_PAIRS, 0),
-    "file split in two": Row(edits.split_data, "C. ... Cc .r rrr", 0),
+    "file split in two": Row(edits.split_data, "C. .... Cc .r rrr", 0),
     "a file held out": Row(edits.hold_out_a_file, NEW_DATA, 0),
-    "a fraction of the prompts": Row(field("data.sources.0.fraction", 0.5), ".. ... CC .C CCC", 0),
-    "a fraction that leaves none out": Row(field("data.sources.0.fraction", 0.999), ".. ... cr .r rrr", 0),
-    "a source is named": Row(field("data.sources.0.name", "all"), ".. ... Cc .r rCC", 0),
-    "a field that is in no column": Row(field("data.sources.0.columns", {"tools": None}), ".. ... cr .r rrr", 0),
-    "format named": Row(field("data.sources.0.format", "conversational"), ".. ... cr .r rrr", 0),
-    "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. ... CC .c CCC", 0),
-    "duplicates, of which there are none": Row(field("data.duplicates", "drop"), ".. ... cr .r rrr", 0),
+    "a fraction of the prompts": Row(field("data.sources.0.fraction", 0.5), ".. .... CC .C CCC", 0),
+    "a fraction that leaves none out": Row(field("data.sources.0.fraction", 0.999), ".. .... cr .r rrr", 0),
+    "a source is named": Row(field("data.sources.0.name", "all"), ".. .... Cc .r rCC", 0),
+    "a field that is in no column": Row(field("data.sources.0.columns", {"tools": None}), ".. .... cr .r rrr", 0),
+    "roles": Row(field("data.sources.0.roles", {"bot": "assistant"}), ".. .... cr .r rrr", 0),
+    "format named": Row(field("data.sources.0.format", "conversational"), ".. .... cr .r rrr", 0),
+    "validation_fraction": Row(field("data.validation_fraction", 0.5), ".. .... CC .c CCC", 0),
+    "duplicates, of which there are none": Row(field("data.duplicates", "drop"), ".. .... cr .r rrr", 0),
     "rows that were there, where duplicates are dropped": Row(
         edits.both(field("data.duplicates", "drop"), data_lines(lambda rows: [*rows, *rows[:3]])), SAME_PAIRS, 0
     ),
     "max_quarantined": Row(field("data.max_quarantined", 0.5), NOTHING),
     # Tokenizer
-    "tokenizer moved": Row(edits.move_tokenizer, NOTHING),
+    "tokenizer moved, away from config.json": Row(edits.move_tokenizer, SAME_SPEC, 0),
     "tokenizer.json in other words": Row(edits.respell_tokenizer, SAME_SPEC, 0),
     "tokenizer saved again": Row(retokenizer(lambda words: None), SAME_SPEC, 0),
-    "padding token": Row(retokenizer(edits.pad_with_the_end), SAME_SPEC, 0),
+    "padding token": Row(retokenizer(edits.pad_with_the_end), ".. c..C .r .r rrC", 0),
+    "model_max_length": Row(edits.shorten_model_max_length, ".. c..C .r .r rrC", 0),
     "a token is added": Row(retokenizer(edits.add_token), SAME_TOKENS, 0),
-    "end-of-sequence id": Row(retokenizer(edits.end_with_the_user), ".. C.. .C .c ccC", 0),
+    "end-of-sequence id": Row(retokenizer(edits.end_with_the_user), ".. C..C .C .c ccC", 0),
     # Chat template and rules
     "template: a comment": Row(template(lambda text: "{#- a comment #}" + text), SAME_TOKENS, 0),
     "template: the same, in a file": Row(edits.template_in_a_file, SAME_SPEC, 0),
@@ -191,28 +194,28 @@ TABLE: dict[str, Row] = {
     "template: a character for some": Row(template(edits.space_after("capital")), NEW_TOKENS, 16),
     "date": Row(field("tokenization.date", "2026-11-22"), SAME_TOKENS, 0),
     "template_kwargs": Row(field("tokenization.template_kwargs", {"unused": 1}), SAME_TOKENS, 0),
-    "train_on": Row(field("tokenization.train_on", "assistant_turns"), SAME_TOKENS, 0),
-    "max_length that cuts nothing": Row(field("tokenization.max_length", 127), SAME_TOKENS, 0),
-    "max_length that drops pairs": Row(field("tokenization.max_length", 40), NEW_TOKENS, 0),
-    "over_length": Row(field("tokenization.over_length", "truncate_prompt"), SAME_TOKENS, 0),
+    "train_on": Row(field("tokenization.train_on", "assistant_turns"), OTHER_RULES, 0),
+    "max_length that cuts nothing": Row(field("tokenization.max_length", 127), OTHER_RULES, 0),
+    "max_length that drops pairs": Row(field("tokenization.max_length", 40), ".. C... .C .C CCC", 0),
+    "over_length": Row(field("tokenization.over_length", "truncate_prompt"), OTHER_RULES, 0),
     # Base and reference model
     "model moved": Row(edits.move_model, NOTHING),
     "model resharded": Row(edits.reshard, NOTHING),
     "tensors in another order": Row(edits.rewrite_weights, NOTHING),
     "names in the model's folder": Row(edits.rename_model, NOTHING),
+    "the version of transformers in config.json": Row(config("transformers_version", "4.0.0"), SAME_SPEC, 0),
     "one bit of one weight": Row(edits.flip_a_bit, OTHER_BASE, ALL),
     "weights in bfloat16": Row(edits.halve_precision, OTHER_BASE, ALL),
     "rms_norm_eps": Row(config("rms_norm_eps", 1e-3), OTHER_BASE, ALL),
     "rope theta": Row(config("rope_parameters", {"rope_theta": 500.0, "rope_type": "default"}), OTHER_BASE, ALL),
-    "generation_config.json": Row(edits.edit_generation, NOTHING),
-    "generation_config.json, evaluated again": Row(
-        edits.both(edits.edit_generation, code_version("evaluation", "a third")), ".. ... .. .. .cr", 0
-    ),
+    "where it stops, in generation_config.json": Row(edits.edit_generation, ".. ..CC .. .. .CC", 0),
+    "how it samples, in generation_config.json": Row(edits.edit_sampling, SHIPPED, 0),
+    "a processor file": Row(edits.add_processor, SHIPPED, 0),
     "revision of a folder": Row(field("reference.revision", "main"), NOTHING),
-    "dtype": Row(field("reference.dtype", "bfloat16"), ".. ... .. .C CCC", ALL),
+    "dtype": Row(field("reference.dtype", "bfloat16"), ".. .... .. .C CCC", ALL),
     "supervised tuning": Row(field("reference.sft", {"epochs": 1, "batch_size": 4}), NEW_REFERENCE, ALL),
     # Supervised tuning
-    "tuned: no tuning any more": Row(field("reference.sft", None), ".. ... .. uu uuC", 0, "tuned"),
+    "tuned: no tuning any more": Row(field("reference.sft", None), ".. .... .. uu uuC", 0, "tuned"),
     "tuned: precision": Row(field("reference.sft.precision", "bfloat16"), NEW_REFERENCE, ALL, "tuned"),
     "tuned: epochs": Row(field("reference.sft.epochs", 3), NEW_REFERENCE, ALL, "tuned"),
     "tuned: batch_size": Row(field("reference.sft.batch_size", 6), NEW_REFERENCE, ALL, "tuned"),
@@ -226,9 +229,9 @@ TABLE: dict[str, Row] = {
     "tuned: warmup_ratio": Row(field("reference.sft.schedule.warmup_ratio", 0.9), NEW_REFERENCE, ALL, "tuned"),
     "tuned: max_grad_norm": Row(field("reference.sft.max_grad_norm", 1e-6), NEW_REFERENCE, ALL, "tuned"),
     "tuned: seed": Row(field("reference.sft.seed", 1), NEW_REFERENCE, ALL, "tuned"),
-    "tuned: a row is appended": Row(data_lines(lambda rows: [*rows, RIVER]), "C. ... CC CC CCC", ALL + 2, "tuned"),
-    "tuned: a row that is none": Row(data_lines(lambda rows: [*rows, "[]\n"]), "C. ... Cc rr rrr", 0, "tuned"),
-    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C.. .c rr rrC", 0, "tuned"),
+    "tuned: a row is appended": Row(data_lines(lambda rows: [*rows, RIVER]), "C. .... CC CC CCC", ALL + 2, "tuned"),
+    "tuned: a row that is none": Row(data_lines(lambda rows: [*rows, "[]\n"]), "C. .... Cc rr rrr", 0, "tuned"),
+    "tuned: template comment": Row(template(lambda text: "{#- x #}" + text), ".. C..C .c rr rrC", 0, "tuned"),
     "tuned: beta": Row(field("training.loss.beta", 0.3), NEW_LOSS, 0, "tuned"),
     # Preference tuning
     "beta": Row(field("training.loss.beta", 0.2), NEW_LOSS, 0),
@@ -248,15 +251,18 @@ TABLE: dict[str, Row] = {
     "warmup_ratio": Row(field("training.schedule.warmup_ratio", 0.9), NEW_TRAINING, 0),
     "max_grad_norm": Row(field("training.max_grad_norm", 1e-6), NEW_TRAINING, 0),
     "precision": Row(field("training.precision", "bfloat16"), NEW_TRAINING, 0),
-    "dropout, of which the model has none": Row(field("training.disable_dropout", False), ".. .C. .. .. crr", 0),
+    "dropout, of which the model has none": Row(field("training.disable_dropout", False), ".. .C.. .. .. crr", 0),
     "seed": Row(field("training.seed", 1), NEW_TRAINING, 0),
     "adapter": Row(fields("training.adapter", ADAPTER), NEW_TRAINING, 0),
     # Evaluation and release
     "samples": Row(field("evaluation.samples", 2), NEW_EVALUATION, 0),
     "max_new_tokens": Row(field("evaluation.max_new_tokens", 12), NEW_EVALUATION, 0),
     "model_name": Row(field("release.model_name", "another"), NEW_RELEASE, 0),
+    "eos_tokens, none of which an answer of two tokens has": Row(
+        field("release.eos_tokens", ["<|user|>"]), ".. ..CC .. .. .cC", 0
+    ),
     "min_accuracy": Row(field("release.gate.min_accuracy", 0.1), NEW_RELEASE, 0),
-    "min_accuracy_of a source": Row(SetFields(FLOOR_OF_A_SOURCE), ".. ... Cc .r rCC", 0),
+    "min_accuracy_of a source": Row(SetFields(FLOOR_OF_A_SOURCE), ".. .... Cc .r rCC", 0),
     # How and when it is run
     "two ranks": Row(field("compute.processes_per_node", 2), NOTHING),
     "less memory, compiled": Row(fields("compute", FASTER), NOTHING),
@@ -264,24 +270,30 @@ TABLE: dict[str, Row] = {
     "automation": Row(fields("automation", AUTOMATION), NOTHING),
     "recipe in other words": Row(edits.rewrite_recipe, NOTHING),
     # Another version of an asset's algorithm
-    "code: preference_source": Row(code_version("preference_source"), "n. ... .. .. ...", 0),
-    "code: base_model": Row(code_version("base_model"), ".n ... .. .. ...", 0),
-    "code: tokenization_spec": Row(code_version("tokenization_spec"), SAME_SPEC, 0),
-    "code: training_spec": Row(code_version("training_spec"), ".. .n. .. .. ...", 0),
-    "code: evaluation_spec": Row(code_version("evaluation_spec"), ".. ..n .. .. ...", 0),
-    "code: raw_preferences": Row(code_version("raw_preferences"), ".. ... cr .r rrr", 0),
-    "code: tokenized_pairs": Row(code_version("tokenized_pairs"), ".. ... .c .r rrr", 0),
-    "code: reference_model": Row(code_version("reference_model"), ".. ... .. cr rrr", 0, "tuned"),
-    "code: reference_logprobs": Row(code_version("reference_logprobs"), ".. ... .. .c rrr", 0),
-    "code: scoring": Row(edits.another_scoring, ".. ... .. .C ccr", ALL),
-    "code: policy": Row(code_version("policy"), ".. ... .. .. crr", 0),
-    "code: evaluation": Row(code_version("evaluation"), ".. ... .. .. .cr", 0),
-    "code: released_model": Row(code_version("released_model"), ".. ... .. .. ..C", 0),
+    "code: preference_source": Row(code_version("preference_source"), "n. .... .. .. ...", 0),
+    "code: base_model": Row(code_version("base_model"), ".n .... .. .. ...", 0),
+    "code: tokenization_spec": Row(code_version("tokenization_spec"), ".. c... .r .r rrr", 0),
+    "code: training_spec": Row(code_version("training_spec"), ".. .n.. .. .. ...", 0),
+    "code: evaluation_spec": Row(code_version("evaluation_spec"), ".. ..n. .. .. ...", 0),
+    "code: release_spec": Row(code_version("release_spec"), ".. ...c .. .. ..r", 0),
+    "code: raw_preferences": Row(code_version("raw_preferences"), ".. .... cr .r rrr", 0),
+    "code: tokenized_pairs": Row(code_version("tokenized_pairs"), ".. .... .c .r rrr", 0),
+    "code: reference_model": Row(code_version("reference_model"), ".. .... .. cr rrr", 0, "tuned"),
+    "code: reference_logprobs": Row(code_version("reference_logprobs"), ".. .... .. .c rrr", 0),
+    "code: scoring": Row(edits.another_scoring, ".. .... .. .C ccr", ALL),
+    "code: policy": Row(code_version("policy"), ".. .... .. .. crr", 0),
+    "code: evaluation": Row(code_version("evaluation"), ".. .... .. .. .cr", 0),
+    "code: released_model": Row(code_version("released_model"), ".. .... .. .. ..C", 0),
+    # Other versions of libraries, which change no token and no log-prob
+    "another transformers": Row(edits.software("transformers"), ".. c... .c .c rrr", 0),
+    "another tokenizers": Row(edits.software("tokenizers"), ".. c... .c .r rrr", 0),
+    "another torch": Row(edits.software("torch"), ".. .... .. .c rrr", 0),
+    "another device": Row(edits.another_device, ".. .... .. .c rrr", 0),
     # Where it is run
     "another folder": Row(edits.another_folder, NOTHING),
     "another home": Row(edits.another_home, NOTHING),
     "another user, clock and locale": Row(edits.another_process, NOTHING),
-    "another name of the recipe": Row(edits.another_name, "mm mmm mm mm mmm"),
+    "another name of the recipe": Row(edits.another_name, "mm mmmm mm mm mmm"),
 }
 
 
@@ -358,5 +370,7 @@ def assert_the_way_back_is_free(ground: Ground, recipe: str) -> None:
 
 
 def _in_groups(letters: str) -> str:
-    """The letters of the twelve assets with a space between groups; as they are where one of them is an error."""
-    return " ".join(letters[a:b] for a, b in itertools.pairwise((0, 2, 5, 7, 9, 12))) if len(letters) == 12 else letters
+    """The letters of the thirteen assets with a space between groups; as they are where one of them is an error."""
+    return (
+        " ".join(letters[a:b] for a, b in itertools.pairwise((0, 2, 6, 8, 10, 13))) if len(letters) == 13 else letters
+    )

@@ -65,7 +65,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
 
 def _eos_token_ids(job: Job, tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The ids at which the released model stops: those of the base model's files, and of `release.eos_tokens`."""
-    known, added = tokenizer.get_vocab(), job.settings["eos_tokens"]
+    known, added = tokenizer.get_vocab(), job.settings.get("eos_tokens", [])
     if unknown := [token for token in added if token not in known]:
         raise TemplateError(
             f"`release.eos_tokens` has {', '.join(map(repr, unknown))}, which the tokenizer does not have as one token; name "
