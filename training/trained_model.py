@@ -15,7 +15,7 @@ from training.data.template import TOKENIZER_FOLDER
 from training.distributed import Group
 from training.model.adapter import save_adapter, write_merged
 from training.model.body import architecture, takes_only_text
-from training.model.load import copy_processors, left_out, save_model
+from training.model.load import left_out, save_model
 from training.model.prepare import prepare_for_training
 from training.model.selfcheck import demand_exact
 from training.parallel.choice import build_masters
@@ -46,7 +46,7 @@ def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel,
             f"of {architecture(model)} the language model is trained, {trained:,} parameters; the other {frozen:,}, for "
             f"images or sound, are saved as they are"
         )
-    if unused := left_out(model, trainable.folder):
+    if unused := left_out(model):
         events.note(
             f"what transformers has no use for in the files of the model that is trained is not saved again: "
             f"{', '.join(unused[:3])} ({len(unused)} in all)"
@@ -65,7 +65,6 @@ def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | N
     shutil.copytree(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER, job.staging, dirs_exist_ok=True)
     if adapter is None:
         save_model(masters.model, job.staging, weights, masters.dtype)
-        copy_processors(start.folder, job.staging)
         return weights_fingerprint(weights_identity(job.staging))
     if not adapter.is_merged:
         return _write_adapter(masters.model, weights, start, job.staging).fingerprint

@@ -14,6 +14,7 @@ from training.contract.fields import Frozen
 from training.contract.fingerprint import short
 from training.contract.manifest import Derivation, Source
 from training.contract.recipe import Compute
+from training.contract.stamps import Stamps
 
 # Environment variables by which a launcher reaches every process of a job.
 # RENDEZVOUS: the file through which the ranks find each other; if unset, they use torchrun's store.
@@ -22,7 +23,9 @@ RENDEZVOUS, SUPERVISOR = "PEDIGREE_RENDEZVOUS", "PEDIGREE_SUPERVISOR"
 
 CHECKPOINTS = "checkpoints"  # the folder in a job's own
 
-JobKind = Literal["preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof", "release_files"]
+JobKind = Literal[
+    "preferences", "tokenizer", "pairs", "sft", "reference", "policy", "evaluation", "merge", "proof", "release_files"
+]
 
 
 def job_folder(home: Path, derivation: Derivation) -> Path:
@@ -68,7 +71,8 @@ class Job(Frozen):
     """What to make (`artifact`), by which work (`kind`), from what (`inputs`, `settings`): together the derivation.
 
     `locations` says where files outside the store lie, `compute` how to run, and `recipe` is the whole resolved recipe,
-    written beside the result; none of the three changes what is made, so none is in the derivation.
+    written beside the result; none of the three changes what is made, so none is in the derivation. `stamps` are, by input,
+    those of its files when they were hashed: see training.contract.input_files.
     """
 
     kind: JobKind
@@ -81,6 +85,7 @@ class Job(Frozen):
     recipe: dict[str, Any]
     store: Path
     folder: Path
+    stamps: dict[str, Stamps] | None = None
 
     @property
     def derivation(self) -> Derivation:

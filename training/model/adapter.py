@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import Linear as LoraLinear
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from training.contract.errors import ModelError
 from training.contract.fingerprint import short
+from training.contract.input_files import reading
 from training.contract.job import Input
 from training.contract.recipe import Adapter
 from training.contract.weights import (
@@ -39,7 +40,7 @@ from training.contract.weights import (
     weights_identity,
 )
 from training.model.body import takes_only_text, text_modules
-from training.model.load import copy_processors, load_model, save_model
+from training.model.load import load_model, save_model
 
 # peft's name of a model's one adapter, part of its parameters' names; and the prefix of their names in files.
 _NAME, _FILE_PREFIX = "default", "base_model.model."
@@ -109,14 +110,15 @@ def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.dev
     if not (policy.folder / ADAPTER_CONFIG).is_file():
         return load_model(policy.folder, dtype, device)
     assert base is not None, "an adapter needs its base"
-    if adapter_fingerprint(policy.folder, base.fingerprint) != policy.fingerprint:
-        raise ModelError(
-            f"the policy {short(policy.fingerprint)} is an adapter that was not trained on the {base.kind} "
-            f"{short(base.fingerprint)}, and means nothing on other weights; materialize policy again"
-        )
-    model = load_model(base.folder, dtype, device)
-    _inject(model, LoraConfig.from_pretrained(str(policy.folder)), seed=0)
-    _load_weights(model, policy.folder / ADAPTER_WEIGHTS)
+    with reading(policy.folder):
+        if adapter_fingerprint(policy.folder, base.fingerprint) != policy.fingerprint:
+            raise ModelError(
+                f"the policy {short(policy.fingerprint)} is an adapter that was not trained on the {base.kind} "
+                f"{short(base.fingerprint)}, and means nothing on other weights; materialize policy again"
+            )
+        model = load_model(base.folder, dtype, device)
+        _inject(model, LoraConfig.from_pretrained(str(policy.folder)), seed=0)
+        _load_weights(model, policy.folder / ADAPTER_WEIGHTS)
     return model.eval()
 
 
@@ -126,12 +128,11 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
     Always on the CPU, so that the result does not depend on where the adapter was trained. Raises ModelError.
     """
     # On a layer that a bfloat16 model keeps in float32 (training.model.load) the adapter is float32, too.
-    dtypes = {tensor.dtype for tensor in load_file(policy.folder / ADAPTER_WEIGHTS).values()}
+    dtypes = {tensor.dtype for tensor in _read(policy.folder / ADAPTER_WEIGHTS).values()}
     dtype = str(min(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     model = load_policy(policy, base, dtype, torch.device("cpu"))
     merge_adapter(model)
     save_model(model, folder)
-    copy_processors(base.folder, folder)
     return weights_fingerprint(weights_identity(folder))
 
 
@@ -159,7 +160,7 @@ def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
 
 def _load_weights(model: PreTrainedModel, file: Path) -> None:
     """Copy the tensors of `file` into the adapter of `model`. Raises ModelError unless the names are the same."""
-    found, own = load_file(file), adapter_parameters(model)
+    found, own = _read(file), adapter_parameters(model)
     expected = {_file_name(name): tensor for name, tensor in own.items()}
     if wrong := sorted(expected.keys() ^ found.keys()):
         raise ModelError(
@@ -168,6 +169,12 @@ def _load_weights(model: PreTrainedModel, file: Path) -> None:
     with torch.no_grad():
         for name, tensor in expected.items():
             tensor.copy_(found[name])
+
+
+def _read(file: Path) -> dict[str, Tensor]:
+    """The tensors of a small file, in memory of their own."""
+    tensors: dict[str, Tensor] = load(file.read_bytes())
+    return tensors
 
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
