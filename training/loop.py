@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter
+from training.contract.input_files import demand_unchanged
 from training.contract.job import Input, Job
 from training.contract.recipe import TrainingSpec
 from training.contract.store import Made, write_json
@@ -162,7 +163,11 @@ class _Tuning:
             )
 
     def observe(self, step: int) -> None:
-        """Before the first step the proof, or how far the policy is from the table; held-out metrics when they are due."""
+        """Before the first step the proof, or how far the policy is from the table; held-out metrics when they are due.
+
+        Pairs stay mapped, so they are compared after each step: no training goes on with others.
+        """
+        demand_unchanged()
         if step == 0 and self.starts_as_reference:
             self._prove(self.masters.model)
         elif step == 0 and self.settings.champion is None:

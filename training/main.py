@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from training.contract.durable import free_bytes, lacks_room, write_error
-from training.contract.errors import PedigreeError, TrainingError
+from training.contract.errors import DataError, PedigreeError, TrainingError
 from training.contract.events import EventWriter
 from training.contract.hashing import telling
 from training.contract.imports import import_uncollected
+from training.contract.input_files import InputFiles
 from training.contract.job import SUPERVISOR, Failure, Job, JobKind
 from training.contract.lifetime import die_with_parent
 from training.contract.store import Made, Store
@@ -68,19 +69,36 @@ def main(path: Path) -> int:
 def make(job: Job, members: "Group") -> None:
     """Do the work, from an empty staging folder to the published artifact."""
     events = EventWriter(job.events if members.is_main else None, keep=job.checkpoints.exists())
+    inputs = InputFiles(job, members.is_main)
     if members.is_main:
         shutil.rmtree(job.staging, ignore_errors=True)
         job.staging.mkdir(parents=True)
     about = import_uncollected("training.provenance").provenance(members)
     members.barrier()
-    with telling(events.emit):
+    with telling(events.emit), inputs.watched():
+        _verify(inputs, members)
         made: Made = import_uncollected(WORK[job.kind]).run(job, members, events)
         members.barrier()
         if members.is_main:
+            inputs.demand_unchanged()
+            for files in inputs.changed_models():
+                events.note(f"{files} changed after it was read: {job.artifact} is made from what was read")
             made = replace(made, details=made.details | {"provenance": about})
             Store(job.store).publish(job.staging, job.derivation, made)
             shutil.rmtree(job.staging, ignore_errors=True)  # still there if the same contents were published before
             shutil.rmtree(job.checkpoints, ignore_errors=True)  # nothing resumes from them any more
+
+
+def _verify(inputs: InputFiles, members: "Group") -> None:
+    """Raise DataError on every rank if an input is no longer what was hashed; rank 0 alone reads it."""
+    problem = ""
+    if members.is_main:
+        try:
+            inputs.verify()
+        except PedigreeError as error:
+            problem = str(error)
+    if problem := members.gather_texts(problem)[0]:
+        raise DataError(problem)
 
 
 def _bind_to_launcher() -> None:

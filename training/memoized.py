@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from training.contract.errors import TrainingError
 from training.contract.events import EventWriter, Progress
 from training.contract.fingerprint import KEY_BYTES
+from training.contract.input_files import demand_unchanged
 from training.contract.memo import Memo
 from training.data.tokenized import SIDES, Pairs, Side
 from training.distributed import Group
@@ -74,7 +75,10 @@ class DistinctSequences:
 
 @dataclass
 class _Shards:
-    """Collects scores, and adds them to the memo as a shard once there are many, or some time has passed."""
+    """Collects scores, and adds them to the memo as a shard once there are many, or some time has passed.
+
+    A shard stays for good, so what was scored is first compared with what was hashed.
+    """
 
     memo: Memo
     _keys: list[npt.NDArray[np.uint8]] = field(default_factory=list)
@@ -91,6 +95,7 @@ class _Shards:
 
     def commit(self) -> None:
         if self._keys:
+            demand_unchanged()
             counts_S = torch.cat([scores.counts_S for scores in self._scores]).numpy().astype(np.int32)
             tokens_N = torch.cat([scores.tokens_N for scores in self._scores]).numpy()
             self.memo.add(np.concatenate(self._keys), counts_S, tokens_N)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from training.contract.events import EventWriter
+from training.contract.input_files import demand_unchanged
 from training.contract.job import Job
 from training.contract.recipe import SupervisedTuning
 from training.contract.store import Made
@@ -76,7 +77,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     )
     steps = settings.epochs * batches.steps_per_epoch
     stepper = Stepper(masters, ResponseObjective(pairs, balance), batches, settings, steps)
-    Trainer(job, events, stepper, record).run()
+    Trainer(job, events, stepper, record).run(lambda step: demand_unchanged())
     events.phase("saving the reference model")
     with record.timed("saving"):
         fingerprint = write_trained(job, masters, base)
