@@ -44,7 +44,7 @@ def _layout(first: str, second: str, numbers: Mapping[str, int]) -> ResponseLayo
 
 
 _COUNTED_FROM_1 = {"1": 1, "2": 2, "0": 0}
-_LAYOUTS = (
+LAYOUTS = (
     _layout("response1", "response2", _COUNTED_FROM_1),
     _layout("response_0", "response_1", {"0": 1, "1": 2}),
     _layout("response_1", "response_2", _COUNTED_FROM_1),
@@ -53,14 +53,14 @@ _LAYOUTS = (
 )
 
 
-RESPONSES = {name for layout in _LAYOUTS for name in (layout.first, layout.second)}
+RESPONSES = {name for layout in LAYOUTS for name in (layout.first, layout.second)}
 _TELLING_LABELS = 16  # where a tenth are ties, and the others 1 or 2 as often, so many lack a 2 once in 14,000 times
 
 
 def response_layout(row: Row) -> ResponseLayout | None:
     """The layout whose two responses the row has."""
     has = {name for name, value in row.items() if value is not None}
-    return next((layout for layout in _LAYOUTS if layout.first in has and layout.second in has), None)
+    return next((layout for layout in LAYOUTS if layout.first in has and layout.second in has), None)
 
 
 def names_a_verdict(value: Any, layout: ResponseLayout) -> bool:
@@ -85,7 +85,7 @@ def winner_first(row: Row) -> tuple[str, str]:
     """The names of the fields with the better and with the worse response."""
     layout = response_layout(row)
     if layout is None:
-        expected = " or ".join(f"`{layout.first}` and `{layout.second}`" for layout in _LAYOUTS)
+        expected = " or ".join(f"`{layout.first}` and `{layout.second}`" for layout in LAYOUTS)
         raise Quarantined(Reason.MISSING_FIELD, f"two responses are missing, expected {expected}")
     return (layout.first, layout.second) if _verdict(row, layout) == 1 else (layout.second, layout.first)
 

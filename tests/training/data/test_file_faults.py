@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -24,7 +24,7 @@ ROWS = [
 ]
 
 
-def _csv(separator: str = ",", quoting: int = csv.QUOTE_MINIMAL) -> str:
+def _csv(separator: str = ",", quoting: Literal[0, 1] = csv.QUOTE_MINIMAL) -> str:
     """The rows as the csv module writes them, which is what spreadsheets read."""
     file = io.StringIO()
     writer = csv.writer(file, delimiter=separator, quoting=quoting)
