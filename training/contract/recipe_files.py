@@ -17,6 +17,7 @@ from training.contract.errors import DataError
 from training.contract.fields import Frozen
 from training.contract.fingerprint import demand_text, short
 from training.contract.hashing import hash_file
+from training.contract.stamps import Stamp, same_content, stamp_of
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"
@@ -90,8 +91,11 @@ def is_readable(path: PurePath) -> bool:
     return data_suffix(path) in SUFFIXES
 
 
-def check_unchanged(path: Path, sha256: str) -> None:
-    """Raises DataError unless `path`, which was just read, still has this `sha256`."""
+def check_unchanged(path: Path, sha256: str, before: Stamp | None = None) -> None:
+    """Raise DataError unless `path`, which was just read, still has this `sha256`.
+
+    `before` is its stamp from before it was read: with it, a file that was another only in between is refused as well.
+    """
     try:
         now = hash_file(path)
     except OSError as error:
@@ -99,6 +103,10 @@ def check_unchanged(path: Path, sha256: str) -> None:
     if now != sha256:
         raise DataError(
             f"{path} changed while it was read: it was {short(sha256)} and is {short(now)}; run again once it is written"
+        )
+    if before is not None and not same_content(before, stamp_of(path)):
+        raise DataError(
+            f"{path} changed while it was read: it is again what it was, but somebody wrote to it; run again once it is written"
         )
 
 
