@@ -24,7 +24,7 @@ LABEL, RATING = (
     "one answer, in `{}`, and a label that says whether it is good, in `{}`",
     "one answer, in `{}`, and a rating of it, in `{}`",
 )
-NOT_PAIRS = [
+NOT_PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "Why?", "completion": "Because.", "label": True}, LABEL.format("completion", "label")),  # TRL
     ({"prompt": [ASK], "completion": [GOOD], "label": False}, LABEL.format("completion", "label")),
     ({"messages": [ASK, GOOD], "label": True}, LABEL.format("messages", "label")),  # ms-swift
@@ -76,7 +76,7 @@ def test_detect_few_rows_that_are_not_pairs_do_not_speak_for_the_others():
     assert "are not pairs" not in _told(NOT_PAIRS[0][0], {"prompt": "Why?"}, {"prompt": "Who?"})
 
 
-CLOSEST = [
+CLOSEST: list[tuple[dict[str, Any], str, str, str]] = [
     ({"prompt": "Why?", "chosen": "Because."}, "strings", "lack `rejected`", "rejected"),
     ({"question": "Why?", "chosen": "a", "rejected": None}, "strings", "lack `rejected`", "rejected"),
     ({"chosen": "Because.", "rejected": "No idea."}, "strings", "lack `prompt` or `question`", "prompt"),
