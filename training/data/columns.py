@@ -1,4 +1,4 @@
-"""How a source spells its rows, where a recipe says so.
+"""The names that a source has for fields and roles, as its recipe maps them to ours.
 
 `data.sources[].columns` maps fields to the columns that hold them. `data.sources[].roles` maps the roles of its messages to
 ours.

@@ -13,7 +13,7 @@ from training.data.unfit_rows import closest_format, kind_of, why_not_pairs
 # The fields that are what somebody said.
 _SPOKEN = RESPONSES | {"prompt", "question", "conversations", "chosen", "rejected"}
 _SPOKEN |= {"preferred_output", "non_preferred_output"}
-# Those that others ignore: as text they are refused only if no format fits.
+# Most formats ignore these fields, so a list as text in them is an error only if no format fits.
 _MESSAGES = ("messages", "rejected_messages")
 # How a list of messages, or of texts, begins where a file that has no lists holds it as JSON or as Python writes it.
 _LIST = re.compile(r"""\s*\[\s*(\{\s*['"](role|from|content|value)['"]\s*:|".*"\s*\]\s*$)""", re.DOTALL)
@@ -24,8 +24,8 @@ def detect(rows: Sequence[Row], place: str) -> str:
 
     They are listed with those first that ask for more: where one row lacks what tells its format, a later one may fit all rows.
 
-    Raises DataError if none fits any, and if most of the rows hold lists as text. It says which kind of rows they are, or names
-    the closest format and what they lack of it.
+    Raises DataError if no format fits any row, or if most rows hold lists as text. The message says that the rows are not pairs,
+    or it names the closest format and the fields that they lack.
     """
     _refuse_lists_as_text(rows, place, _SPOKEN)
     votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}

@@ -15,7 +15,7 @@ _ANSWERS = ("completion", "response", "answer", "output", "generation", "message
 _LISTS_OF_ANSWERS = {f"{name}s" for name in _ANSWERS[:5]} | {"candidates", "chosen", "rejected"}
 _LABEL = re.compile(r"label|kto_tag|desirable|thumb|good|accepted|feedback", re.IGNORECASE)
 _RATING = re.compile(r"score|rating|reward|rank|stars|grade|quality|helpfulness|correctness", re.IGNORECASE)
-# What names a second answer: the columns only have other names then.
+# A column with such a name may hold the second answer of a pair.
 _OF_A_PAIR = re.compile(r"chosen|reject|prefer|better|worse|winner|loser", re.IGNORECASE)
 _YES_OR_NO = ("true", "false", "0", "1", "-1")
 
@@ -28,7 +28,7 @@ def kind_of(value: Any) -> str:
 
 
 def why_not_pairs(rows: Sequence[Row]) -> str:
-    """Return what most of `rows` have in place of a pair; the empty string if they may be pairs with other names."""
+    """Describe the rows if most of them are not pairs; return the empty string if they may be pairs under other names."""
     [(why, count)] = Counter(map(_why_not_a_pair, rows)).most_common(1)
     return why if 2 * count > len(rows) else ""
 
@@ -83,7 +83,7 @@ def _is_yes_or_no(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Need:
-    """A field that a format needs, under the first of `names` that a row has; `kind` is what `fits` asks of its value."""
+    """A field that a format needs: the names it may have, the kind of its value in words, and a test of that kind."""
 
     names: tuple[str, ...]
     kind: str
@@ -134,7 +134,7 @@ _NEEDS: list[tuple[str, list[_Need]]] = [
 
 @dataclass(frozen=True)
 class Closest:
-    """The format that rows come closest to: the names of a field that they `lack`, and all that is between in words."""
+    """The format that rows come closest to, the name of the first field that they lack, and a clause about all such fields."""
 
     format: str
     lack: str
