@@ -24,7 +24,7 @@ def detect(rows: Sequence[Row], place: str) -> str:
 
     They are listed with those first that ask for more: where one row lacks what tells its format, a later one may fit all rows.
 
-    Raises DataError if no format fits any row, or if most rows hold lists as text. The message says that the rows are not pairs,
+    Raises DataError if no format fits any row, or if most rows hold lists as text. The message says that rows are not pairs,
     or it names the closest format and the fields that they lack.
     """
     _refuse_lists_as_text(rows, place, _SPOKEN)
