@@ -88,7 +88,8 @@ def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, 
         f"{proof.expected:.6f} within {proof.allowed:.6f}, and {wrong} of {len(found.excess_I)} pairs differ by more than "
         f"rounding; a response differs by {of_all:.2g} of what one may differ by (root mean square), expected at most "
         f"{RMS_SHARE}. The worst:\n{_worst(found, scored.pairs.rows[scored.positions_V])}\n"
-        f"The reference log-probs were made from other weights, tokens or masks: materialize reference_logprobs again"
+        f"The reference log-probs were made from other weights, tokens or masks: `pedigree rescore RECIPE` sets them aside, "
+        f"and then `pedigree run RECIPE` scores them again"
     )
 
 

@@ -43,6 +43,7 @@ from workflows.reporting import (
     results,
     stdout_for_results,
 )
+from workflows.rescore import rescore
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
 from workflows.run_report import INTERRUPTED, RunReport
 from workflows.scaffold import init_recipe
@@ -286,6 +287,9 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
+
+
+main.add_command(rescore)
 
 
 def _find(recipe: str) -> list[LoadedRecipe]:

@@ -12,6 +12,7 @@ from rich.table import Table
 from assets.graph import GRAPH
 from assets.page import shown_logprob
 from assets.pipeline import Pipeline
+from assets.rescoring import SetAside
 from assets.rows import TokenizedSide
 from model_registry.versions import Version
 from training.contract.fingerprint import short, shortened
@@ -166,6 +167,23 @@ def verification(console: Console, found: Verification) -> None:
         table.add_row(str(row["row"]), *values, _coloured("ok" if agrees(row) else "differs"))
     console.print(table)
     console.print(f"Tolerance: {found.tolerance} nats times the square root of the response's number of tokens")
+    if found.advice:
+        console.print(found.advice, style="yellow", markup=False, soft_wrap=True)
+
+
+def set_aside(console: Console, pipeline: Pipeline, found: SetAside) -> None:
+    """How many log-probs are out of the way, where they are, and what makes new ones."""
+    shards, tables = _counted(found.shards, "shard"), _counted(len(found.tables), "table")
+    console.print(
+        f"Set aside: the log-probs of {found.sequences:,} sequences ({shards}) and {tables} made of them. Until `pedigree gc --delete` they are kept in {', '.join(map(str, found.folders))}. The next "
+        f"`pedigree run {pipeline.argument}` scores them again.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def rolled_back(console: Console, name: str, restored: Version, left: Version) -> None:

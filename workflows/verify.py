@@ -49,13 +49,17 @@ class VerifiedAsset:
 
 @dataclass(frozen=True)
 class Verification:
-    """`rescored` is empty and `tolerance` None where nothing was scored: there was a fault, or no table."""
+    """`rescored` is empty and `tolerance` None where nothing was scored: there was a fault, or no table.
+
+    `advice`: what to do if log-probs of the table are not those of the reference model, else None.
+    """
 
     recipe: str
     artifacts: list[VerifiedAsset]
     rescored: list[dict[str, Any]]
     tolerance: float | None
     ok: bool
+    advice: str | None = None
 
 
 def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance, rows: int) -> Verification:
@@ -71,7 +75,17 @@ def verify(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance,
     if inputs is None:
         return Verification(pipeline.name, artifacts, [], None, whole)
     found = in_gpu_pool("verify", services, instance, lambda: rescore(pipeline, services, inputs, rows))
-    return Verification(pipeline.name, artifacts, found.rows, found.tolerance, all(map(agrees, found.rows)))
+    right = all(map(agrees, found.rows))
+    return Verification(
+        pipeline.name, artifacts, found.rows, found.tolerance, right, None if right else _advice(pipeline)
+    )
+
+
+def _advice(pipeline: Pipeline) -> str:
+    return (
+        f"the reference model does not give the log-probs of the table: `pedigree rescore {pipeline.argument}` sets them "
+        f"aside, and then `pedigree run {pipeline.argument}` scores them again"
+    )
 
 
 def agrees(row: dict[str, Any]) -> bool:

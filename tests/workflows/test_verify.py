@@ -37,7 +37,7 @@ def faults(looking):
 def test_a_sound_recipe(looking, materialized):
     """The live values are not the stored ones read again: the table holds sums of what another batch gave."""
     found = verify(looking.pipeline, looking.services, looking.instance, rows=5)
-    assert found.ok and found.tolerance == 0.001
+    assert found.ok and found.tolerance == 0.001 and found.advice is None
     assert [a.asset for a in found.artifacts] == [a["asset"] for a in materialized[1]["assets"]]
     stored = load_file(folder_of(looking, materialized, "reference_logprobs") / "logprobs.safetensors")
     assert [row["row"] for row in found.rescored] == [0, 40, 80, 119, 159]
@@ -116,6 +116,7 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
     [row] = [r for r in found["rescored"] if r["row"] == 0]
     assert row["chosen"]["stored"] - row["chosen"]["live"] == pytest.approx(0.5, abs=1e-3)
     assert row["rejected"]["stored"] == pytest.approx(row["rejected"]["live"], abs=1e-3)
+    assert f"`pedigree rescore {looking.pipeline.argument}` sets them aside" in found["advice"]
 
 
 @pytest.mark.parametrize(
