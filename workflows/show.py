@@ -175,7 +175,8 @@ def set_aside(console: Console, pipeline: Pipeline, found: SetAside) -> None:
     """How many log-probs are out of the way, where they are, and what makes new ones."""
     shards, tables = _counted(found.shards, "shard"), _counted(len(found.tables), "table")
     console.print(
-        f"Set aside: the log-probs of {found.sequences:,} sequences ({shards}) and {tables} made of them. Until `pedigree gc --delete` they are kept in {', '.join(map(str, found.folders))}. The next "
+        f"Set aside: the log-probs of {found.sequences:,} sequences ({shards}) and {tables} made of them. Until "
+        f"`pedigree gc --delete` they are kept in {', '.join(map(str, found.folders))}. The next "
         f"`pedigree run {pipeline.argument}` scores them again.",
         markup=False,
         soft_wrap=True,
