@@ -17,11 +17,12 @@ from assets.page import render_page
 from assets.pipeline import Pipeline, Services
 from assets.rescoring import rescore
 from assets.rows import PairReader, TokenizedRow, find_row
-from training.contract.errors import UsageError
+from training.contract.errors import PedigreeError, UsageError
 from training.contract.fingerprint import short
 from training.contract.nulls import without_nulls
 from training.contract.store import Artifact
 from workflows.execution import in_gpu_pool
+from workflows.outlook import outlook
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,12 @@ def inspect_row(
 ) -> InspectedRow:
     """Row `row` of the `raw_preferences` that were tokenized; with `score`, unknown log-probs of the policy are computed.
 
-    Raises UsageError where the row is not there, was dropped, or nothing was materialized.
+    The tokens are those that a run would use now, if they were made, by a plan for example; else those of the latest run.
+    Raises UsageError if the row is not there, or was dropped, or nothing was tokenized.
     """
     history = History(instance, pipeline, services.store)
-    pairs = history.artifact("tokenized_pairs")
-    inputs = history.derivation("tokenized_pairs", pairs.fingerprint).inputs
-    raw = services.store.open("raw_preferences", inputs["raw_preferences"].fingerprint)  # not always the latest
+    pairs = _tokens_of_now(pipeline, services) or _latest_tokens(history)
+    raw = services.store.open("raw_preferences", pairs.derivation.inputs["raw_preferences"].fingerprint)
     table = pq.read_table(raw.file("preferences.parquet"))
     messages = without_nulls(_row(table, row))
     if messages is None:
@@ -66,6 +67,20 @@ def inspect_row(
         replace(tokens.rejected, policy_logprob=rejected),
         messages,
     )
+
+
+def _tokens_of_now(pipeline: Pipeline, services: Services) -> Artifact | None:
+    """The pairs that a run would use, if they are in the store; None if its inputs cannot be looked at any more."""
+    try:
+        how = outlook(pipeline, services)["tokenized_pairs"].derivation
+        return None if how is None else services.store.find("tokenized_pairs", how.key)
+    except PedigreeError:
+        return None
+
+
+def _latest_tokens(history: History) -> Artifact:
+    pairs = history.artifact("tokenized_pairs")
+    return replace(pairs, derivation=history.derivation("tokenized_pairs", pairs.fingerprint))
 
 
 def inspection_page(pipeline: Pipeline, found: InspectedRow) -> str:
