@@ -22,7 +22,7 @@ from training.contract.errors import DataError, ModelError, PedigreeError
 from training.contract.fingerprint import short
 from training.contract.job import Input, Job
 from training.contract.manifest import verified_manifest, verify_contents
-from training.contract.stamps import Stamps, artifact_stamps, model_stamps, same_content, settled
+from training.contract.stamps import Stamps, artifact_stamps, model_stamps, same_content, settled, stamp_of
 from training.contract.store import Store
 from training.contract.weights import weights_fingerprint, weights_identity
 
@@ -108,9 +108,10 @@ class _Files:
 
     def demand_unchanged(self) -> None:
         """Raise DataError for a file that was written, replaced or removed since it was last found sound."""
-        if names := _changed(self.seen, self._take(self.folder)):
+        if names := self._changed_since(self.seen):
             raise DataError(f"{self._named(names)} changed while it was read; run again once it is written")
-        self.verify()
+        if any(stamp_of(self.folder / name) != self.vouched.get(name) for name in self.seen):
+            self.verify()
 
     def note_loaded(self) -> None:
         """Remember that all was read."""
@@ -118,8 +119,11 @@ class _Files:
 
     def changed_since_loaded(self) -> str:
         """Which files are no longer what was read; empty if none."""
-        names = _changed(self._loaded, self._take(self.folder))
+        names = self._changed_since(self._loaded)
         return self._named(names) if names else ""
+
+    def _changed_since(self, before: Stamps) -> list[str]:
+        return [name for name, stamp in before.items() if not same_content(stamp, stamp_of(self.folder / name))]
 
     def _hash(self, names: Collection[str]) -> None:
         """Raise PedigreeError if the files with these `names` are not what they should be."""
@@ -174,7 +178,3 @@ def demand_unchanged() -> None:
     """Compare the inputs of the job that this process works on, if there is one: see `InputFiles.demand_unchanged`."""
     if watched := _WATCHED.get(None):
         watched.demand_unchanged()
-
-
-def _changed(before: Stamps, now: Stamps) -> list[str]:
-    return [name for name, stamp in before.items() if not same_content(stamp, now.get(name))]

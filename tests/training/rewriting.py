@@ -1,0 +1,162 @@
+"""A world whose base model somebody rewrites while jobs read it: jobs as the launching side describes them, and a hand.
+
+The files of artifacts and of the base are stamped before a job reads them. A hand follows the events of a job, as a person
+follows its progress, and acts once at a given moment.
+"""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from tests.training.runs import settings
+from tests.training.worlds import TinyWorld
+from training.contract.events import Event, Follower
+from training.contract.job import Input, Job, JobKind
+from training.contract.manifest import Derivation
+from training.contract.recipe import Compute, SupervisedTuning
+from training.contract.stamps import artifact_stamps, model_stamps
+from training.contract.store import Artifact, Made, Store
+from training.contract.weights import weights_fingerprint, weights_identity
+
+SETTINGS: dict[JobKind, dict[str, Any]] = {
+    "policy": settings(max_steps=60),
+    "reference": {"dtype": "float32"},
+    "sft": SupervisedTuning(epochs=4, batch_size=8).model_dump(mode="json"),
+    "evaluation": {"samples": 2, "max_new_tokens": 4, "loss": {"beta": 0.5}},
+    "merge": {},
+}
+MADE: dict[JobKind, str] = {
+    "reference": "reference_logprobs",
+    "sft": "reference_model",
+    "merge": "merged_policy",
+    "policy": "policy",
+    "evaluation": "evaluation",
+}
+_READ: dict[JobKind, tuple[str, ...]] = {
+    "policy": ("tokenized_pairs", "reference_logprobs", "reference_model"),
+    "reference": ("tokenized_pairs", "reference_model"),
+    "sft": ("tokenized_pairs", "base_model"),
+    "evaluation": ("tokenized_pairs", "reference_logprobs", "reference_model", "policy"),
+    "merge": ("policy", "reference_model"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """A store with the pairs and the table of a world, and the base model beside it."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, world: TinyWorld, root: Path) -> "Place":
+        shutil.copytree(world.model, root / "base")
+        place = cls(root)
+        place.publish("tokenized_pairs", world.pairs, "a" * 64)
+        place.publish("reference_logprobs", world.reference, "b" * 64)
+        return place
+
+    @property
+    def store(self) -> Store:
+        return Store(self.root / "store")
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "base" / "model.safetensors"
+
+    def publish(self, kind: str, folder: Path, fingerprint: str) -> None:
+        how = Derivation(kind=kind, code_version="1", inputs={}, settings={})
+        with self.store.staging() as staging:
+            shutil.copytree(folder, staging, dirs_exist_ok=True)
+            (staging / "manifest.json").unlink(missing_ok=True)
+            self.store.publish(staging, how, Made(fingerprint))
+
+    def copied_to(self, root: Path) -> "Place":
+        shutil.copytree(self.root, root)
+        return Place(root)
+
+    def job(self, kind: JobKind, changes: dict[str, Any] | None = None, **compute: Any) -> Job:
+        base = self.root / "base"
+        inputs = {"reference_model": self._base("reference_model"), "base_model": self._base("base_model")}
+        for name in ("tokenized_pairs", "reference_logprobs", "policy"):
+            for fingerprint in self.store.fingerprints(name):
+                folder = self.store.folder(name, fingerprint)
+                inputs[name] = Input(kind=name, fingerprint=fingerprint, folder=folder)
+        read = {name: inputs[name] for name in _READ[kind]}
+        job = Job(
+            kind=kind,
+            artifact=MADE[kind],
+            code_version="1",
+            inputs=read,
+            settings=SETTINGS[kind] | (changes or {}),
+            locations={},
+            compute=Compute.model_validate({"device": "cpu", "processes_per_node": 2, **compute}),
+            recipe={"name": "tiny"},
+            store=self.store.root,
+            folder=self.root / "jobs" / kind,
+            stamps={n: (model_stamps if i.folder == base else artifact_stamps)(i.folder) for n, i in read.items()},
+        )
+        job.write()
+        return job
+
+    def _base(self, kind: str) -> Input:
+        folder = self.root / "base"
+        return Input(kind=kind, fingerprint=weights_fingerprint(weights_identity(folder)), folder=folder)
+
+
+def made(job: Job) -> Artifact | None:
+    return Store(job.store).find(job.artifact, job.derivation.key)
+
+
+def write_in_place(file: Path, content: bytes) -> None:
+    """As `cp` does: the file is truncated first, so a map of it loses its pages, even those that its process has changed."""
+    with open(file, "r+b") as opened:
+        opened.truncate()
+        opened.write(content)
+
+
+def other_weights(file: Path) -> bytes:
+    """A model of the same shape whose weights are two percent larger."""
+    tensors = {name: tensor * 1.02 for name, tensor in load_file(file).items()}
+    save_file(tensors, aside := file.with_name("aside"), metadata={"format": "pt"})
+    content = aside.read_bytes()
+    aside.unlink()
+    return content
+
+
+class Hand(threading.Thread):
+    """Calls `act` once, as soon as an event of `job` is told for which `when` holds."""
+
+    def __init__(self, job: Job, when: Callable[[Event], bool], act: Callable[[], None]) -> None:
+        super().__init__(daemon=True)
+        self._follower, self._when, self._act = Follower(job.events), when, act
+        self._is_over = threading.Event()
+        self.acted = False
+
+    def run(self) -> None:
+        while not self._is_over.is_set() and not self.acted:
+            if any(map(self._when, self._follower.new())):
+                self._act()
+                self.acted = True
+            time.sleep(0.001)
+
+    def __enter__(self) -> "Hand":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self.join()
+
+
+def phase(begins: str) -> Callable[[Event], bool]:
+    return lambda event: event["event"] == "phase" and event["phase"].startswith(begins)
+
+
+def step(number: int) -> Callable[[Event], bool]:
+    return lambda event: event["event"] == "step" and event["step"] == number
