@@ -77,7 +77,8 @@ def make(job: Job, members: "Group") -> None:
     members.barrier()
     with telling(events.emit), inputs.watched():
         _verify(inputs, members)
-        made: Made = import_uncollected(WORK[job.kind]).run(job, members, events)
+        with inputs.blamed():
+            made: Made = import_uncollected(WORK[job.kind]).run(job, members, events)
         members.barrier()
         if members.is_main:
             inputs.demand_unchanged()

@@ -59,6 +59,23 @@ class InputFiles:
             if name not in _MODELS:
                 files.demand_unchanged()
 
+    @contextlib.contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Raise DataError for an unexpected error within the block if a file changed that was not read to its end by then.
+
+        Half a file may lead to whatever: a header that is no JSON, a shape that fits nothing. A RuntimeError is left alone,
+        since it may come from another rank's end.
+        """
+        try:
+            yield
+        except (PedigreeError, RuntimeError):
+            raise
+        except Exception:
+            for files in self._files.values():
+                if not files.was_read:
+                    files.demand_unchanged()
+            raise
+
     def changed_models(self) -> list[str]:
         """The files of models that were read, and have changed since."""
         return [named for files in self._files.values() if (named := files.changed_since_loaded())]
@@ -112,6 +129,11 @@ class _Files:
             raise DataError(f"{self._named(names)} changed while it was read; run again once it is written")
         if any(stamp_of(self.folder / name) != self.vouched.get(name) for name in self.seen):
             self.verify()
+
+    @property
+    def was_read(self) -> bool:
+        """Whether all of a model is in memory."""
+        return bool(self._loaded)
 
     def note_loaded(self) -> None:
         """Remember that all was read."""

@@ -234,6 +234,29 @@ def test_a_model_that_nobody_reads_may_change(job: Job) -> None:
     assert inputs.changed_models() == []
 
 
+@pytest.mark.parametrize("name", ["reference_model", "tokenized_pairs"])
+def test_a_file_that_changed_is_blamed_for_what_half_of_it_led_to(job: Job, name: str) -> None:
+    """Wherever it was read. What nobody touched is not blamed, nor is a model that was read before."""
+    file = job.inputs[name].folder / (WEIGHTS if name == "reference_model" else PAIRS)
+    inputs = InputFiles(job)
+    inputs.verify()
+    with pytest.raises(ValueError, match="half a header"), inputs.blamed():
+        raise ValueError("half a header")
+    rewritten(file)
+    with pytest.raises(DataError, match=f"{file} changed while it was read"), inputs.blamed():
+        raise ValueError("half a header")
+    for error in (RuntimeError("connection closed"), ModelError("another reason")):
+        with pytest.raises(type(error), match=str(error)), inputs.blamed():
+            raise error
+    if name == "reference_model":
+        inputs.verify()
+        with inputs.watched(), reading(file.parent):
+            pass
+        rewritten(file)
+        with pytest.raises(ValueError, match="half a header"), inputs.blamed():
+            raise ValueError("half a header")
+
+
 def test_the_champion_is_hashed_where_the_job_begins(job: Job, model: Path) -> None:
     """Its folder is a location and no input, so no stamp of it is in the job."""
     fingerprint = job.inputs["reference_model"].fingerprint
