@@ -16,6 +16,10 @@ from training.contract.fingerprint import short
 from training.contract.recipe import Recipe
 
 
+# What is read from the same files, and has to be of the same moment.
+_READ_TOGETHER = {"tokenization_spec": ("release_spec",)}
+
+
 def demand_one_lineage(history: History, asset: str, inputs: Mapping[str, str]) -> None:
     """Raises StoreError if the `inputs` of `asset` (fingerprints by name), or their ancestors, do not go together."""
     met, waiting = dict(inputs), deque(inputs)
@@ -44,7 +48,7 @@ def _listed(pipeline: Pipeline, above: str, maker: str, asset: str) -> str:
 
 def _between(recipe: Recipe, above: set[str], asset: str) -> list[str]:
     """`asset` and what it is made of, directly or not, as far as that is in `above` or made from it; in the graph's order."""
-    affected = set(above)
+    affected = above | {other for name in above for other in _READ_TOGETHER.get(name, ())}
     for name, node in GRAPH.items():
         if affected.intersection(node.inputs(recipe)):
             affected.add(name)

@@ -61,7 +61,7 @@ def test_settings_of_sources_are_told_a_source_at_a_time():
         "validation_fraction": 0.1,
     }
     assert list(setting_changes(before, another)) == [
-        "sources.1 absent -> {format: hh, columns: {}, held_out: true, fraction: 0.5, name: null}"
+        "sources.1 absent -> {format: hh, columns: {}, roles: {}, held_out: true, fraction: 0.5, name: null}"
     ]
 
 

@@ -419,7 +419,8 @@ def test_an_asset_alone_is_made_of_what_was_recorded(ground: Ground, world: Worl
             "released_model",
             "tokenized_pairs {tokenized_pairs} was made from tokenization_spec {tokenization_spec}, "
             "and plain/tokenization_spec is {now} now",
-            "plain/tokenized_pairs, plain/reference_logprobs, plain/policy, plain/evaluation and plain/released_model",
+            "plain/release_spec, plain/tokenized_pairs, plain/reference_logprobs, plain/policy, plain/evaluation and "
+            "plain/released_model",
             id="a tokenizer that the policy was not trained with",
         ),
     ],

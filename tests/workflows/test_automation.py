@@ -147,7 +147,7 @@ def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
     sensor = sensed.definitions.resolve_sensor_def("small_data_sensor")
     job = sensed.definitions.resolve_job_def(sensor.job_name)
     recorded = {key.path[1] for key in job.asset_layer.executable_asset_keys}
-    assert recorded == {"preference_source", "base_model", "tokenization_spec"}
+    assert recorded == {"preference_source", "base_model", "tokenization_spec", "evaluation_spec", "release_spec"}
 
 
 def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_version(sensed, small_recipe):

@@ -48,7 +48,7 @@ def test_one_line_a_step(materialized):
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
-BELOW_THE_POLICY = {"evaluation_spec", "evaluation", "released_model"}
+BELOW_THE_POLICY = {"evaluation_spec", "evaluation", "release_spec", "released_model"}
 
 
 def test_the_rewards_are_in_mlflow(materialized):

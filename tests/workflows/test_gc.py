@@ -173,7 +173,7 @@ def test_a_job_in_progress_and_one_to_be_taken_up_keep_their_folders(looking):
     with open(lock, "ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         found = named(looking, "job")
-        assert running.folder.name not in found and interrupted.folder.name not in found and len(found) == 4
+        assert running.folder.name not in found and interrupted.folder.name not in found and len(found) == 5
         assert named(looking, "staging") == []
     assert running.folder.name in named(looking, "job")
     assert named(looking, "staging") == sorted(folder.name for folder in staging)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from training.contract.errors import DataError, ModelError
+from training.contract.fingerprint import short
 from training.contract.hashing import hash_file
 
 # In each of these forms a tokenizer's vocabulary is published; transformers makes a fast tokenizer of any of them, and of
@@ -102,5 +103,6 @@ def copy_file(source: Path, target: Path, sha256: str) -> None:
         shutil.copyfile(source, target)
     except OSError as error:
         raise DataError(f"{source} changed while it was read: {error.strerror or error}; run again") from error
-    if hash_file(target) != sha256:
-        raise DataError(f"{source} changed while it was read; run again once it is written")
+    if (now := hash_file(target)) != sha256:
+        was = f"it was {short(sha256)} and is {short(now)}"
+        raise DataError(f"{source} changed while it was read: {was}; run again once it is written")

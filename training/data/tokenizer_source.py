@@ -37,10 +37,11 @@ def read_tokenizer(job: Job) -> tuple[PreTrainedTokenizerFast, str | None]:
     the files are others by now.
     """
     folder = Path(job.locations["tokenizer"])
-    with tempfile.TemporaryDirectory(dir=job.folder) as scratch, blaming(job, "tokenizer"):
+    with tempfile.TemporaryDirectory(dir=job.folder) as scratch:
         copy = Path(scratch)
         copy_tokenizer(folder, copy, *(job.settings[name] for name in _SETTINGS))
-        tokenizer = load_tokenizer(copy, called=folder)
+        with blaming(job, "tokenizer"):
+            tokenizer = load_tokenizer(copy, called=folder)
         with blaming(job, "chat_template"):
             tokenizer.chat_template = _template_text(job, tokenizer, copy)
         return tokenizer, difference_to_file(tokenizer, copy / "tokenizer.json")

@@ -113,5 +113,5 @@ def _text(values: Sequence[Any] | Mapping[str, Any], place: str) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise Quarantined(Reason.WRONG_TYPE, f"`{place}` holds what JSON cannot: {error}") from None
     if _NUL.search(text):
-        raise Quarantined(Reason.BAD_UNICODE, f"`{place}` has a NUL character")
+        raise Quarantined(Reason.NUL, f"`{place}` has a NUL character")
     return clean_text(text, place)

@@ -326,3 +326,30 @@ def test_missing_end_of_turn_is_said(workshop, tiny_chat, write):
     done = workshop.tokenizer(tiny_chat, write("{% for m in messages %}{{ m['content'] }} {% endfor %}"))
     assert done.details["end_of_turn"] == {}
     assert "will not learn where to stop" in done.events.read_text()
+
+
+CHATML = """\
+{%- for m in messages %}
+{{- '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' %}
+{%- generation %}{{- m.content }}INSIDE{%- endgeneration %}
+{{- 'OUTSIDE\\n' }}
+{%- else %}{{- m.content + '<|im_end|>\\n' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+@pytest.mark.parametrize(
+    ("train_on", "inside"), [("assistant_turns", True), ("assistant_turns", False), ("last_response", False)]
+)
+def test_end_of_turn_outside_generation_is_told_where_that_decides_what_is_trained(
+    workshop, tiny_chat, write, train_on, inside
+):
+    end = "{{- '<|im_end|>' }}"
+    text = CHATML.replace("INSIDE", end if inside else "").replace("OUTSIDE", "" if inside else "<|im_end|>")
+    done = workshop.tokenizer(tiny_chat, write(text), train_on=train_on)
+    told = [note for note in done.details["notes"] if "outside {% generation %}" in note]
+    assert bool(told) == (train_on == "assistant_turns" and not inside)
+    assert all("writes <|im_end|> after an answer" in note and note in done.events.read_text() for note in told)
+    assert done.details["template_tokens"] == {"<|im_start|>": 1, "<|im_end|>": 2}

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers import tokenization_utils_base as library
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
-from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
+from transformers.utils import CHAT_TEMPLATE_DIR, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
 from training.contract.hashing import hash_files
 from training.contract.tokenizer_files import TOKENIZER_FILES, VOCABULARIES, tokenizer_files
@@ -50,9 +50,9 @@ def test_every_file_that_makes_a_tokenizer_is_looked_at():
     fast = [each for each in classes if each is not None and issubclass(each, PreTrainedTokenizerFast)]
     vocabularies = {name for each in fast for name in each.vocab_files_names.values()} - {*named, *OF_NO_TEXT}
     assert vocabularies | {"tekken.json", "tiktoken.model", "tokenizer.json"} == set().union(*VOCABULARIES)
-    assert {*named, *vocabularies, *set().union(*VOCABULARIES), LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE} == set(
-        TOKENIZER_FILES
-    )
+    patterns = {f"{CHAT_TEMPLATE_DIR}/*.jinja", "tokenizer.*.json"}
+    others = {*vocabularies, *set().union(*VOCABULARIES), LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE}
+    assert {*named, *others, *patterns} == set(TOKENIZER_FILES)
 
 
 def test_a_tokenizer_of_a_bare_vocabulary_is_known_by_it(tmp_path: Path):

@@ -275,7 +275,7 @@ def test_a_call_without_arguments_is_one_with_none(nothing):
         ({**ASKED, "tools": [{"function": "weather"}]}, Reason.WRONG_TYPE, r"`tools\[0\].function` is str"),
         ({**ASKED, "tools": [{"name": "a", "default": float("nan")}]}, Reason.WRONG_TYPE, "what JSON cannot"),
         ({**ASKED, "tools": [{"name": "a", "example": "\ud800"}]}, Reason.BAD_UNICODE, "lone surrogate"),
-        ({**ASKED, "tools": [{"name": "a", "example": "\\\0"}]}, Reason.BAD_UNICODE, "NUL"),
+        ({**ASKED, "tools": [{"name": "a", "example": "\\\0"}]}, Reason.NUL, "NUL"),
         ({**ASKED, "functions": [WEATHER]}, Reason.UNSUPPORTED_FIELD, "`functions`"),
         ({**ASKED, "chosen": [{**CALL, "tool_calls": [_call("weather", "{")]}]}, Reason.BAD_JSON, r"\[0\].arguments`"),
         (
