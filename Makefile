@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 BENCH_DATA ?= ../shared/data
 export PEDIGREE_HOME ?= $(CURDIR)/.pedigree
 
-.PHONY: install demo ui test check bench clean
+.PHONY: install demo ui test test-system check bench clean
 
 install: $(VENV)/.installed
 
@@ -28,7 +28,10 @@ ui: install
 
 # A worker a core, up to four, each with the tests of whole files: what a file sets up is set up once.
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m 'not system'
+
+test-system: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m system
 
 check: install
 	$(BIN)/ruff check .

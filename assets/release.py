@@ -238,8 +238,8 @@ def _of_champions_policy(version: Version, champion: Version) -> Iterator[str]:
     ]
     if others:
         yield (
-            f"its policy is the champion's, with another {others[0]}: if these are to be used, point the alias champion at it in "
-            "MLflow"
+            f"its policy is the champion's, with another {others[0]}: if these are to be used, point the alias champion at it "
+            "in MLflow"
         )
 
 

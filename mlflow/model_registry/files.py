@@ -41,7 +41,8 @@ def packaged(
 ) -> Iterator[Path]:
     """The policy as an MLflow model, beside it `evaluation`, in a temporary folder on the filesystem of `parent`.
 
-    `beside` is the folder with the generation settings and the processors, by default the policy's own. Raises RegistryError, or StoreError with the free bytes where that filesystem is full.
+    `beside` is the folder with the generation settings and the processors, by default the policy's own. Raises RegistryError,
+    or StoreError with the free bytes where that filesystem is full.
     """
     with scratch(parent) as staging:
         folder = staging / "policy"

@@ -168,8 +168,8 @@ def test_what_a_store_has_of_a_recipe_is_found_again():
 
     With version 2 of `preference_source` the extension by which a file is read counts. With version 4 of `raw_preferences` rows
     may hold arguments for the template, and with version 5 transcripts may begin in `prompt`, and `history` counts beside all
-    plain text, so they have to be read again anyway, version 6 counts pairs that repeat another, and version 7 has the lines of
-    CSV and takes no source without a row. Version 9 reads more formats. With version 2 of `tokenized_pairs` a pair is dropped of
+    plain text. So they have to be read again anyway: version 6 counts pairs that repeat another. Version 7 has the lines of CSV
+    and takes no source without a row. Version 9 reads more formats. With version 2 of `tokenized_pairs` a pair is dropped of
     which the template leaves out a message. With version 5 of `evaluation` samples end as those of the released model do.
     `disable_dropout` counts at its default too, since before it policies were trained with the dropout of their config.
 

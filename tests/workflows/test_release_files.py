@@ -29,7 +29,10 @@ from workflows.run_report import RunReport
 pytestmark = pytest.mark.slow
 
 # As a tokenizer of OLMo 2 splits a text: digits in groups of three. That of GPT-2 takes all digits together.
-IN_THREES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+IN_THREES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 FEW = {**PLAIN, "training": {**PLAIN["training"], "max_steps": 1}}
 
 
@@ -155,8 +158,8 @@ def test_note_of_an_end_of_turn_at_which_the_model_does_not_stop(
     set_attributes(folder, {**FEW, "release": {"model_name": "endless"}})
     ends_with_another_token(folder)
     note = (
-        "the chat template ends an answer with <|end|>, which is not among the released model's eos_token_id (<|pad|>): a server "
-        'writes on after it; set `release.eos_tokens: ["<|end|>"]`'
+        "the chat template ends an answer with <|end|>, which is not among the released model's eos_token_id (<|pad|>): a "
+        'server writes on after it; set `release.eos_tokens: ["<|end|>"]`'
     )
     told = {asset.asset: asset.notes for asset in planned(ground, folder)}
     assert told["release_spec"] == (note,)
@@ -247,8 +250,8 @@ def test_tokens_without_embeddings_are_named_before_rows_are_tokenized(ground: G
     words.save_pretrained(folder / "base")
     before = set(ground.services.store.fingerprints("tokenized_pairs"))
     told = (
-        r"defs\.yaml:\d+: reference\.model: \./base: the chat template writes <\|turn\|>, <\|done\|>, for which the model in .* has "
-        r"no embeddings: its config\.json says `vocab_size: 640`\. Resize the embeddings"
+        r"defs\.yaml:\d+: reference\.model: \./base: the chat template writes <\|turn\|>, <\|done\|>, for which the model in "
+        r".* has no embeddings: its config\.json says `vocab_size: 640`\. Resize the embeddings"
     )
     with pytest.raises(ModelError, match=told):
         planned(ground, folder)

@@ -50,7 +50,7 @@ def run(ground: Ground, world: World) -> tuple[dict[str, tuple[str, bool]], str]
     report = materialize(load_recipe(world.folder), services, ground.instance)
     assert report.succeeded, report
     before = ground.fingerprints["plain"]
-    outcomes = {asset.asset: (asset.outcome, asset.fingerprint != before[asset.asset]) for asset in report.assets}
+    outcomes = {asset.asset: (str(asset.outcome), asset.fingerprint != before[asset.asset]) for asset in report.assets}
     return outcomes, "\n".join(event["text"] for event in heard if event["event"] == "note")
 
 
