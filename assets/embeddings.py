@@ -37,9 +37,9 @@ def demand_embeddings(pipeline: Pipeline, services: Services, spec: Artifact, pa
     listed = ", ".join(tokens[:_SHOWN]) + (f" and {len(tokens) - _SHOWN} more" if tokens[_SHOWN:] else "")
     with written(pipeline, base_model_of(pipeline.recipe).field):
         raise ModelError(
-            f"{where} {listed}, for which the model in {located.folder} has no embeddings: its config.json says "
-            f"`vocab_size: {count}`. Resize the embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save the model "
-            "again, or use the tokenizer that it was trained with"
+            f"{where} {listed}, for which the model in {located.folder} has no embeddings: its config.json has `vocab_size: "
+            f"{count}`. Resize the embeddings (`model.resize_token_embeddings(len(tokenizer))`) and save the model again, or "
+            "use the tokenizer that it was trained with"
         )
 
 

@@ -251,7 +251,7 @@ def test_tokens_without_embeddings_are_named_before_rows_are_tokenized(ground: G
     before = set(ground.services.store.fingerprints("tokenized_pairs"))
     told = (
         r"defs\.yaml:\d+: reference\.model: \./base: the chat template writes <\|turn\|>, <\|done\|>, for which the model in "
-        r".* has no embeddings: its config\.json says `vocab_size: 640`\. Resize the embeddings"
+        r".* has no embeddings: its config\.json has `vocab_size: 640`\. Resize the embeddings"
     )
     with pytest.raises(ModelError, match=told):
         planned(ground, folder)

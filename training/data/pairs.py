@@ -62,7 +62,6 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         )
     encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"], spec.get("date")), spec)
     tally = _Tally(OverLength(spec["over_length"]), job.locations["named"]["chat_template"])
-    events.phase("comparing tokens that were made before")
     if (known := made_before(job, encoder, events)) is not None:
         return known
     events.phase("tokenizing")

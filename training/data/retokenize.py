@@ -34,6 +34,7 @@ def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> Made | N
         return None
     if earlier is None:
         return None
+    events.phase("comparing with tokens that other versions of the libraries made")
     count, difference = _compared(job, encoder, earlier)
     if difference is None:
         events.note(
