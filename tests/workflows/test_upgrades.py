@@ -115,3 +115,23 @@ def test_status_and_plan_after_an_upgrade_name_the_versions(ground: Ground, worl
     assert {asset.state for asset in status(pipeline, ground.services, ground.instance)} == {"fresh"}
     _, notes = run(ground, world)
     assert "sequences that other versions" not in notes, "once for each artifact"
+
+
+def test_home_in_which_no_versions_were_recorded_is_compared_once_and_trains_nothing(
+    ground: Ground, world: World
+) -> None:
+    """As it was made before versions counted: of the tokens and log-probs only the records without them are there."""
+    store = ground.services.store
+    for kind in ("tokenized_pairs", "reference_logprobs"):
+        for file in (store.root / "keys" / kind).iterdir():
+            record = store.record(kind, file.stem)
+            if record is not None and "software" in record.derivation.settings:
+                file.unlink()
+    pipeline = load_recipe(world.folder).pipeline
+    planned = {asset.asset: asset for asset in plan(pipeline, ground.services, ground.instance)}
+    assert planned["tokenized_pairs"].action == "reuse", "the plan has compared them"
+    assert {planned[name].action for name in BELOW} == {"reuse"}
+    outcomes, notes = run(ground, world)
+    assert {outcomes[name] for name in BELOW} == {("reused", False)}
+    assert outcomes["reference_logprobs"] == ("computed", False)
+    assert "to score" in notes and f"{2 * PAIRS} known, 0 to score" in notes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from training.contract.machine import cores, memory_bytes
+from training.contract.machine import accelerator, cores, memory_bytes
 
 GIB = 2**30
 MakeProcess = Callable[..., Path]
@@ -142,3 +142,15 @@ def test_in_a_container_what_is_mounted_is_its_own_group(make_process: MakeProce
 def test_the_affinity_of_the_process_counts(make_process: MakeProcess, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
     assert cores(make_process(["0::/job"], [V2], {"fs/cgroup/job/cpu.max": "800000 100000"})) == 2
+
+
+def test_accelerator_is_the_name_that_the_driver_gives(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for number in (0, 1):
+        (folder := tmp_path / f"0000:0{number}:00.0").mkdir()
+        (folder / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 68\n")
+    assert accelerator("auto", tmp_path) == accelerator("cuda", tmp_path) == "NVIDIA H100 80GB HBM3"
+    assert accelerator("cpu", tmp_path) == "cpu"
+    assert (accelerator("auto", tmp_path / "none"), accelerator("cuda", tmp_path / "none")) == ("cpu", "cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert accelerator("auto", tmp_path) == "cpu"
