@@ -60,21 +60,24 @@ def _scoring(recipe: Recipe) -> Settings:
 def _evaluation(recipe: Recipe) -> Settings:
     """With what decides where the samples end."""
     loss = {"loss": recipe.training.loss.settings()}
-    return recipe.evaluation.model_dump(mode="json") | loss | _eos_tokens(recipe)
+    return recipe.evaluation.model_dump(mode="json") | loss | _answering(recipe)
 
 
-def _eos_tokens(recipe: Recipe) -> Settings:
-    return {"eos_tokens": list(recipe.release.eos_tokens)} if recipe.release.eos_tokens else {}
+def _answering(recipe: Recipe) -> Settings:
+    """How the released model answers, without what is at its default."""
+    return _dumped(recipe.release, "eos_tokens", "generation", exclude=("model_name", "gate"))
 
 
 def _shipping(recipe: Recipe) -> Settings:
     """What decides how the released tokenizer writes, and where the released model stops."""
     rendering = {name: value for name, value in _tokenization(recipe).items() if name in ("template_kwargs", "date")}
-    return rendering | _eos_tokens(recipe)
+    return rendering | _answering(recipe)
 
 
 def _release(recipe: Recipe) -> Settings:
-    return _dumped(recipe.release, exclude=("eos_tokens",)) | {"gate": _dumped(recipe.release.gate, "min_accuracy_of")}
+    return _dumped(recipe.release, exclude=("eos_tokens", "generation")) | {
+        "gate": _dumped(recipe.release.gate, "min_accuracy_of")
+    }
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from training.contract.store import Record, Store
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOLD_ELSEWHERE = {"chat_template", "added_tokens_decoder", "transformers_version", "tokenizer_class"}
-_NESTED = ("files", "config", "generation", "processors", "base_config")
+_NESTED = ("files", "config", "base_generation", "processors", "base_config")
 
 
 def release_changes(store: Store, record: Record, found: FoundRelease) -> Iterator[str]:
@@ -30,7 +30,9 @@ def release_changes(store: Store, record: Record, found: FoundRelease) -> Iterat
     for name in _differing(old["files"], new["files"]):
         words = list(_config_changes(store, record, found.tokenizer.folder)) if name == _TOKENIZER_CONFIG else []
         yield from words or [f"{name} differs"]
-    yield from (f"generation_config.json {words}" for words in setting_changes(old["generation"], new["generation"]))
+    yield from (
+        f"generation_config.json {words}" for words in setting_changes(old["base_generation"], new["base_generation"])
+    )
     yield from (f"{name} differs" for name in _differing(old["processors"], new["processors"]))
     for name, place in (("config", "the tokenizer"), ("base_config", "the base model")):
         yield from (f"config.json of {place}: {words}" for words in setting_changes(old[name], new[name]))

@@ -21,7 +21,7 @@ _CONFIGS = ("*config.json",)  # of the hub these alone are fetched, and no weigh
 class LocatedShipping:
     """A base model's folder. `identity`: what is shipped of it, or decides how that is loaded.
 
-    `generation`: how it generates; `eos_token_ids`: at which it stops; `processors`: the sha256 of
+    `base_generation`: how it generates; `eos_token_ids`: at which it stops; `processors`: the sha256 of
     each processor file; `config`: the fields of its config.json that pick a tokenizer's class.
     """
 
@@ -56,7 +56,7 @@ def _identity(folder: Path, cache: HashCache | None) -> dict[str, Any]:
     hashes = zip(processors, file_hashes(processors, cache), strict=True)
     generation = generation_settings(folder)
     return {
-        "generation": generation,
+        "base_generation": generation,
         "eos_token_ids": eos_token_ids(generation),
         "processors": {path.name: sha256 for path, sha256 in hashes},
         "base_config": class_fields(folder),

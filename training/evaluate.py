@@ -26,6 +26,7 @@ from training.contract.events import EventWriter
 from training.contract.fingerprint import fingerprint, short
 from training.contract.job import Job
 from training.contract.loss import Loss
+from training.contract.recipe import Generation
 from training.contract.store import Made, write_json
 from training.data.collector import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.template import TOKENIZER_FOLDER
@@ -62,10 +63,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     held_out = score_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
     stops = stop_tokens(policy.config, tokenizer, job.settings)
-    after = answers(policy, prompts, stops, tokenizer, length, group)
+    drawing = Generation.model_validate(job.settings.get("generation", {}))
+    after = answers(policy, prompts, stops, tokenizer, length, group, drawing)
     del policy
     gc.collect()  # its parts form cycles, and two models need never fit at once
-    before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group)
+    before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group, drawing)
     if not group.is_main:
         return Made("")
     samples = [

@@ -1,8 +1,8 @@
-"""Samples: greedy answers of a model to a few held-out prompts, so that people can see what training changed.
+"""Samples: answers of a model to a few held-out prompts, so that people can see what training changed.
 
 The prompts are spread evenly over the distinct held-out ones, and divided among the ranks; with a sharded model every token is
-a collective pass, so all ranks answer all prompts together. An answer ends where the released model would end it on a server.
-Other generation settings of the model are not used: temperature and penalties would hide what the weights do.
+a collective pass, so all ranks answer all prompts together. Answers are made, and end, as a server would make those of the
+released model: greedily, unless `release.generation` says otherwise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,14 @@ from transformers import (
 )
 
 from training.contract.errors import TemplateError
+from training.contract.recipe import Generation
 from training.data.tokenized import Pairs
 from training.distributed import Group
 from training.model.body import text_config
 from training.model.logprobs import runs_in_lockstep
 
 _NO_TOKEN = -1
+_GREEDY = Generation()
 
 
 def spread_prompts(pairs: Pairs, among: npt.NDArray[np.int64], count: int) -> list[int]:
@@ -51,15 +53,35 @@ def stop_tokens(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, se
 
 def greedy(model: PreTrainedModel, prompt: Sequence[int], stops: list[int], max_new_tokens: int) -> list[int]:
     """The most likely continuation of `prompt`, token by token; shorter where the model has no positions left."""
+    return continuation(model, prompt, stops, max_new_tokens, _GREEDY)
+
+
+def continuation(
+    model: PreTrainedModel,
+    prompt: Sequence[int],
+    stops: list[int],
+    max_new_tokens: int,
+    drawing: Generation,
+    seed: int = 0,
+) -> list[int]:
+    """Return a continuation of `prompt`, drawn as `drawing` says; the same for the same `seed`."""
     positions = getattr(text_config(model), "max_position_embeddings", None) or len(prompt) + max_new_tokens
     room = min(max_new_tokens, positions - len(prompt))
     if room < 1:
         return []
+    lot = {"temperature": drawing.temperature, "top_p": drawing.top_p, "top_k": drawing.top_k}
     model.generation_config = GenerationConfig(
-        do_sample=False, max_new_tokens=room, eos_token_id=stops or None, pad_token_id=stops[0] if stops else 0
+        do_sample=drawing.temperature > 0,
+        max_new_tokens=room,
+        eos_token_id=stops or None,
+        pad_token_id=stops[0] if stops else 0,
+        repetition_penalty=drawing.repetition_penalty,
+        **(lot if drawing.temperature else {}),
     )
     ids_1T = torch.tensor([list(prompt)], device=model.device)
-    out_1T = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=True)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        out_1T = model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=True)
     tokens: list[int] = out_1T[0, len(prompt) :].tolist()
     return tokens
 
@@ -71,13 +93,14 @@ def answers(
     tokenizer: PreTrainedTokenizerBase,
     max_new_tokens: int,
     group: Group,
+    drawing: Generation = _GREEDY,
 ) -> list[str]:
     """What `model` answers to each prompt, as text; every rank does its share and gets all."""
     everything = range(len(prompts))
     share = everything if runs_in_lockstep(model) else everything[group.rank :: group.world]
     rows = torch.full((len(share), 1 + max_new_tokens), _NO_TOKEN, dtype=torch.int64)
     for row, at in zip(rows, share, strict=True):
-        tokens = greedy(model, prompts[at], stops, max_new_tokens)
+        tokens = continuation(model, prompts[at], stops, max_new_tokens, drawing, seed=at)
         row[0] = at
         row[1 : 1 + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
     texts = [""] * len(prompts)

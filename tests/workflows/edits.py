@@ -294,6 +294,10 @@ def edit_sampling(world: World) -> None:
     change_json(world.base / "generation_config.json", do_sample=True, temperature=0.7)
 
 
+def edit_padding(world: World) -> None:
+    change_json(world.base / "generation_config.json", pad_token_id=1)
+
+
 def add_processor(world: World) -> None:
     (world.base / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor", "size": 224}')
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, Olmo2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, Olmo2Config, pipeline
 
 from tests.workflows.edits import change_json
 from tests.workflows.in_process import Ground, run_in
@@ -82,7 +82,7 @@ def set_attributes(folder: Path, attributes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("file", "fields", "cause", "place"),
     [
-        ("generation_config.json", {"temperature": 0.7}, "generation_config.json temperature absent -> 0.7", ""),
+        ("generation_config.json", {"pad_token_id": 2}, "generation_config.json pad_token_id 0 -> 2", ""),
         (
             "tokenizer_config.json",
             {"pad_token": "<|user|>"},
@@ -122,26 +122,39 @@ def test_release_of_a_recipe_has_its_own_padding_whatever_ran_in_the_home_before
     set_attributes(other, {**FEW, "release": {"model_name": "other"}})
     change_json(other / "base" / "tokenizer_config.json", pad_token="<|end|>", model_max_length=512)
     change_json(other / "base" / "config.json", use_cache=False)
-    change_json(other / "base" / "generation_config.json", repetition_penalty=1.1)
+    change_json(other / "base" / "generation_config.json", suppress_tokens=[7])
     report = run(ground, other)
     reused = {asset.asset for asset in report.assets if asset.outcome == "reused"}
     assert {"tokenized_pairs", "reference_logprobs", "policy", "evaluation"} <= reused
     words = AutoTokenizer.from_pretrained(released(ground, report, "other"))
     assert (words.pad_token, words.model_max_length) == ("<|end|>", 512)
-    assert read(released(ground, report, "other") / "generation_config.json")["repetition_penalty"] == 1.1
+    assert read(released(ground, report, "other") / "generation_config.json")["suppress_tokens"] == [7]
     first = ground.services.registry.resolve("models:/plain/1")
     assert AutoTokenizer.from_pretrained(first).pad_token == "<|pad|>"
-    assert "repetition_penalty" not in read(first / "generation_config.json")
+    assert "suppress_tokens" not in read(first / "generation_config.json")
 
 
 def test_release_of_files_from_the_store_is_the_same_after_they_were_lost(ground: Ground, folder: Path) -> None:
-    change_json(folder / "base" / "generation_config.json", top_k=7)
+    change_json(folder / "base" / "generation_config.json", suppress_tokens=[9])
     model = released(ground, run(ground, folder))
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     shutil.rmtree(model)
     run(ground, folder)
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
-    assert read(model / "generation_config.json")["top_k"] == 7
+    assert read(model / "generation_config.json")["suppress_tokens"] == [9]
+
+
+def test_pipeline_of_a_release_answers_greedily_though_its_base_draws_by_lot(ground: Ground, folder: Path) -> None:
+    """A pipeline of transformers draws at a temperature of 0.7 unless the model's own file says otherwise."""
+    change_json(folder / "base" / "generation_config.json", do_sample=True, temperature=5.0, pad_token_id=1)
+    model = released(ground, run(ground, folder))
+    answer = pipeline("text-generation", model=str(model))
+    asked = [{"role": "user", "content": "What is the opposite of hot?"}]
+    said = {answer(asked, max_new_tokens=12)[0]["generated_text"][-1]["content"] for _ in range(4)}
+    words, weights = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    ids = words.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    greedy = weights.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert said == {words.decode(greedy, skip_special_tokens=True)}
 
 
 def ends_with_another_token(folder: Path) -> None:

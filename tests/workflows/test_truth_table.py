@@ -134,6 +134,7 @@ FASTER = {"activation_checkpointing": True, "compile": True}
 MUON = {"type": "muon", "momentum": 0.9, "nesterov": False, "ns_steps": 4, "adjust_lr": "original"}
 MUON |= {f"adamw.{name}": value for name, value in AdamW(learning_rate=1e-3).model_dump(mode="json").items()}
 ADAPTER = {"rank": 2, "alpha": 4, "dropout": 0.1, "target_modules": ["q_proj"], "export": "adapter"}
+BY_LOT = {"temperature": 3.0, "top_p": 0.99, "top_k": 100, "repetition_penalty": 1.5}
 AUTOMATION = {"cron": "0 6 * * 1", "timezone": "Asia/Tokyo", "on_change": False}
 NOTHING = ".. .... .. .. ..."
 NEW_DATA, SAME_PAIRS = "C. .... CC .C CCC", "C. .... cr .r rrr"
@@ -209,7 +210,8 @@ TABLE: dict[str, Row] = {
     "rms_norm_eps": Row(config("rms_norm_eps", 1e-3), OTHER_BASE, ALL),
     "rope theta": Row(config("rope_parameters", {"rope_theta": 500.0, "rope_type": "default"}), OTHER_BASE, ALL),
     "where it stops, in generation_config.json": Row(edits.edit_generation, ".. ..CC .. .. .CC", 0),
-    "how it samples, in generation_config.json": Row(edits.edit_sampling, SHIPPED, 0),
+    "how it samples, in generation_config.json": Row(edits.edit_sampling, NOTHING),
+    "how it pads, in generation_config.json": Row(edits.edit_padding, SHIPPED, 0),
     "a processor file": Row(edits.add_processor, SHIPPED, 0),
     "revision of a folder": Row(field("reference.revision", "main"), NOTHING),
     "dtype": Row(field("reference.dtype", "bfloat16"), ".. .... .. .C CCC", ALL),
@@ -261,6 +263,7 @@ TABLE: dict[str, Row] = {
     "eos_tokens, none of which an answer of two tokens has": Row(
         field("release.eos_tokens", ["<|user|>"]), ".. ..CC .. .. .cC", 0
     ),
+    "answers drawn by lot": Row(fields("release.generation", BY_LOT), ".. ..CC .. .. .CC", 0),
     "min_accuracy": Row(field("release.gate.min_accuracy", 0.1), NEW_RELEASE, 0),
     "min_accuracy_of a source": Row(SetFields(FLOOR_OF_A_SOURCE), ".. .... Cc .r rCC", 0),
     # How and when it is run

@@ -178,11 +178,32 @@ class Gate(Section):
     min_accuracy_of: dict[SourceName, Share] = Field(default={})
 
 
+class Generation(Section):
+    """How the released model answers if a request does not say: greedily, or at a `temperature` above 0 by lot.
+
+    The names are those of transformers; `top_k: 0` and `top_p: 1` leave no token out. The evaluation's samples are made so.
+    """
+
+    temperature: NonNegative = 0.0
+    top_p: Annotated[Positive, Field(le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=MOST)] = 0
+    repetition_penalty: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _lot_to_draw(self) -> Self:
+        if not self.temperature and (self.top_p, self.top_k) != (1.0, 0):
+            raise ValueError(
+                "`top_p` and `top_k` say which tokens are drawn, and at `temperature: 0` none is; raise it"
+            )
+        return self
+
+
 class Release(Section):
     """`eos_tokens`: tokens at which the released model stops too, beside those of its base model's files."""
 
     model_name: Name
     eos_tokens: tuple[Text, ...] = ()
+    generation: Generation = Generation()
     gate: Gate = Gate()
 
 

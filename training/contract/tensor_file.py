@@ -36,7 +36,8 @@ def read_places(file: Path) -> list[TensorPlace]:
     """The tensors of `file` in the order of their bytes. Raises OSError, or ValueError if it is not sound."""
     with open(file, "rb") as opened:  # first, since safetensors calls a file that may not be read one that is not there
         try:
-            with safe_open(file, framework="numpy", backend="pread"):  # a map of a file that is truncated ends the process
+            # Read, not mapped: a map of a file that somebody truncates would end the process.
+            with safe_open(file, framework="numpy", backend="pread"):
                 pass
         except SafetensorError as error:
             raise ValueError(str(error)) from error

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from training.contract.errors import TemplateError
 from training.contract.events import EventWriter
 from training.contract.fingerprint import fingerprint, short
-from training.contract.generation import GENERATION_CONFIG
+from training.contract.generation import GENERATION_CONFIG, released_settings
 from training.contract.hashing import hash_file
 from training.contract.job import Job
 from training.contract.store import Made, write_json
@@ -113,8 +113,8 @@ def _write_model_files(job: Job, eos: list[int]) -> None:
     folder.mkdir()
     for name, sha256 in job.settings["processors"].items():
         copy_file(base / name, folder / name, sha256)
-    settings = {**job.settings["generation"], "eos_token_id": eos[0] if len(eos) == 1 else eos}
-    write_json(folder / GENERATION_CONFIG, {name: value for name, value in settings.items() if value != []})
+    answering = job.settings.get("generation", {})
+    write_json(folder / GENERATION_CONFIG, released_settings(job.settings["base_generation"], eos, answering))
 
 
 def _files(folder: Path) -> list[str]:

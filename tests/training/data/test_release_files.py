@@ -18,7 +18,7 @@ def collect(tmp_path, tiny_chat):
     workshop = Workshop(tmp_path)
 
     def collected(model_type="llama", eos_token_ids=(2,), **settings):
-        of_base = {"generation": {"eos_token_id": 2, "temperature": 0.5}, "eos_token_ids": list(eos_token_ids)}
+        of_base = {"base_generation": {"eos_token_id": 2, "pad_token_id": 0}, "eos_token_ids": list(eos_token_ids)}
         of_base |= {"processors": {}, "base_config": {"model_type": model_type}, "template_kwargs": {}}
         locations = {"tokenizer": str(tiny_chat), "chat_template": None, "named": NAMED, "base": str(tiny_chat)}
         settings = {**hashes_of(tiny_chat), **of_base, **settings}
@@ -33,7 +33,10 @@ def read(folder: Path, name: str):
 
 def test_release_has_tokenizer_settings_and_the_tokens_at_which_it_stops(collect):
     made = collect(eos_tokens=["<|endoftext|>"])
-    assert read(made.folder, "model/generation_config.json") == {"eos_token_id": [0, 2], "temperature": 0.5}
+    assert read(made.folder, "model/generation_config.json") == {
+        **{"eos_token_id": [0, 2], "pad_token_id": 0},
+        **{"do_sample": False, "temperature": 0.0},
+    }
     assert read(made.folder, "tokenizer/tokenizer_config.json")["pad_token"] == "<|endoftext|>"
     assert made.details["notes"] == []
 
