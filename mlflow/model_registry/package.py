@@ -1,8 +1,8 @@
 """Package a policy as an MLflow model: `python -m model_registry.package NAME POLICY TOKENIZER OUT`.
 
 A process of its own, since saving goes through torch and transformers, which the process of Dagster never imports. The
-model loads with `mlflow.transformers.load_model`. As a `python_function`, so in `mlflow models serve`, it answers chats by
-`pedigree_chat.py`, a copy of which lies in its folder `code/`. On failure the cause is what stdout holds and the exit code is 1.
+model loads with `mlflow.transformers.load_model`. As a `python_function`, so in `mlflow models serve`, `pedigree_chat.py`
+answers for it: a copy lies in its folder `code/`. On failure the cause is what stdout holds and the exit code is 1.
 """
 
 import importlib.metadata

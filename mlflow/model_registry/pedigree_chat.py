@@ -41,7 +41,7 @@ class Chat:
         self, data: pd.DataFrame | Mapping[str, Any], params: Mapping[str, Any] | None = None
     ) -> dict[str, Any] | list[dict[str, Any]]:
         """Answer one chat, or each row of a table of several, in the form of OpenAI's chat completions."""
-        rows = data.to_dict(orient="records") if isinstance(data, pd.DataFrame) else [data]
+        rows: list[Any] = data.to_dict(orient="records") if isinstance(data, pd.DataFrame) else [data]
         answers = [self._answer(_request({**(params or {}), **row})) for row in rows]
         return answers[0] if len(answers) == 1 else answers
 
