@@ -64,6 +64,17 @@ def application(proxy: Proxied) -> Starlette:
 
 def translated(proxy: Proxied, asked: Any) -> dict[str, Any]:
     """Rewrite a request for `transformers serve`. Raises Refused if it is none that can be answered."""
+    asked = _demand_answerable(proxy, asked)
+    temperature = asked.get("temperature") or 0
+    kept = {name: value for name, value in asked.items() if name not in ("n", "generation_config")}
+    request = {**kept, "model": proxy.served_as, "temperature": float(temperature)}
+    if temperature > 0:
+        request["generation_config"] = json.dumps(_sampling(proxy.generation))
+    return request
+
+
+def _demand_answerable(proxy: Proxied, asked: Any) -> dict[str, Any]:
+    """Return the request. Raises Refused with the field that is wrong."""
     if not isinstance(asked, dict):
         raise Refused(f"the request is a JSON {type(asked).__name__}; expected an object with `messages`")
     if (model := asked.get("model", proxy.model)) != proxy.model:
@@ -75,11 +86,10 @@ def translated(proxy: Proxied, asked: Any) -> dict[str, Any]:
     temperature = asked.get("temperature") or 0
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
         raise Refused(f"`temperature` is {temperature!r}; expected 0, which is greedy, or a number above")
-    kept = {name: value for name, value in asked.items() if name not in ("n", "generation_config")}
-    request = {**kept, "model": proxy.served_as, "temperature": float(temperature)}
-    if temperature > 0:
-        request["generation_config"] = json.dumps(_sampling(proxy.generation))
-    return request
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (length := asked.get(name)) is not None and (type(length) is not int or length < 1):
+            raise Refused(f"`{name}` is {length!r}; expected an integer of 1 or more, or leave it out")
+    return asked
 
 
 def _sampling(generation: dict[str, Any]) -> dict[str, Any]:

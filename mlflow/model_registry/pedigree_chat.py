@@ -49,7 +49,7 @@ class Chat:
         inputs = self._inputs(request["messages"])
         prompt_tokens = inputs["input_ids"].shape[1]
         stop = [request["stop"]] if isinstance(request.get("stop"), str) else list(request.get("stop", ()))
-        limit = int(request.get("max_tokens") or self._model.generation_config.max_new_tokens or _MAX_TOKENS)
+        limit = int(request.get("max_tokens", self._model.generation_config.max_new_tokens or _MAX_TOKENS))
         settings = {**_sampling(request), "max_new_tokens": limit}
         if stop:
             settings |= {"stop_strings": stop, "tokenizer": self._tokenizer}
@@ -72,7 +72,11 @@ class Chat:
 
 
 def _request(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are there. Raises MlflowException if there are others than those that count here."""
+    """The fields that are there. Raises MlflowException if there are others than those that count here.
+
+    MLflow drops fields that the model's signature does not list, so that is MLflow's own for chats: nothing is ignored that
+    a client of OpenAI may mean.
+    """
     given = {name: value for name, value in fields.items() if not _absent(value)}
     for name, value in given.items():
         if name not in _TAKEN and value not in _NEUTRAL.get(name, ()):
@@ -80,6 +84,8 @@ def _request(fields: Mapping[str, Any]) -> dict[str, Any]:
                 f"`{name}` is {value!r}; `mlflow models serve` takes {', '.join(_TAKEN)}; leave {name} out, or use "
                 "`pedigree serve`, which takes more"
             )
+    if given.get("max_tokens", 1) < 1:
+        raise _refused(f"`max_tokens` is {given['max_tokens']}; expected 1 or more, or leave it out")
     if not len(given.get("messages", ())):
         raise _refused('`messages` is missing or empty; expected a list such as [{"role": "user", "content": "Hello"}]')
     return given
