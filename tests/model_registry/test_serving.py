@@ -19,6 +19,7 @@ from typing import Any
 import openai
 import pytest
 
+from model_registry.files import local_path
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from tests.workflows.homes import PEDIGREE, Home
@@ -100,7 +101,8 @@ def address(released: Released, tmp_path_factory: pytest.TempPathFactory) -> Ite
     command = [PEDIGREE, "serve", "demo", "--port", str(free_port(0))]
     with running(command, released.home.environment, log) as process:
         yield wait_for(process, log, r"demo, version 1: (\S+)/chat/completions")[1]
-        port = int((released.home.path / "serve" / "transformers.log").read_text().rpartition(":")[2].split()[0])
+        said = (released.home.path / "serve" / "transformers.log").read_text()
+        [port] = re.findall(r"running on http://127\.0\.0\.1:(\d+)", said)
     assert process.returncode == 0
     for left in (command[-1], port):
         with pytest.raises(urllib.error.URLError, match="refused"):
@@ -185,8 +187,8 @@ def test_what_cannot_be_served_is_named(released: Released, model: str, code: in
 def test_a_version_without_a_tokenizer_is_named(released: Released, tmp_path: Path):
     home = Home(Path(shutil.copytree(released.home.path, tmp_path / "home")))
     source = Registry(released.uri, tmp_path / "downloads").version_at("models:/untold/1").source
-    folder = home.path / Path(source).relative_to(released.home.path) / "model"
-    for file in folder.glob("tokenizer*"):
+    folder = home.path / local_path(source).relative_to(released.home.path)
+    for file in (folder / "model").glob("tokenizer*"):
         file.unlink()
     done = home.invoke("serve", "untold/1")
     assert done.exit_code == 1 and "version 1 of untold has no tokenizer in" in done.output
