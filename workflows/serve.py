@@ -53,7 +53,7 @@ def chat(model: str, temperature: float, max_tokens: int, system: str | None) ->
     version, folder = _released(model)
     settings = {"model": version.name, "temperature": temperature, "max_tokens": max_tokens}
     said = [{"role": "system", "content": system}] if system else []
-    with model_server(version, folder, _logs(), LOOPBACK, 0, people.print) as address:
+    with suppress(KeyboardInterrupt), model_server(version, folder, _logs(), LOOPBACK, 0, people.print) as address:
         for number in (signal.SIGTERM, signal.SIGHUP):  # unlike Ctrl-C they end more than an answer
             signal.signal(number, _end)
         converse(Conversation(address, settings, said), _write, print_error)

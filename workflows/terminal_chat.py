@@ -53,18 +53,17 @@ class Conversation:
 
 
 def converse(conversation: Conversation, write: Callable[[str], object], complain: Callable[[str], None]) -> None:
-    """Answer each line of stdin until its end. Ctrl-C ends an answer, or, where a question is due, the conversation."""
-    with suppress(KeyboardInterrupt):
-        for question in _questions():
-            try:
-                for part in conversation.ask(question):
-                    write(part)
-            except KeyboardInterrupt:
-                if not sys.stdin.isatty():
-                    raise
-            except OSError as error:
-                complain(_told(error))
-            write("\n")
+    """Answer each line of stdin until its end. Ctrl-C ends an answer; raises KeyboardInterrupt when a question is due."""
+    for question in _questions():
+        try:
+            for part in conversation.ask(question):
+                write(part)
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+        except OSError as error:
+            complain(_told(error))
+        write("\n")
 
 
 def _questions() -> Iterator[str]:

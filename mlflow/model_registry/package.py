@@ -8,9 +8,7 @@ answers for it: a copy lies in its folder `code/`. On failure the cause is what 
 import importlib.metadata
 import sys
 from pathlib import Path
-
-import mlflow.models
-import mlflow.pyfunc
+from typing import Any
 
 from training.contract.imports import import_uncollected
 from training.contract.lifetime import die_with_parent
@@ -37,7 +35,7 @@ def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
     model.config._name_or_path = model.name_or_path = name
     words = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     words.name_or_path = name
-    described = mlflow.models.Model()
+    described = import_uncollected("mlflow.models").Model()
     flavor.save_model(
         {"model": model, "tokenizer": words},
         str(out),
@@ -52,11 +50,11 @@ def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
     (out / "LICENSE.txt").unlink(missing_ok=True)
 
 
-def _answer_ourselves(described: mlflow.models.Model, name: str, out: Path) -> None:
+def _answer_ourselves(described: Any, name: str, out: Path) -> None:
     """Have chats answered by our code instead of MLflow's, in the `python_function` flavor alone."""
-    theirs = described.flavors[mlflow.pyfunc.FLAVOR_NAME]
-    environment = theirs[mlflow.pyfunc.ENV]
-    mlflow.pyfunc.add_to_model(
+    pyfunc = import_uncollected("mlflow.pyfunc")
+    environment = described.flavors[pyfunc.FLAVOR_NAME][pyfunc.ENV]
+    pyfunc.add_to_model(
         described,
         loader_module=_ANSWERING,
         code=_CODE,
