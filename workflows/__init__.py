@@ -8,6 +8,7 @@ cli, reporting, progress, show       the command: what is typed, how it ends, it
 execution, own_checks, run_report    `run`: what belongs to it beside the recipe, and what became of it
 waiting                              how a run waits for a slot in a pool
 outlook, lineage, plan               what a run would give; `status`; `plan`
+serve, model_server, terminal_chat   `serve` and `chat`: a released version behind an address, or in the terminal
 comparison, inspection, verify,      the other commands, each a file
   gc, servers
 """

@@ -47,6 +47,7 @@ from workflows.rescore import rescore
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
 from workflows.run_report import INTERRUPTED, RunReport
 from workflows.scaffold import init_recipe
+from workflows.serve import chat, serve
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
 
@@ -55,7 +56,7 @@ _recipe = click.argument("recipe")
 _port = click.IntRange(1, 65535)
 
 
-@click.group(cls=JsonGroup)
+@click.group(cls=JsonGroup, commands=[rescore, serve, chat])
 @click.version_option(package_name="pedigree")
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.
@@ -287,9 +288,6 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
-
-
-main.add_command(rescore)
 
 
 def _find(recipe: str) -> list[LoadedRecipe]:

@@ -107,8 +107,8 @@ def test_the_champion_loads_generates_and_chats(registered: Registered, policy: 
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["same"]
     assert told["dtype"] == "torch.bfloat16"
-    answer = told["answer"][0]
-    assert (answer["object"], answer["model"]) == ("chat.completion", "models:/demo")
+    answer = told["answer"]
+    assert (answer["object"], answer["model"]) == ("chat.completion", "demo")
     assert answer["usage"]["prompt_tokens"] == told["prompt_tokens"]
     assert 1 <= answer["usage"]["completion_tokens"] <= 8
     assert answer["choices"][0]["message"]["role"] == "assistant"

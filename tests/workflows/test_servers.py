@@ -223,7 +223,7 @@ def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monk
         started.extend(wanted)
         yield
 
-    monkeypatch.setattr(web, "_serving", serving)
+    monkeypatch.setattr(web, "serving", serving)
     port = free_port(0)
     runs, models = "postgresql://me:secret@db/runs", "postgresql://me:secret@db/models"
     registry = Registry(runs, tmp_path, models)
@@ -240,7 +240,7 @@ def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     logs = (tmp_path / "first.log", tmp_path)
     sleepers = [
-        web._Server("A server", [sys.executable, "-c", "import time; time.sleep(600)"], "", "", log) for log in logs
+        web.Server("A server", [sys.executable, "-c", "import time; time.sleep(600)"], "", "", log) for log in logs
     ]
     started = []
 
@@ -249,12 +249,9 @@ def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
         return started[-1]
 
     beginning = web._start
-    try:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(IsADirectoryError):
-            patch.setattr(web, "_start", start)
-            with web._serving(sleepers):
-                pass
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(IsADirectoryError):
+        patch.setattr(web, "_start", start)
+        with web.serving(sleepers):
+            pass
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
     assert [process.poll() is None for process in started] == [False]

@@ -1,0 +1,200 @@
+"""An OpenAI-compatible server of one model: `python -m model_registry.chat_proxy SETTINGS`, in front of `transformers serve`.
+
+`transformers serve` knows a model by its folder, and samples only if the model's own settings say so. So requests are
+rewritten on their way there: no temperature, or 0, is greedy, and a temperature above 0 samples. Answers are rewritten on
+their way back: they carry the model's name. A process of its own, which Dagster's and the terminal's never import.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from ipaddress import ip_address
+from typing import Any
+
+import httpx2
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from model_registry.proxied import Proxied
+
+_DATA = "data: "
+_LOOPBACK_NAMES = ["localhost", "127.0.0.1", "[::1]"]
+
+
+class Refused(Exception):
+    """A request that cannot be answered, with the HTTP status that says so."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def application(proxy: Proxied) -> Starlette:
+    """Build the server: `/v1/models`, `/v1/chat/completions` and `/health`."""
+    about = {"id": proxy.model, "object": "model", "created": int(time.time()), "owned_by": "pedigree"}
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [about]})
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def completions(request: Request) -> Response:
+        return await _answer(proxy, request)
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/chat/completions", completions, methods=["POST"]),
+            Route("/health", health),
+        ],
+        middleware=_known_hosts(proxy.host),
+        exception_handlers={Refused: _told},
+        lifespan=_lifespan(proxy.upstream),
+    )
+
+
+def translated(proxy: Proxied, asked: Any) -> dict[str, Any]:
+    """Rewrite a request for `transformers serve`. Raises Refused if it is none that can be answered."""
+    asked = _demand_answerable(proxy, asked)
+    temperature = asked.get("temperature") or 0
+    kept = {name: value for name, value in asked.items() if name not in ("n", "generation_config")}
+    request = {**kept, "model": proxy.served_as, "temperature": float(temperature)}
+    if temperature > 0:
+        request["generation_config"] = json.dumps(_sampling(proxy.generation))
+    return request
+
+
+def _demand_answerable(proxy: Proxied, asked: Any) -> dict[str, Any]:
+    """Return the request. Raises Refused with the field that is wrong."""
+    if not isinstance(asked, dict):
+        raise Refused(f"the request is a JSON {type(asked).__name__}; expected an object with `messages`")
+    if (model := asked.get("model", proxy.model)) != proxy.model:
+        raise Refused(f"`model` is {model!r}; this server has {proxy.model!r} alone: ask for that", 404)
+    if not _are_messages(asked.get("messages")):
+        raise Refused('`messages` must be a list such as [{"role": "user", "content": "Hello"}]')
+    if asked.get("n") not in (None, 1):
+        raise Refused(f"`n` is {asked['n']!r}; expected 1: ask again for another answer")
+    temperature = asked.get("temperature") or 0
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise Refused(f"`temperature` is {temperature!r}; expected 0, which is greedy, or a number above")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if (length := asked.get(name)) is not None and (type(length) is not int or length < 1):
+            raise Refused(f"`{name}` is {length!r}; expected an integer of 1 or more, or leave it out")
+    return asked
+
+
+def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
+    """The model's own settings, which the request's would replace as a whole, for an answer that is sampled.
+
+    The length is what `transformers serve` gives answers that name none.
+    """
+    length = max(generation.get("max_new_tokens") or 0, 1024)
+    return {**generation, "do_sample": True, "max_new_tokens": length}
+
+
+def _are_messages(found: object) -> bool:
+    if not isinstance(found, list) or not found:
+        return False
+    return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in found)
+
+
+async def _answer(proxy: Proxied, request: Request) -> Response:
+    try:
+        asked = await request.json()
+    except ValueError as error:
+        raise Refused(f"the request is no JSON: {error}") from error
+    client: httpx2.AsyncClient = request.state.client
+    asking = client.build_request("POST", "/v1/chat/completions", json=translated(proxy, asked))
+    try:
+        answer = await client.send(asking, stream=True)
+        if answer.status_code != 200 or not asked.get("stream"):
+            return await _whole(proxy, answer)
+    except httpx2.HTTPError as error:
+        raise Refused(f"the model does not answer: {error!r}; start the server again", 502) from error
+    return StreamingResponse(_events(proxy, answer), media_type="text/event-stream")
+
+
+async def _whole(proxy: Proxied, answer: httpx2.Response) -> Response:
+    """One answer, or the refusal of `transformers serve` in the form of OpenAI's."""
+    try:
+        content = (await answer.aread()).decode("utf-8", "replace")
+    finally:
+        await answer.aclose()
+    if answer.status_code != 200:
+        raise Refused(_detail(content), answer.status_code)
+    return JSONResponse({**json.loads(content), "model": proxy.model})
+
+
+def _detail(content: str) -> str:
+    """The words of a refusal."""
+    try:
+        return str(json.loads(content)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return content
+
+
+async def _events(proxy: Proxied, answer: httpx2.Response) -> AsyncIterator[str]:
+    """The parts of an answer as they come. If the client goes away, so does the request for the rest."""
+    try:
+        async for line in answer.aiter_lines():
+            if line.startswith(_DATA):
+                yield f"{_DATA}{_renamed(proxy, line.removeprefix(_DATA))}\n\n"
+        yield f"{_DATA}[DONE]\n\n"
+    finally:
+        await answer.aclose()
+
+
+def _renamed(proxy: Proxied, part: str) -> str:
+    try:
+        content = json.loads(part)
+    except ValueError:
+        return part
+    return json.dumps({**content, "model": proxy.model} if "model" in content else content)
+
+
+async def _told(_: Request, error: Exception) -> Response:
+    status = error.status if isinstance(error, Refused) else 500
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"message": str(error), "type": kind, "code": status}}, status)
+
+
+def _known_hosts(host: str) -> list[Middleware]:
+    """On loopback, refuse requests for other names: a web page could else have its own name lead here."""
+    if not _is_loopback(host):
+        return []
+    return [Middleware(TrustedHostMiddleware, allowed_hosts=[*_LOOPBACK_NAMES, host], www_redirect=False)]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _lifespan(upstream: str) -> Callable[[Starlette], AbstractAsyncContextManager[dict[str, Any]]]:
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
+        # An answer may take minutes, and no proxy leads to this machine's loopback.
+        async with httpx2.AsyncClient(base_url=upstream, timeout=None, trust_env=False) as client:
+            yield {"client": client}
+
+    return lifespan
+
+
+def main(settings: str) -> None:
+    proxy = Proxied.parse(settings)
+    uvicorn.run(application(proxy), host=proxy.host, port=proxy.port, log_level="info", timeout_graceful_shutdown=3)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

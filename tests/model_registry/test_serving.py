@@ -1,0 +1,224 @@
+"""A released version behind real servers, asked by OpenAI's own client, in the terminal, and by `mlflow models serve`."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from model_registry.files import local_path
+from model_registry.registry import Registry
+from model_registry.tracking import Tracker
+from tests.workflows.homes import PEDIGREE, Home
+from workflows.servers import free_port
+
+pytestmark = pytest.mark.system
+QUESTION: Any = [{"role": "user", "content": "tell me"}]
+TOKENS = 12
+# What plain transformers answers greedily, from the policy's own folder.
+ANSWER = f"""
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+words, model = AutoTokenizer.from_pretrained(sys.argv[1]), AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+ids = words.apply_chat_template({QUESTION}, add_generation_prompt=True, return_tensors="pt", return_dict=True)["input_ids"]
+made = model.generate(ids, max_new_tokens={TOKENS}, do_sample=False)[0, ids.shape[1]:]
+sys.stdout.buffer.write(words.decode(made, skip_special_tokens=True).encode())
+"""
+
+
+@dataclass(frozen=True)
+class Released:
+    """A home in which `demo` has a champion with random weights, and what that answers greedily."""
+
+    home: Home
+    uri: str
+    answer: str
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path, policy: Path) -> Released:
+    """Its folder has an `@`, which in the name of a model would begin a revision."""
+    home = tmp_path_factory.mktemp("me@home")
+    (home / "mlflow").mkdir()
+    shutil.copy(migrated_database, home / "mlflow" / "mlflow.db")
+    uri = f"sqlite:///{home / 'mlflow' / 'mlflow.db'}"
+    with Tracker(uri, home / "mlflow" / "artifacts").run(experiment="e", key="a", name="a", params={}, tags={}) as run:
+        pass
+    registry = Registry(uri, home / "downloads")
+    for name, tokenizer in (("demo", policy), ("untold", without_template(policy, home / "untold"))):
+        version = registry.register(
+            name, policy, run.run_id, identity={"pedigree.policy": name}, tags={}, tokenizer=tokenizer
+        )
+        registry.promote(version, over=None)
+    done = subprocess.run([sys.executable, "-c", ANSWER, str(policy)], capture_output=True, check=True)
+    return Released(Home(home), uri, done.stdout.decode())
+
+
+def without_template(policy: Path, target: Path) -> Path:
+    target.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(policy / name, target / name)
+    return target
+
+
+@contextmanager
+def running(command: list[str], environment: dict[str, str], log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A server as a shell starts it in the background; SIGTERM ends it at the end."""
+    with open(log, "wb") as file:
+        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def wait_for(process: "subprocess.Popen[bytes]", log: Path, words: str) -> "re.Match[str]":
+    deadline = time.monotonic() + 300
+    while not (found := re.search(words, log.read_text())):
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+    return found
+
+
+@pytest.fixture(scope="module")
+def address(released: Released, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of `pedigree serve demo`, which leaves none of its processes behind."""
+    log = tmp_path_factory.mktemp("serve") / "serve.log"
+    command = [PEDIGREE, "serve", "demo", "--port", str(free_port(0))]
+    with running(command, released.home.environment, log) as process:
+        yield wait_for(process, log, r"demo, version 1: (\S+)/chat/completions")[1]
+        said = (released.home.path / "serve" / "transformers.log").read_text()
+        [port] = re.findall(r"running on http://127\.0\.0\.1:(\d+)", said)
+    assert process.returncode == 0
+    for left in (command[-1], port):
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            urllib.request.urlopen(f"http://127.0.0.1:{left}/health", timeout=5)
+
+
+@pytest.fixture
+def client(address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=address, api_key="none", max_retries=0)
+
+
+def ask(client: openai.OpenAI, **settings: Any) -> Any:
+    return client.chat.completions.create(model="demo", messages=QUESTION, max_tokens=TOKENS, **settings)
+
+
+def test_the_model_is_listed_by_its_name(client: openai.OpenAI):
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+@pytest.mark.parametrize("greedy", [{}, {"temperature": 0}])
+def test_without_a_temperature_the_answer_is_that_of_plain_transformers(
+    client: openai.OpenAI, released: Released, greedy: dict[str, int]
+):
+    answer = ask(client, **greedy)
+    assert (answer.model, answer.object) == ("demo", "chat.completion")
+    assert answer.choices[0].message.content == released.answer
+
+
+def test_a_temperature_samples(client: openai.OpenAI):
+    """The weights are random, so two answers of twelve tokens are hardly ever the same."""
+    told = {ask(client, temperature=1.0).choices[0].message.content for _ in range(3)}
+    assert len(told) == 3
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_an_answer_streams(client: openai.OpenAI, released: Released, temperature: float):
+    parts = list(ask(client, temperature=temperature, stream=True))
+    assert {part.model for part in parts} == {"demo"}
+    assert len(parts) > 2 and parts[-1].choices[0].finish_reason in ("length", "stop")
+    if not temperature:
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == released.answer
+
+
+def test_a_refusal_is_one_for_openais_client(client: openai.OpenAI):
+    with pytest.raises(openai.NotFoundError, match="this server has 'demo' alone"):
+        client.chat.completions.create(model="another", messages=QUESTION)
+    with pytest.raises(openai.UnprocessableEntityError, match=r"Unexpected fields in the request: .'top_k'."):
+        ask(client, extra_body={"top_k": 3})
+
+
+def test_a_web_page_cannot_have_its_own_name_lead_to_the_model(address: str):
+    request = urllib.request.Request(f"{address}/models", headers={"Host": "page.example"})
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        urllib.request.urlopen(request, timeout=30)
+
+
+def test_a_chat_in_the_terminal_answers_each_line_and_remembers(released: Released):
+    """The second question is the first, so an answer without memory would be the same."""
+    command = [PEDIGREE, "chat", "demo@champion", "--max-tokens", str(TOKENS)]
+    asked = f"{QUESTION[0]['content']}\n\n" * 2
+    environment = released.home.environment
+    done = subprocess.run(command, env=environment, input=asked.encode(), capture_output=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stderr.decode()
+    told = done.stdout.decode()
+    assert told.startswith(f"{released.answer}\n") and told.endswith("\n")
+    assert told != f"{released.answer}\n" * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "words"),
+    [
+        ("nobody", 2, "no model nobody is registered"),
+        ("demo@best", 1, "no version of demo has the alias best"),
+        ("untold", 1, "version 1 of untold has no chat template in"),
+    ],
+)
+def test_what_cannot_be_served_is_named(released: Released, model: str, code: int, words: str):
+    done = released.home.invoke("serve", model)
+    assert (done.exit_code, words in done.output) == (code, True), done.output
+
+
+def test_a_version_without_a_tokenizer_is_named(released: Released, tmp_path: Path):
+    home = Home(Path(shutil.copytree(released.home.path, tmp_path / "home")))
+    source = Registry(released.uri, tmp_path / "downloads").version_at("models:/untold/1").source
+    folder = home.path / local_path(source).relative_to(released.home.path)
+    for file in (folder / "model").glob("tokenizer*"):
+        file.unlink()
+    done = home.invoke("serve", "untold/1")
+    assert done.exit_code == 1 and "version 1 of untold has no tokenizer in" in done.output
+
+
+def test_mlflow_serves_it_greedily_and_gives_one_object(released: Released, tmp_path: Path):
+    port, log = free_port(0), tmp_path / "mlflow.log"
+    command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/demo@champion"]
+    command += ["--env-manager", "local", "--port", str(port)]
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": released.uri, "HF_HUB_OFFLINE": "1"}
+    with running(command, environment, log) as process:
+        wait_for(process, log, "startup complete")
+        for greedy in ({}, {"temperature": 0}, {"temperature": 0.0, "stream": False}):
+            answer = invoke(port, {"messages": QUESTION, "max_tokens": TOKENS, **greedy})
+            assert (answer["object"], answer["model"]) == ("chat.completion", "demo")
+            assert answer["choices"][0]["message"]["content"] == released.answer
+        sampled = {json.dumps(invoke(port, {"messages": QUESTION, "temperature": 1.0})["choices"]) for _ in range(3)}
+        assert len(sampled) == 3
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            invoke(port, {"messages": QUESTION, "stream": True})
+        told = json.loads(refused.value.read())
+        assert refused.value.code == 400 and "leave stream out, or use `pedigree serve`" in told["message"]
+        assert "stack_trace" not in told
+        example = next(released.home.path.rglob("serving_input_example.json"))
+        assert invoke(port, json.loads(example.read_text()))["object"] == "chat.completion"
+
+
+def invoke(port: int, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as answer:
+        return json.load(answer)
