@@ -32,7 +32,6 @@ _RATE, _PARAMETERS, _HIGHEST_RATE = 5e-7, 7e9, 1e-4
 _ADAPTER = 10
 _SLACK = 2  # of steps and of their way: only what has less than half of what is proposed is told
 _DOCS = "docs/recipe.md#learning-rate-and-steps"
-_FEW = "more pairs are needed, since further epochs would repeat these few"
 
 
 @dataclass(frozen=True)
@@ -75,19 +74,17 @@ def steps_of(training: Training, pairs: int) -> int:
 
 
 def advice(training: Training, pairs: int, parameters: int | None) -> str | None:
-    """Say which settings to change if the policy will hardly differ from the reference; None if nothing is known against it."""
+    """Say which settings to change if the policy will hardly differ from the reference; None if they suffice."""
     proposed, steps = propose(pairs, parameters, training.adapter is not None), steps_of(training, pairs)
-    changes = []
-    if steps * _SLACK < STEPS:
-        changes += _more_steps(training, proposed, steps)
-    if is_slow := _is_slow(training, max(steps, proposed.steps), proposed.learning_rate):
+    changes = _more_steps(training, proposed, steps) if steps * _SLACK < STEPS else []
+    of_model = ""
+    if _is_slow(training, max(steps, proposed.steps), proposed.learning_rate):
         changes.append(f"training.optimizer.learning_rate: {number(proposed.learning_rate)}")
-    if not changes and steps * _SLACK >= STEPS:
+        of_model = f" of {size(parameters or 0)} parameters"
+    if not changes:
         return None
-    of_model = f" of {size(parameters)} parameters" if parameters and is_slow else ""
     found = f"{steps:,} {'step' if steps == 1 else 'steps'} at a learning rate of {number(training.optimizer.learning_rate)}"
-    remedy = f"for {pairs:,} training pairs, set {_listed(changes)} ({_DOCS})" if changes else _FEW
-    return f"{found} hardly change a model{of_model}; {remedy}"
+    return f"{found} hardly change a model{of_model}; for {pairs:,} training pairs, set {_listed(changes)} ({_DOCS})"
 
 
 def general_advice(training: Training, pairs: int) -> str:
@@ -115,7 +112,8 @@ def _is_slow(training: Training, steps: int, proposed_rate: float | None) -> boo
     optimizer = training.optimizer
     if proposed_rate is None or (isinstance(optimizer, Muon) and optimizer.adjust_lr == "original"):
         return False
-    return optimizer.learning_rate * steps * _SLACK < proposed_rate * STEPS
+    rate = optimizer.learning_rate
+    return rate < proposed_rate and rate * steps * _SLACK < proposed_rate * STEPS
 
 
 def _listed(changes: list[str]) -> str:
