@@ -7,6 +7,7 @@ The body of an asset reports its checks, so every materialization has them.
 
 import dagster as dg
 
+from assets.difference import Difference
 from assets.leakage import Leakage
 from assets.pipeline import Pipeline
 from training.contract.fingerprint import short
@@ -22,6 +23,7 @@ STEP0 = "step0_loss_at_zero_margin"
 REWARDS = "rewards_finite"
 ACCURACY = "held_out_accuracy_above_chance"
 LEAKAGE = "no_held_out_prompt_trained_on_before"
+DIFFERENCE = "policy_differs_from_reference"
 
 _CHECKS = {
     "raw_preferences": {QUARANTINE: "The share of quarantined rows is at most `data.max_quarantined`."},
@@ -41,9 +43,10 @@ _CHECKS = {
     "evaluation": {
         ACCURACY: "The 95% confidence interval of the held-out accuracy lies above one half.",
         LEAKAGE: "No policy that this one started from was trained on a held-out prompt.",
+        DIFFERENCE: "On held-out pairs, log-probs, margins or sampled answers of the policy differ from the reference model's.",
     },
 }
-_WARNINGS = {ACCURACY, LEAKAGE}
+_WARNINGS = {ACCURACY, LEAKAGE, DIFFERENCE}
 
 
 def check_specs(pipeline: Pipeline, asset: str) -> list[dg.AssetCheckSpec]:
@@ -152,6 +155,17 @@ def leakage(found: Leakage, pairs: int) -> dg.AssetCheckResult:
     if found.unknown:
         description += f"; what {', '.join(map(short, found.unknown))} was trained on is not in this store"
     return _result(LEAKAGE, not leaked, description, leaked_pairs=leaked)
+
+
+def differs(found: Difference) -> dg.AssetCheckResult:
+    description = str(found)
+    if found.is_negligible:
+        description = (
+            f"the policy hardly differs from the reference model: {description}. It took too few steps, or its learning rate "
+            "is too low"
+        )
+    changed = {"changed_samples": found.changed / found.samples} if found.samples else {}
+    return _result(DIFFERENCE, not found.is_negligible, description, shift=found.shift, margin=found.margin, **changed)
 
 
 def _result(name: str, passed: bool, description: str, **figures: float) -> dg.AssetCheckResult:

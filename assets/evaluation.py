@@ -5,13 +5,14 @@ from typing import Any
 import dagster as dg
 
 from assets import checks
-from assets.setting_changes import setting_changes
+from assets.difference import difference
 from assets.graph import Settings
 from assets.held_out import rows_by_pair
 from assets.leakage import find_leakage
 from assets.metadata import table
 from assets.policy import delivered_run
 from assets.realize import Work, realize
+from assets.setting_changes import setting_changes
 from assets.step import Step
 from training.contract.errors import StoreError
 from training.contract.loss import Loss
@@ -31,7 +32,8 @@ def evaluation(step: Step) -> dg.MaterializeResult:
         "samples": table(details["samples"], ("prompt", "before", "after", "chosen")),
         **_tracked(step, made.artifact),
     }
-    return made.result(metadata, [checks.accuracy(made.artifact), _leakage(step, made.artifact)])
+    found = [checks.accuracy(made.artifact), _leakage(step, made.artifact), checks.differs(difference(made.artifact))]
+    return made.result(metadata, found)
 
 
 def _demand_loss_of_policy(step: Step, loss: Settings) -> None:

@@ -26,6 +26,7 @@ from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
 from workflows.execution import materialize, warn_of_unlimited_gpu
 from workflows.gc import collect
+from workflows.init import init
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as find_status
 from workflows.plan import plan as make_plan
@@ -46,7 +47,6 @@ from workflows.reporting import (
 from workflows.rescore import rescore
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
 from workflows.run_report import INTERRUPTED, RunReport
-from workflows.scaffold import init_recipe
 from workflows.serve import chat, serve
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
@@ -69,16 +69,6 @@ def main() -> None:
     logging.getLogger("mlflow.store.model_registry").setLevel(logging.WARNING)  # it waits for no version here
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # whatever it logs, it raises as well
     logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)  # of what is thrown away, with a traceback
-
-
-@main.command()
-@click.argument("folder", type=click.Path(path_type=Path))
-@_as_json
-@reporting
-def init(folder: Path, as_json: bool) -> None:
-    """Write a recipe to fill in: FOLDER/defs.yaml."""
-    file = init_recipe(folder)
-    print_found(as_json, {"file": str(file)}, show.new_recipe, file)
 
 
 @main.command()
@@ -288,6 +278,10 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
         results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
         with suppress(KeyboardInterrupt):
             threading.Event().wait()
+
+
+for _command in (init, rescore, serve, chat):
+    main.add_command(_command)
 
 
 def _find(recipe: str) -> list[LoadedRecipe]:

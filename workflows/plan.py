@@ -35,8 +35,10 @@ from training.contract.job import CHECKPOINTS, checkpoints_of, committed_steps, 
 from training.contract.memo import Memo, scoring_rule
 from training.contract.software import COMPARED, scoring_software
 from training.contract.store import Artifact
+from training.contract.weights import count_parameters
 from workflows.lineage import AssetStatus, judge
 from workflows.outlook import Outlook, outlook
+from workflows.proposal import advice, steps_of
 
 Action = Literal["compute", "reuse"]
 _LOG = logging.getLogger(__name__)
@@ -93,6 +95,7 @@ class _Cheap:
     release: Artifact
     rows: Artifact
     pairs: Artifact
+    parameters: int
 
 
 def _make_cheap(pipeline: Pipeline, services: Services) -> _Cheap:
@@ -115,7 +118,8 @@ def _make_cheap(pipeline: Pipeline, services: Services) -> _Cheap:
     _demand_passed(pairs_checks(pipeline, pairs))
     if pipeline.recipe.reference.sft is None:
         point_to_base_model(services, base_model.fingerprint, _LOG)
-    return _Cheap(source, spec, release, rows, pairs)
+    assert model.located is not None  # it was downloaded
+    return _Cheap(source, spec, release, rows, pairs, count_parameters(model.located.folder))
 
 
 def _demand_passed(results: Sequence[dg.AssetCheckResult]) -> None:
@@ -138,7 +142,13 @@ class _Planner:
         if is_fresh or self._is_there(judged.asset):
             causes = judged.causes if is_fresh else ()
             return PlannedAsset(judged.asset, "reuse", causes, work, self._notes(judged.asset))
-        return PlannedAsset(judged.asset, "compute", judged.causes, work)
+        told = self._advice() if judged.asset == "policy" else None
+        return PlannedAsset(judged.asset, "compute", judged.causes, work, (told,) if told else ())
+
+    def _advice(self) -> str | None:
+        """What to change of a training that would hardly change the model."""
+        train = self.cheap.pairs.details["counts"]["train"]
+        return advice(self.pipeline.recipe.training, train, self.cheap.parameters)
 
     def _notes(self, asset: str) -> tuple[str, ...]:
         made = {"tokenization_spec": self.cheap.spec, "release_spec": self.cheap.release}.get(asset)
@@ -172,9 +182,11 @@ class _Planner:
             case "reference_logprobs":
                 return self._scoring()
             case "policy":
-                training = recipe.training
-                steps = training.max_steps or training.epochs * math.ceil(counts["train"] / training.batch_size)
-                return {"steps": steps, **self._done(asset), "pairs": counts["train"]}
+                return {
+                    "steps": steps_of(recipe.training, counts["train"]),
+                    **self._done(asset),
+                    "pairs": counts["train"],
+                }
             case "evaluation":
                 return {"pairs": counts["validation"], "samples": recipe.evaluation.samples}
         return {}

@@ -1,19 +1,22 @@
 """What became of a run: of each asset and each check, and why it failed, in words that a person can act on."""
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 import dagster as dg
 from dagster_shared.error import SerializableErrorInfo
 
+from assets.checks import DIFFERENCE
 from assets.materialized import Materialization
 from assets.pipeline import Pipeline
 from training.contract.durable import lacks_room, write_error
-from training.contract.errors import PedigreeError
+from training.contract.errors import ModelError, PedigreeError
 from training.contract.store import Store
+from training.contract.weights import count_parameters
 from workflows.own_checks import OwnChecks
+from workflows.proposal import advice, general_advice
 
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _OURS = f"{PedigreeError.__module__}."
@@ -54,6 +57,7 @@ class CheckRun:
 class RunReport:
     """`succeeded` is about the whole run, which can fail outside its assets as well: `error` is what ended it where no asset
     failed. `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
+    `notes` say what to change of a policy that hardly differs from its reference model.
     """
 
     recipe: str
@@ -68,6 +72,7 @@ class RunReport:
     reasons: str | None
     samples: list[dict[str, str]]
     error: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def interrupted(self) -> bool:
@@ -117,7 +122,24 @@ def report_of(
         reasons=released.get("reasons"),
         samples=details.get("samples", []),
         error=None if any(asset.error for asset in assets) else _ended_by(result, records),
+        notes=_notes(pipeline, checks, done, store),
     )
+
+
+def _notes(
+    pipeline: Pipeline, checks: Collection[CheckRun], done: Mapping[str, Materialization], store: Store
+) -> list[str]:
+    """What to change if the policy hardly differs from the reference model."""
+    failed = {check.check for check in checks if check.asset == "evaluation" and not check.passed}
+    if DIFFERENCE not in failed:
+        return []
+    pairs = store.open("tokenized_pairs", done["tokenized_pairs"].fingerprint or "").details["counts"]["train"]
+    training = pipeline.recipe.training
+    try:
+        parameters = count_parameters(Path(done["base_model"].metadata["model"]))
+    except ModelError:  # the folder was moved or written to since
+        parameters = None
+    return [advice(training, pairs, parameters) or general_advice(training, pairs)]
 
 
 def _materialized(result: dg.ExecuteInProcessResult) -> dict[str, Materialization]:

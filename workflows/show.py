@@ -33,11 +33,11 @@ _COLOURS = {
 _SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
 
 
-def new_recipe(console: Console, file: Path) -> None:
-    """Where it is, and what comes next."""
+def new_recipe(console: Console, file: Path, missing: Sequence[str]) -> None:
+    """Where it is, and what comes next: to fill in what is `missing`."""
+    fill_in = f"Fill in {' and '.join(f'`{field}`' for field in missing)}; then " if missing else ""
     console.print(
-        f"Written: {file}. Fill in `data.sources` and `reference.model`; then `pedigree plan {shlex.quote(str(file.parent))}` "
-        "says what a run would do.",
+        f"Written: {file}. {fill_in}`pedigree plan {shlex.quote(str(file.parent))}` says what a run would do.",
         markup=False,
         soft_wrap=True,
     )
@@ -56,6 +56,8 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
         _metrics(console, report)
     for check in report.warnings:
         console.print(f"[yellow]{check.asset}:[/] {escape(check.failure)}", soft_wrap=True)
+    for note in report.notes:
+        console.print(f"[yellow]policy:[/] {escape(note)}", soft_wrap=True)
     if report.model_version:
         verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
         console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)

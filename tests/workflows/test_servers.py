@@ -90,11 +90,12 @@ def test_dagster_shows_every_asset_fresh_with_its_checks(servers):
     assert {node["staleStatus"] for node in nodes.values()} == {"FRESH"}
     assert all(node["assetMaterializations"] for node in nodes.values())
     checks = {c["name"]: c for node in nodes.values() for c in node["assetChecksOrError"].get("checks", [])}
-    assert len(checks) == 10
+    assert len(checks) == 11
     assert {c["executionForLatestMaterialization"]["status"] for c in checks.values()} == {"SUCCEEDED"}
     assert {name for name, c in checks.items() if not c["blocking"]} == {
         "held_out_accuracy_above_chance",
         "no_held_out_prompt_trained_on_before",
+        "policy_differs_from_reference",
     }
 
 

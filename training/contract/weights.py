@@ -17,6 +17,7 @@ gives another identity, since only the model's code knows the defaults. That err
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -74,6 +75,11 @@ def weight_files(folder: Path) -> list[Path]:
         other = ", ".join(sorted(p.name for p in folder.glob("*.bin"))) or "no weights at all"
         raise ModelError(f"{folder} has {other}; expected *.safetensors (save the model with `save_pretrained` again)")
     return files
+
+
+def count_parameters(folder: Path) -> int:
+    """The number of parameters in the weights, from the headers of their files. Raises ModelError."""
+    return sum(math.prod(tensor.shape) for file in weight_files(folder) for tensor in _places(file))
 
 
 def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, Any]:

@@ -15,7 +15,13 @@ from safetensors.numpy import save_file
 
 from training.contract.errors import ModelError
 from training.contract.hash_cache import HashCache
-from training.contract.weights import hash_tensors, weight_files, weights_fingerprint, weights_identity
+from training.contract.weights import (
+    count_parameters,
+    hash_tensors,
+    weight_files,
+    weights_fingerprint,
+    weights_identity,
+)
 
 CONFIG = {
     "model_type": "llama",
@@ -338,3 +344,15 @@ def test_quantized_weights_are_refused_by_their_method(model, config):
             reads(model)
     configure(model, quantization_config=None)
     assert weight_files(model) == [model / "model.safetensors"]
+
+
+def test_parameters_are_counted_over_all_files(model: Path) -> None:
+    """4 numbers of one file; then 2 * 3 and a single one of two files, whatever their dtypes."""
+    assert count_parameters(model) == 4
+    (model / "model.safetensors").unlink()
+    save_file({"a": np.zeros((2, 3), np.float16)}, model / "1.safetensors")
+    save_file({"b": np.zeros((), np.float32)}, model / "2.safetensors")
+    assert count_parameters(model) == 7
+    (model / "2.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ModelError, match="not a readable safetensors file"):
+        count_parameters(model)
