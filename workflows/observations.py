@@ -107,5 +107,5 @@ def _last(instance: dg.DagsterInstance, key: dg.AssetKey) -> Mapping[str, Any] |
 
 
 def _metadata(found: AssetStatus) -> dict[str, dg.MetadataValue[Any]]:
-    causes = verbatim(found.causes) if found.causes else dg.MetadataValue.md("nothing")
+    causes = verbatim(found.causes) if found.causes else dg.MetadataValue.md("none")
     return {STATE: dg.MetadataValue.text(found.state), CAUSES: causes}

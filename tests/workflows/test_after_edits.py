@@ -38,6 +38,7 @@ from training.contract.weights import weights_identity
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
 from workflows.lineage import AssetStatus, status
+from workflows.observations import CAUSES, observe
 from workflows.plan import plan
 from workflows.recipes import LoadedRecipe, load_recipe
 from workflows.verify import verify
@@ -317,12 +318,17 @@ def test_after_a_run_that_ended_early_the_cause_is_still_what_a_person_did(groun
 
 
 def test_a_run_shows_the_causes_that_status_had(ground: Ground, world: World):
-    """Of sources, specs and all that lies below them; each further edit is told alone."""
+    """Of sources, specs and all that lies below them, and an observation before it; each further edit is told alone."""
     data_lines(edits.reword(HELD_OUT))(world)
     template(lambda text: "{#- of now -#}" + text)(world)
     flip(world.base / "model.safetensors")
     field("training.loss.beta", 0.7)(world)
-    told = causes(load_recipe(world.folder).pipeline, ground)
+    pipeline = load_recipe(world.folder).pipeline
+    told = causes(pipeline, ground)
+    observe(pipeline, ground.instance, status(pipeline, ground.services, ground.instance))
+    for asset, words in told.items():
+        [record] = ground.instance.fetch_observations(pipeline.key(asset), limit=9).records
+        assert record.asset_observation and record.asset_observation.metadata[CAUSES] == verbatim(words), asset
     shown = changes_shown(run(ground, world).pipeline, ground)
     assert len(told["released_model"]) == 6, told["released_model"]
     for asset, words in told.items():

@@ -57,7 +57,7 @@ def stale(*words):
     return ("stale", verbatim(words).value)
 
 
-FRESH = ("fresh", "nothing")
+FRESH = ("fresh", "none")
 
 
 def test_what_was_never_materialized_is_not_observed(watched):
