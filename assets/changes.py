@@ -14,7 +14,7 @@ files. Comparing them needs neither torch nor transformers. The words for each a
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from assets.graph import GRAPH
+from assets.graph import GRAPH, Settings
 from assets.release_changes import release_changes
 from assets.setting_changes import setting_changes
 from assets.step import Step
@@ -23,7 +23,6 @@ from assets.world import Found, FoundData, FoundModel, FoundRelease, FoundTokeni
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.fingerprint import short
 from training.contract.manifest import Derivation
-from training.contract.recipe import Recipe
 from training.contract.store import Record, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
@@ -37,24 +36,6 @@ def found_changes(step: Step, found: Found) -> list[str] | None:
     return None if key is None else changes_since(step.services.store, key, found)
 
 
-def input_changes(step: Step) -> list[str] | None:
-    """How algorithm, fields of the recipe and inputs differ from the latest materialization; None if there is none."""
-    history, recipe = step.history, step.pipeline.recipe
-    latest = history.latest(step.asset)
-    if latest.fingerprint is None:
-        return None
-    try:
-        before = history.made_from(step.asset)
-        words = [NO_RECORD] if before is None else own_changes(before, recipe)
-    except CorruptRecord:
-        words = [CORRUPT_RECORD]
-    for name in GRAPH[step.asset].inputs(recipe):
-        old, now = latest.input_version(step.pipeline.key(name)), history.latest(name).fingerprint
-        if old != now:
-            words.append(f"{name} {short(old)} -> {short(now)}")
-    return words
-
-
 def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     """How `found` differs from the artifact of the same asset whose derivation has `key`; empty if in nothing."""
     try:
@@ -66,7 +47,7 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     words = list(_code_version(record.derivation, found.derivation.code_version))
     match found:
         case FoundData():
-            words += _data_changes(record, found)
+            words += _data_changes(record, found, _rows_as_recorded(store, found))
         case FoundModel():
             words += _model_changes(record, found)
         case FoundTokenizer():
@@ -78,14 +59,13 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
     return words
 
 
-def own_changes(before: Derivation, recipe: Recipe) -> list[str]:
-    """How the algorithm of an asset, and the fields that it reads itself, differ from those of `before`, how it was made.
+def own_changes(before: Derivation, version: str, settings: Settings) -> list[str]:
+    """How an asset's algorithm of `version`, and its own `settings`, differ from those of `before`, how it was made.
 
     Fields that come out of a spec are the spec's to explain.
     """
-    node = GRAPH[before.kind]
-    fields = setting_changes(before.settings, node.reads(recipe)) if node.spec is None else ()
-    return [*_code_version(before, node.version), *fields]
+    fields = setting_changes(before.settings, settings) if GRAPH[before.kind].spec is None else ()
+    return [*_code_version(before, version), *fields]
 
 
 def _code_version(before: Derivation, now: str) -> Iterator[str]:
@@ -93,10 +73,19 @@ def _code_version(before: Derivation, now: str) -> Iterator[str]:
         yield f"code version {before.code_version} -> {now}"
 
 
-def _data_changes(record: Record, found: FoundData) -> Iterator[str]:
+def _rows_as_recorded(store: Store, found: FoundData) -> dict[str, int | None] | None:
+    """The rows of `found` if it was recorded, so that they are not counted again."""
+    try:
+        recorded = store.record(found.asset, found.derivation.key)
+    except CorruptRecord:
+        return None
+    return None if recorded is None else recorded.details.get("rows")
+
+
+def _data_changes(record: Record, found: FoundData, rows: dict[str, int | None] | None) -> Iterator[str]:
     old, new = record.derivation.settings["sources"], found.identity
     old_files, new_files = named_files(old), named_files(new)
-    known, rows = record.details.get("rows", {}), None
+    known = record.details.get("rows", {})
     for name in sorted(old_files.keys() | new_files.keys()):
         if name not in new_files:
             yield f"{name} removed"
@@ -104,7 +93,7 @@ def _data_changes(record: Record, found: FoundData) -> Iterator[str]:
             yield f"{name} added"
         elif old_files[name]["sha256"] != new_files[name]["sha256"]:
             rows = rows or found.count_rows()
-            yield f"{name} differs{_row_counts(known.get(name), rows[name])}"
+            yield f"{name} differs{_row_counts(known.get(name), rows.get(name))}"
     yield from _hub_changes(_by_number(old), _by_number(new), [source["revision"] for source in found.hubs])
     if old_files.keys() == new_files.keys() and _divided(old) != _divided(new):
         yield "the order of the files, or how the sources divide them, changed"

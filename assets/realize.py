@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 
 import dagster as dg
 
-from assets.changes import found_changes, input_changes
+from assets.causes import input_changes
+from assets.changes import found_changes
 from assets.event_log import tell, with_log
 from assets.graph import derive
 from assets.locate import LocatedModel, glimpse_base_model, locate_base_model

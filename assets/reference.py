@@ -7,7 +7,7 @@ from pathlib import Path
 import dagster as dg
 
 from assets import checks
-from assets.changes import input_changes
+from assets.causes import input_changes
 from assets.graph import derive
 from assets.page import render_page, write_page
 from assets.pipeline import Services

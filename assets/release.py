@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import dagster as dg
 
 from assets.adapters import plain_model
+from assets.causes import input_changes
 from assets.champion import compared
-from assets.changes import input_changes
 from assets.evaluation import delivered_evaluation
 from assets.event_log import tell, tell_phase
 from assets.graph import GRAPH, derive

@@ -4,17 +4,21 @@
   is whole.
 * The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
   from its latest materialization, the sensor requests the assets that record it, and no others. It also closes runs whose
-  process is gone: what they were to make counts as in progress, and the conditions would wait for it.
+  process is gone: what they were to make counts as in progress, and the conditions would wait for it. And it reports what is
+  stale and why (`workflows.observations`).
 * The automation condition of every asset (`assets.conditions`) does the rest: recorded content that changed, or a code
   version that a changed recipe gave, requests everything downstream in one run. Unchanged content requests nothing.
 
-A person starts the first run: sensor and conditions ignore a recipe that was never materialized.
+Without `automation.on_change` there is neither sensor nor conditions, but one that only reports what is stale and why.
+
+A person starts the first run: sensors and conditions ignore a recipe that was never materialized.
 """
 
 import datetime
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -25,18 +29,20 @@ from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.process import close_dead_runs
-from assets.world import Found, find_root
+from assets.world import Found
 from assets.written import written
 from training.contract.errors import CorruptRecord, RecipeError
 from training.contract.fingerprint import fingerprint
 from training.contract.manifest import Derivation
 from training.contract.recipe import Recipe
+from workflows.lineage import judge
+from workflows.observations import NOTHING, Cursor, status_sensor
+from workflows.outlook import outlook
 from workflows.resources import build_services, pedigree_home
 
 _SECONDS_BETWEEN_LOOKS = 60
 _SECONDS_BETWEEN_TICKS = 30
 _SECONDS_BEFORE_ASKING_AGAIN = 3600
-_NOTHING = "nothing"  # the cursor when there is nothing to request; Dagster keeps the old cursor for an empty one
 # The assets that record the world outside. `training_spec` depends on the recipe alone, so on its code version: one that
 # starts from the champion, with `training.start_from`, is refused a sensor.
 _LOOKED_AT = ("preference_source", "base_model", "tokenization_spec", "evaluation_spec", "release_spec")
@@ -60,7 +66,9 @@ def retraining(pipeline: Pipeline) -> dg.Definitions:
     return dg.Definitions(
         jobs=[retrain, record],
         schedules=[_schedule(pipeline, retrain.name)] if automation.cron else [],
-        sensors=[_data_sensor(pipeline, record.name), _condition_sensor(pipeline)] if automation.on_change else [],
+        sensors=[_data_sensor(pipeline, record.name), _condition_sensor(pipeline)]
+        if automation.on_change
+        else [status_sensor(pipeline)],
     )
 
 
@@ -132,24 +140,26 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
         history = History(context.instance, pipeline, services.store)
         if history.latest("preference_source").fingerprint is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
-        found = [find_root(pipeline, services, asset, services.hashes) for asset in _LOOKED_AT]
+        expected, cursor = outlook(pipeline, services), Cursor.parse(context.cursor)
+        cursor = cursor.observing(context.instance, pipeline, list(judge(history, services, expected)))
+        found = [each for asset in _LOOKED_AT if (each := expected[asset].found) is not None]
         causes = _causes(history, found)
         if not causes:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
-            return dg.SensorResult(skip_reason=same, cursor=_NOTHING)
+            return dg.SensorResult(skip_reason=same, cursor=str(replace(cursor, asked=NOTHING)))
         seen = fingerprint("seen", [_identity(each, pipeline.recipe) for each in found])
-        if _was_asked_for(seen, context.cursor):
-            return dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
+        if _was_asked_for(seen, cursor):
+            asked = dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
+            return dg.SensorResult(skip_reason=asked, cursor=str(cursor))
         request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
-        return dg.SensorResult(run_requests=[request], cursor=f"{seen} {time.time():.0f}")
+        return dg.SensorResult(run_requests=[request], cursor=str(replace(cursor, asked=seen, when=time.time())))
 
     return data_sensor
 
 
-def _was_asked_for(seen: str, cursor: str | None) -> bool:
+def _was_asked_for(seen: str, cursor: Cursor) -> bool:
     """Whether a run for this state was requested within the hour; after that a run that failed is requested again."""
-    asked, _, when = (cursor or "").partition(" ")
-    return asked == seen and time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN
+    return cursor.asked == seen and time.time() - cursor.when < _SECONDS_BEFORE_ASKING_AGAIN
 
 
 def _causes(history: History, found: Sequence[Found]) -> list[str]:

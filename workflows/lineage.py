@@ -13,13 +13,14 @@ from typing import Literal
 
 import dagster as dg
 
+from assets.causes import Cause, Explainer, Now, in_words
 from assets.changes import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.graph import GRAPH
 from assets.materialized import History, Materialization
 from assets.pipeline import Pipeline, Services
 from assets.release import release_fault
 from assets.world import ROOTS
-from training.contract.errors import CorruptRecord, RegistryError, StoreError
+from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.fingerprint import short
 from training.contract.manifest import Derivation
 from workflows.outlook import Outlook, outlook
@@ -60,7 +61,8 @@ class _Judge:
     def __init__(self, history: History, services: Services, expected: Outlook):
         self._history, self._pipeline = history, history.pipeline
         self._services, self._expected = services, expected
-        self._causes: dict[str, list[tuple[str, str]]] = {}  # of each asset: where a cause arises, and its words
+        self._causes: dict[str, list[Cause]] = {}
+        self._explainer = Explainer(services.store, self._now, _made_from, self._causes.__getitem__)
 
     def asset(self, asset: str) -> AssetStatus:
         recorded = self._history.latest(asset)
@@ -72,10 +74,8 @@ class _Judge:
             if asset == "released_model":
                 return self._released(recorded.fingerprint)
             return AssetStatus(asset, "fresh", (), recorded.fingerprint)
-        found = list(dict.fromkeys(self._find_causes(asset, recorded)))
-        self._causes[asset] = found
-        words = tuple(text if origin == asset else f"{origin}: {text}" for origin, text in found)
-        return AssetStatus(asset, "stale", words, recorded.fingerprint)
+        self._causes[asset] = list(dict.fromkeys(self._find_causes(asset, recorded)))
+        return AssetStatus(asset, "stale", tuple(in_words(asset, self._causes[asset])), recorded.fingerprint)
 
     def _released(self, key: str) -> AssetStatus:
         """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
@@ -87,7 +87,7 @@ class _Judge:
             return AssetStatus("released_model", "fresh", (), key)
         return AssetStatus("released_model", "stale", (cause,), key)
 
-    def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
+    def _find_causes(self, asset: str, recorded: Materialization) -> Iterator[Cause]:
         if (fault := self._expected[asset].fault) is not None:
             yield asset, fault
             return
@@ -96,18 +96,16 @@ class _Judge:
         except CorruptRecord:
             yield asset, CORRUPT_RECORD
 
-    def _compared(self, asset: str, recorded: Materialization) -> Iterator[tuple[str, str]]:
+    def _compared(self, asset: str, recorded: Materialization) -> Iterator[Cause]:
         """How what was materialized differs from what a run would give. Raises CorruptRecord."""
         found = self._expected[asset].found
         if found is not None and not self._is_lost(asset, recorded.key):
             yield from ((asset, words) for words in changes_since(self._services.store, recorded.key, found))
             return
         before = None if asset in ROOTS else self._history.made_from(asset)
-        own = [] if before is None else own_changes(before, self._pipeline.recipe)
-        above = list(self._inherited(asset, before))
-        yield from ((asset, words) for words in own)
-        yield from above
-        if not own and not above:
+        differing = list(self._inputs_alone(asset) if before is None else self._differing(asset, before))
+        yield from differing
+        if not differing:
             yield asset, LOST if before is not None or asset in ROOTS else NO_RECORD
 
     def _is_lost(self, asset: str, key: str | None) -> bool:
@@ -115,36 +113,21 @@ class _Judge:
         how = self._expected[asset].derivation
         return how is not None and how.key == key and self._expected[asset].fingerprint is None
 
-    def _inherited(self, asset: str, before: Derivation | None) -> Iterator[tuple[str, str]]:
-        inputs = GRAPH[asset].inputs(self._pipeline.recipe)
-        if before is None:
-            for name in inputs:
-                yield from self._causes[name]
-            return
-        for name in inputs:
-            now, old = self._expected[name].fingerprint, before.inputs.get(name)
-            if old is None:
-                yield asset, f"{name} is an input now"
-            elif old.fingerprint != now and self._causes[name]:
-                yield from self._causes[name]
-            elif old.fingerprint != now:
-                unknown = f"it was made from {name} {short(old.fingerprint)}, which is {short(now)} now"
-                yield from self._since(name, old.fingerprint) or [(asset, unknown)]
-        for name in sorted(before.inputs.keys() - set(inputs)):
-            yield asset, f"{name} is no input any more"
+    def _inputs_alone(self, asset: str) -> Iterator[Cause]:
+        for name in GRAPH[asset].inputs(self._pipeline.recipe):
+            yield from self._causes[name]
 
-    def _since(self, name: str, fingerprint: str) -> list[tuple[str, str]]:
-        """Why `name`, which was materialized anew meanwhile, is no longer the artifact `fingerprint`; empty if unknown.
+    def _differing(self, asset: str, before: Derivation) -> Iterator[Cause]:
+        now = self._now(asset, None)
+        yield from ((asset, words) for words in own_changes(before, now.version, now.settings))
+        yield from self._explainer.inherited(asset, before, now)
 
-        So what a person did is told as long as anything made from the old artifact is there, after a run that ended early too.
-        """
-        store, found = self._services.store, self._expected[name].found
-        try:
-            before = store.open(name, fingerprint, hashes=False).manifest.made_from
-        except StoreError:
-            return []
-        if found is not None:
-            told = changes_since(store, before.key, found)
-            return [(name, words) for words in told if words not in (NO_RECORD, CORRUPT_RECORD)]
-        own = own_changes(before, self._pipeline.recipe)
-        return [*((name, words) for words in own), *self._inherited(name, before)]
+    def _now(self, asset: str, fingerprint: str | None) -> Now:
+        """How a run would make it."""
+        node, recipe = GRAPH[asset], self._pipeline.recipe
+        inputs = {name: self._expected[name].fingerprint for name in node.inputs(recipe)}
+        return Now(node.version, node.reads(recipe), inputs, self._expected[asset].found)
+
+
+def _made_from(name: str, old: str, now: str | None) -> str:
+    return f"it was made from {name} {short(old)}, which is {short(now)} now"

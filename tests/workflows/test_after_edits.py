@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 
 from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
+from assets.metadata import verbatim
 from assets.pipeline import Pipeline
 from assets.process import is_alive, process_of
 from assets.realize import Work, describe_job
@@ -37,6 +38,7 @@ from training.contract.weights import weights_identity
 from workflows.execution import materialize
 from workflows.inspection import inspect_row
 from workflows.lineage import AssetStatus, status
+from workflows.observations import CAUSES, observe
 from workflows.plan import plan
 from workflows.recipes import LoadedRecipe, load_recipe
 from workflows.verify import verify
@@ -93,8 +95,7 @@ def test_a_version_carries_the_lineage_of_now(ground: Ground, world: World):
         version.tags["pedigree.reasons"],
     )
     shown = [latest(ground.instance, pipeline.key(name)).metadata["changes"] for name in (*now, "released_model")]
-    old, new = before["preference_source"], now["preference_source"]
-    assert "preferences.jsonl differs" in shown[0] and f"preference_source {short(old)} -> {short(new)}" in shown[1]
+    assert "preferences.jsonl differs" in shown[0] and "preference_source: preferences.jsonl differs" in shown[1]
     assert "gate.min_accuracy null -> 1.0\n" in shown[2] and "code version" not in shown[2]
 
 
@@ -254,7 +255,8 @@ def test_the_pairs_that_came_and_went_are_told_and_kept(ground: Ground, world: W
     ]
     assert "; ".join(words) in [event["text"] for event in heard if event["event"] == "note"]
     kept = latest(ground.instance, loaded.pipeline.key("raw_preferences")).metadata["changes"]
-    assert all(word in kept for word in words) and "preference_source " in kept
+    assert all(word in kept for word in words)
+    assert "preference_source: preferences.jsonl differs (24 -> 25 rows read)" in kept
 
 
 def test_a_row_that_was_dropped_has_nothing_to_show(ground: Ground, world: World):
@@ -313,6 +315,48 @@ def test_after_a_run_that_ended_early_the_cause_is_still_what_a_person_did(groun
     words = f"it was made from tokenized_pairs {short(old)}, which is {short(now.fingerprint)} now"
     assert causes(pipeline, ground)["reference_logprobs"] == (words,)
     aside.rename(lost)
+
+
+def test_a_run_shows_the_causes_that_status_had(ground: Ground, world: World):
+    """Of sources, specs and all that lies below them, and an observation before it; each further edit is told alone."""
+    data_lines(edits.reword(HELD_OUT))(world)
+    template(lambda text: "{#- of now -#}" + text)(world)
+    flip(world.base / "model.safetensors")
+    field("training.loss.beta", 0.7)(world)
+    pipeline = load_recipe(world.folder).pipeline
+    told = causes(pipeline, ground)
+    observe(pipeline, ground.instance, status(pipeline, ground.services, ground.instance))
+    for asset, words in told.items():
+        [record] = ground.instance.fetch_observations(pipeline.key(asset), limit=9).records
+        assert record.asset_observation and record.asset_observation.metadata[CAUSES] == verbatim(words), asset
+    shown = changes_shown(run(ground, world).pipeline, ground)
+    assert len(told["released_model"]) == 6, told["released_model"]
+    for asset, words in told.items():
+        assert shown[asset].startswith(verbatim(words).value), asset
+    field("training.loss.beta", 0.6)(world)
+    shown = changes_shown(run(ground, world).pipeline, ground)
+    assert shown["policy"] == verbatim(["training_spec: loss.beta 0.7 -> 0.6"]).value
+    assert shown["tokenized_pairs"] == "nothing"
+
+
+def test_a_run_names_fingerprints_if_nothing_else_is_known(ground: Ground, world: World):
+    """How the pairs of before were made is gone from the store, and so is what the policy was made from."""
+    data_lines(edits.reword(HELD_OUT))(world)
+    old = ground.fingerprints["plain"]["raw_preferences"]
+    assert old is not None
+    lost = ground.services.store.folder("raw_preferences", old)
+    run(ground, world, "raw_preferences")
+    lost.rename(aside := lost.with_name("aside"))
+    pipeline = run(ground, world, "tokenized_pairs").pipeline
+    aside.rename(lost)
+    now = latest(ground.instance, pipeline.key("raw_preferences")).fingerprint
+    words = f"raw_preferences {short(old)} -> {short(now)}"
+    assert changes_shown(pipeline, ground)["tokenized_pairs"] == verbatim([words]).value
+
+
+def changes_shown(pipeline: Pipeline, ground: Ground) -> dict[str, str]:
+    """What the latest materialization of every asset shows as `changes`."""
+    return {asset: latest(ground.instance, pipeline.key(asset)).metadata["changes"] for asset in GRAPH}
 
 
 def test_a_table_that_was_first_made_from_other_pairs_fits_those_of_now(ground: Ground, world: World):

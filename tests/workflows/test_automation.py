@@ -130,8 +130,8 @@ def test_a_request_that_led_nowhere_is_repeated_an_hour_later(sensed):
     sensed.look()
     sensed.write("Why?", "How?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]
-    seen, when = sensed.cursor.split(" ")
-    sensed.cursor = f"{seen} {float(when) - 3601}"
+    seen, when, observed = sensed.cursor.split(" ")
+    sensed.cursor = f"{seen} {float(when) - 3601} {observed}"
     assert [sensed.requests(), sensed.requests()] == [1, 0]
     sensed.write("Why?")
     assert sensed.requests() == 0
@@ -433,8 +433,10 @@ def test_nobody_reads_a_warning_of_dagster_s(tmp_path):
 
 
 def test_without_on_change_nothing_asks(tmp_path):
+    """A sensor that looks has no job to ask for."""
     folder = write_recipe(tmp_path / "small", {**ATTRIBUTES, "automation": {"on_change": False}})
     definitions = definitions_of(folder)
-    assert not definitions.sensors
+    [sensor] = definitions.sensors
+    assert (sensor.name, sensor.targets) == ("small_status_sensor", [])
     graph = definitions.resolve_asset_graph()
     assert all(graph.get(key).automation_condition is None for key in graph.get_all_asset_keys())

@@ -190,6 +190,12 @@ def names(address, process):
     ],
 )
 def test_the_pages_in_a_browser(servers, tmp_path, server, page, words):
+    text = page_text(servers[server] + page, tmp_path)
+    assert all(word in text for word in words), text[-2000:]
+
+
+def page_text(address, profile):
+    """What a browser whose files are in the folder `profile` shows at `address`, as HTML without scripts."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "no browser: apt-get install -y chromium"
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
@@ -199,19 +205,18 @@ def test_the_pages_in_a_browser(servers, tmp_path, server, page, words):
             *flags.split(),
             "--disable-component-update",
             "--disable-sync",
-            f"--user-data-dir={tmp_path}",
+            f"--user-data-dir={profile}",
             "--timeout=20000",
             "--virtual-time-budget=20000",
             "--dump-dom",
-            servers[server] + page,
+            address,
         ],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    text = re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
-    assert all(word in text for word in words), text[-2000:]
+    return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
 
 
 def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monkeypatch):
