@@ -9,10 +9,9 @@ import dagster as dg
 from dagster_shared.error import SerializableErrorInfo
 
 from assets.materialized import Materialization
-from assets.pipeline import Pipeline
+from assets.pipeline import Pipeline, Services
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import PedigreeError
-from training.contract.store import Store
 from workflows.own_checks import OwnChecks
 
 INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
@@ -54,6 +53,7 @@ class CheckRun:
 class RunReport:
     """`succeeded` is about the whole run, which can fail outside its assets as well: `error` is what ended it where no asset
     failed. `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
+    `mlflow_url` is the page with the charts of the policy's run; `is_served` unless `pedigree ui` has to show it.
     """
 
     recipe: str
@@ -63,10 +63,12 @@ class RunReport:
     checks: list[CheckRun]
     metrics: dict[str, float]
     mlflow_run_id: str | None
+    mlflow_url: str | None
     model_version: str | None
     is_champion: bool | None
     reasons: str | None
     samples: list[dict[str, str]]
+    is_served: bool = True
     error: str | None = None
 
     @property
@@ -86,7 +88,7 @@ def report_of(
     pipeline: Pipeline,
     selected: Collection[str],
     own: OwnChecks,
-    store: Store,
+    services: Services,
     records: Path,
 ) -> RunReport:
     """The report of a run of the assets `selected`, in this order, which Dagster recorded in the folder `records`.
@@ -102,8 +104,8 @@ def report_of(
         if errors or asset in done:
             assets.append(_asset_run(asset, done.get(asset), errors))
     evaluated = done.get("evaluation", Materialization()).fingerprint
-    details = store.open("evaluation", evaluated).details if evaluated else {}
-    released = done.get("released_model", Materialization()).metadata
+    details = services.store.open("evaluation", evaluated).details if evaluated else {}
+    trained, released = (done.get(name, Materialization()).metadata for name in ("policy", "released_model"))
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=run_id,
@@ -111,11 +113,13 @@ def report_of(
         assets=assets,
         checks=checks,
         metrics=details.get("metrics", {}),
-        mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
+        mlflow_run_id=trained.get("mlflow_run_id"),
+        mlflow_url=trained.get("mlflow"),
         model_version=released.get("model_version"),
         is_champion=released["champion"] == "yes" if released else None,
         reasons=released.get("reasons"),
         samples=details.get("samples", []),
+        is_served=services.tracker.is_served,
         error=None if any(asset.error for asset in assets) else _ended_by(result, records),
     )
 
