@@ -29,7 +29,9 @@ ui: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m 'not system'
 
+# What this needs beside Python and make is installed if that can be done, else named.
 test-system: install
+	PYTHON=$(BIN)/python .ci/packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m system
 
 check: install
