@@ -19,9 +19,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python workflows/defs/demo/make.py
 	$(BIN)/pedigree run demo
-	@echo "Look at it: type 'make ui', then open"
-	@echo "  Dagster  http://127.0.0.1:3000/asset-groups (Alt+E opens the groups)"
-	@echo "  MLflow   http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"
+	@echo "Look at it: type 'make ui', then open the charts at the address above, and the asset graph in Dagster at"
+	@echo "  http://127.0.0.1:3000/asset-groups (Alt+E opens the groups)"
 
 ui: install
 	$(BIN)/pedigree ui
@@ -30,7 +29,9 @@ ui: install
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile -m 'not system'
 
+# What this needs beside Python and make is installed if that can be done, else named.
 test-system: install
+	PYTHON=$(BIN)/python .ci/packages
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --maxprocesses 4 -m system
 
 check: install

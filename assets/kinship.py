@@ -15,7 +15,6 @@ from training.contract.errors import StoreError
 from training.contract.fingerprint import short
 from training.contract.recipe import Recipe
 
-
 # What is read from the same files, and has to be of the same moment.
 _READ_TOGETHER = {"tokenization_spec": ("release_spec",)}
 

@@ -6,13 +6,15 @@
    response is longer, since length is what preference data teaches first, and by the sources to which the recipe gives names.
 3. A few prompts are answered by the policy (after) and by the reference model (before), up to the tokens at which the
    released model stops.
-4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people.
+4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people. `samples.json` has decoded tokens, of which
+   the fingerprint is made; the report and the details have the messages of the prompts.
 
 Legend: V held-out pairs.
 """
 
 import gc
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +31,7 @@ from training.contract.loss import Loss
 from training.contract.recipe import Generation
 from training.contract.store import Made, write_json
 from training.data.collector import PREFERENCES_FILE, PREFERENCES_SCHEMA
+from training.data.said import SaidPair, read_said
 from training.data.template import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
@@ -110,6 +113,9 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
     if sources:
         columns["source_name"] = names_V
     texts = [asdict(sample) for sample in samples]
+    worst = _worst_pairs(held_out, tokenizer)
+    said = read_said(job, {sample.row for sample in samples} | {pair.row for pair in worst})
+    readable = [replace(sample, prompt=said[sample.row].prompt) if sample.row in said else sample for sample in samples]
     write_json(job.staging / "metrics.json", metrics)
     write_json(job.staging / "samples.json", texts)
     pq.write_table(pa.table(columns), job.staging / "pairs.parquet")
@@ -122,17 +128,24 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
         by_length={kind.replace("_", " "): found for kind, found in held_out.accuracy_by_length().items()},
         by_source={name: held_out.accuracy_of(pairs_V) for name, pairs_V in sources.items()},
         margins=columns["margin"],
-        samples=samples,
-        worst=_worst_pairs(held_out, tokenizer),
+        samples=readable,
+        worst=[_in_words(pair, said).abridged(_SHOWN_CHARACTERS) for pair in worst],
     )
     (job.staging / "report.html").write_text(render(report), encoding="utf-8")
     details = {
         "metrics": metrics,
         "sources": [{"source": name, **found} for name, found in of_sources.items()],
         "interval": list(held_out.accuracy().interval),
-        "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in samples],
+        "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in readable],
     }
     return Made(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
+
+
+def _in_words(pair: WorstPair, said: Mapping[int, SaidPair]) -> WorstPair:
+    """Return the pair with its messages in place of decoded tokens, if they are known."""
+    if (found := said.get(pair.row)) is None:
+        return pair
+    return replace(pair, prompt=found.prompt, chosen=found.chosen, rejected=found.rejected)
 
 
 def _worst_pairs(held_out: ScoredPairs, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
@@ -146,9 +159,9 @@ def _worst_pairs(held_out: ScoredPairs, tokenizer: PreTrainedTokenizerBase) -> l
                 row=int(pairs.rows[index]),
                 loss=float(held_out.outcome.losses_B[at]),
                 margin=float(held_out.outcome.margins_B[at]),
-                prompt=decode(tokenizer, pairs.prompt_ids(index))[-_SHOWN_CHARACTERS:],
-                chosen=decode(tokenizer, pairs.response_ids(index))[:_SHOWN_CHARACTERS],
-                rejected=decode(tokenizer, pairs.response_ids(index, "rejected"))[:_SHOWN_CHARACTERS],
+                prompt=decode(tokenizer, pairs.prompt_ids(index)),
+                chosen=decode(tokenizer, pairs.response_ids(index)),
+                rejected=decode(tokenizer, pairs.response_ids(index, "rejected")),
             )
         )
     return worst

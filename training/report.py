@@ -5,7 +5,7 @@ forbids scripts and requests in case an escape were ever forgotten.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jinja2 import Environment, StrictUndefined
@@ -40,6 +40,11 @@ class WorstPair:
     prompt: str
     chosen: str
     rejected: str
+
+    def abridged(self, most: int) -> "WorstPair":
+        """Return it with `most` characters of each text, as of a sample."""
+        prompt, chosen, rejected = self.prompt[-most:], self.chosen[:most], self.rejected[:most]
+        return replace(self, prompt=prompt, chosen=chosen, rejected=rejected)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,10 @@
 """The command `pedigree`: what is typed, which function does it, and how the result is shown."""
 
 import logging
-import os
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,21 +14,19 @@ import click
 from assets.graph import GRAPH
 from assets.names import refuse_namesake
 from assets.page import write_page
-from assets.process import close_dead_runs
 from assets.release import sole_decision
-from model_registry.connection import connect
 from training.contract.errors import StoreError, UsageError
 from workflows import show
 from workflows.comparison import compare as do_compare
 from workflows.comparison import last_evaluated
-from workflows.execution import materialize, warn_of_unlimited_gpu
+from workflows.execution import materialize
 from workflows.gc import collect
 from workflows.init import init
 from workflows.inspection import inspect_row, inspection_page
 from workflows.lineage import status as find_status
 from workflows.plan import plan as make_plan
 from workflows.progress import at_work
-from workflows.recipes import LoadedRecipe, extra_recipes, find_recipes, recipe_fault, recipe_place
+from workflows.recipes import LoadedRecipe, find_recipes
 from workflows.reporting import (
     REFUSALS,
     JsonGroup,
@@ -45,18 +40,17 @@ from workflows.reporting import (
     stdout_for_results,
 )
 from workflows.rescore import rescore
-from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
+from workflows.resources import build_services, pedigree_home, prepare_home
 from workflows.run_report import INTERRUPTED, RunReport
 from workflows.serve import chat, serve
-from workflows.servers import web_servers
+from workflows.ui import ui
 from workflows.verify import verify as do_verify
 
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, nothing else.")
 _recipe = click.argument("recipe")
-_port = click.IntRange(1, 65535)
 
 
-@click.group(cls=JsonGroup, commands=[rescore, serve, chat])
+@click.group(cls=JsonGroup)
 @click.version_option(package_name="pedigree")
 def main() -> None:
     """Keep a preference-tuned language model up to date, with the lineage of every artifact.
@@ -126,7 +120,7 @@ def _run(loaded: LoadedRecipe, select: str | None) -> RunReport:
 
 
 def _json_of(report: RunReport) -> dict[str, Any]:
-    return {name: value for name, value in asdict(report).items() if name != "samples"}
+    return {name: value for name, value in asdict(report).items() if name not in ("samples", "is_served")}
 
 
 @main.command()
@@ -243,44 +237,7 @@ def gc(delete: bool, as_json: bool) -> None:
     print_found(as_json, asdict(found), show.collection, found)
 
 
-@main.command()
-@click.argument("recipes", nargs=-1)
-@click.option(
-    "--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server, if it is free."
-)
-@click.option(
-    "--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server, if it is free."
-)
-@reporting
-def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
-    """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
-
-    RECIPES are further recipes to show beside those of the project, or folders of recipes.
-    """
-    home = pedigree_home()
-    places = [recipe_place(text) for text in recipes]
-    if places:
-        os.environ["PEDIGREE_RECIPES"] = os.pathsep.join(map(str, places))
-    for extra in extra_recipes():
-        if (wrong := extra.fault or recipe_fault(extra.folder)) is None:
-            continue
-        if extra.folder in places:
-            raise wrong
-        people.print(f"{wrong}\nThe runs of {extra.name} fail until that is mended.", markup=False, soft_wrap=True)
-    registry = build_services(home).registry
-    # The servers' processes would make the tables of a new home all at once.
-    with dagster_instance() as instance:
-        for address in {registry.tracking_uri, registry.uri}:
-            connect(address)
-        close_dead_runs(instance, home)
-        warn_of_unlimited_gpu(instance)
-    with web_servers(home, registry, port, mlflow_port, people.print) as (dagster, mlflow):
-        results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)\nMLflow:  {mlflow}", soft_wrap=True)
-        with suppress(KeyboardInterrupt):
-            threading.Event().wait()
-
-
-for _command in (init, rescore, serve, chat):
+for _command in (init, ui, rescore, serve, chat):
     main.add_command(_command)
 
 

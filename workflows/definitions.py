@@ -1,9 +1,11 @@
 """The one Definitions object: every recipe under `workflows/defs/`, and those that PEDIGREE_RECIPES lists.
 
-Where this was installed as a package, there are no recipes beside it, and no project of Dagster's around it.
+If PEDIGREE_ONLY_RECIPES lists recipes, these are shown alone. Python files in `workflows/defs/` then give what belongs to them.
+If this was installed as a package, there are no recipes beside it, and no project of Dagster's around it.
 """
 
 import os
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -11,8 +13,9 @@ import dagster as dg
 
 from training.contract.errors import RecipeError
 from workflows.component import DEFS
+from workflows.own_checks import declared_for
 from workflows.recipe_file import RECIPE_FILE, TYPE, cause_in, refuse_foreign_parts, types_in
-from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault
+from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault, shows_project
 from workflows.resources import pedigree_home, services
 from workflows.waiting import wait_patiently
 from workflows.wrong_recipe import stand_in
@@ -25,11 +28,20 @@ def defs() -> dg.Definitions:
     That process loads these definitions too, so it is here that it is told how to wait.
     """
     wait_patiently(pedigree_home)
+    listed = [definitions_of(extra) for extra in extra_recipes()]
     return dg.Definitions.merge(
-        *([definitions_in(DEFS.parent)] if DEFS.is_dir() else []),
-        *map(definitions_of, extra_recipes()),
+        *([_of_project(listed)] if DEFS.is_dir() else []),
+        *listed,
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
+
+
+def _of_project(listed: Sequence[dg.Definitions]) -> dg.Definitions:
+    """Return all that `workflows/defs/` declares, or, if `listed` is shown alone, what files in it declare for that."""
+    if shows_project():
+        return definitions_in(DEFS.parent)
+    assets = [asset for each in listed for asset in each.assets or () if isinstance(asset, dg.AssetsDefinition)]
+    return declared_for({key for asset in assets for key in asset.keys})
 
 
 def definitions_of(extra: ExtraRecipe) -> dg.Definitions:

@@ -47,7 +47,7 @@ def materialize(
     with own.explaining(pipeline):
         result = job.execute_in_process(asset_selection=keys, raise_on_error=False, **run)
     records = Path(instance.root_directory)
-    return report_of(result, run["run_id"], pipeline, selected, own, services.store, records)
+    return report_of(result, run["run_id"], pipeline, selected, own, services, records)
 
 
 def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, work: Callable[[], T]) -> T:

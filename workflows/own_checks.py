@@ -55,17 +55,42 @@ def find_own_checks(pipeline: Pipeline, module: str = _MODULE, folder: Path = DE
 
     Raises UsageError where a file cannot be loaded: whether it has any is then unknown.
     """
-    places = list(_places_beside_recipes(folder))
-    if not places:
+    loaded = _loaded(module, folder)
+    if not loaded:
         return OwnChecks(folder)
-    tree = dg.ComponentTree.from_module(import_module(module), folder)
-    loaded = [_load(tree, place) for place in places]
     with _explaining(folder, pipeline):
         found = dg.Definitions.merge(*loaded)
-    among_assets = [each for each in found.assets or () if isinstance(each, dg.AssetChecksDefinition)]
-    declared = [*(found.asset_checks or ()), *among_assets]
-    checks = [check for check in declared if any(key.path[0] == pipeline.name for key in _checked(check))]
+    checks = [check for check in _declared(found) if any(key.path[0] == pipeline.name for key in _checked(check))]
     return OwnChecks(folder, checks, found.resources or {})
+
+
+def declared_for(keys: Collection[dg.AssetKey], module: str = _MODULE, folder: Path = DEFS) -> dg.Definitions:
+    """Return what `module`, which lies in `folder`, declares beside recipes for the assets `keys` alone.
+
+    These are checks on them, and the sensors that start nothing, such as those that tell of runs. Whatever else is declared may
+    name assets of other recipes. Raises UsageError if a file cannot be loaded.
+    """
+    found = dg.Definitions.merge(*_loaded(module, folder))
+    return dg.Definitions(
+        asset_checks=[check for check in _declared(found) if not _checked(check).isdisjoint(keys)],
+        sensors=[sensor for sensor in found.sensors or () if not sensor.targets],
+        resources=found.resources,
+    )
+
+
+def _loaded(module: str, folder: Path) -> list[dg.Definitions]:
+    """Return what each file beside recipes declares."""
+    places = list(_places_beside_recipes(folder))
+    if not places:
+        return []
+    tree = dg.ComponentTree.from_module(import_module(module), folder)
+    return [_load(tree, place) for place in places]
+
+
+def _declared(found: dg.Definitions) -> list[_Check]:
+    """Return the checks in `found`."""
+    among_assets = [each for each in found.assets or () if isinstance(each, dg.AssetChecksDefinition)]
+    return [*(found.asset_checks or ()), *among_assets]
 
 
 @contextmanager

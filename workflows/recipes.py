@@ -30,6 +30,9 @@ from workflows.recipe_file import (
     variant_names,
 )
 
+# Lists of folders of recipes, separated like PATH: those shown beside the project's, and those shown in their place.
+BESIDE_VARIABLE, ALONE_VARIABLE = "PEDIGREE_RECIPES", "PEDIGREE_ONLY_RECIPES"
+
 
 @dataclass(frozen=True)
 class LoadedRecipe:
@@ -89,14 +92,14 @@ def recipe_folders(text: str) -> dict[Path, UsageError | None]:
 
 
 def recipe_place(text: str) -> Path:
-    """The folder that `text` names, of one recipe or of several, in which there may be others later, for PEDIGREE_RECIPES.
+    """Return the folder that `text` names, for PEDIGREE_ONLY_RECIPES. It holds a recipe, or several, and may get more later.
 
     Raises UsageError if there is none, or if it cannot stand in that list.
     """
     recipe_folders(text)
     place = _folder(text) or Path(text).resolve()
     if os.pathsep in str(place):
-        raise UsageError(f"{place} has a {os.pathsep!r} in it, which separates folders in PEDIGREE_RECIPES: rename it")
+        raise UsageError(f"{place} has a {os.pathsep!r} in it, which separates folders in a list of them: rename it")
     return place
 
 
@@ -141,7 +144,7 @@ def recipe_fault(folder: Path) -> RecipeError | None:
 
 @dataclass(frozen=True)
 class ExtraRecipe:
-    """A recipe outside the project that the web UI is to show as `name`.
+    """A listed recipe that the web UI is to show as `name`.
 
     `fault`: what keeps it from being shown, whatever is in it: no recipe is there, or another has its name or that of a variant
     of it.
@@ -152,12 +155,21 @@ class ExtraRecipe:
     fault: UsageError | None
 
 
+def shows_project() -> bool:
+    """Return whether the project's own recipes are shown: they are unless PEDIGREE_ONLY_RECIPES lists others."""
+    return not os.environ.get(ALONE_VARIABLE)
+
+
 def extra_recipes() -> list[ExtraRecipe]:
-    """The recipes in PEDIGREE_RECIPES, which is separated like PATH. Of folders with one name the first stands for all."""
-    named = {identifier(name): folder for folder in recipes_in(DEFS) for name in _names(folder)}
+    """Return the recipes of the list that counts. Of folders with one name the first stands for all.
+
+    PEDIGREE_ONLY_RECIPES counts if it is set, else PEDIGREE_RECIPES, without those of the project, which are shown anyway.
+    """
+    of_project = recipes_in(DEFS) if shows_project() else {}
+    named = {identifier(name): folder for folder in of_project for name in _names(folder)}
     found: dict[Path, ExtraRecipe] = {}
     for folder, fault in _listed_recipes().items():
-        if folder.parent == DEFS:  # shown anyway
+        if folder in of_project:
             continue
         first = named.setdefault(identifier(folder.name), folder)
         if first == folder:
@@ -192,12 +204,13 @@ def _namesakes(name: str, first: Path, second: Path) -> UsageError:
 
 
 def _listed_recipes() -> dict[Path, UsageError | None]:
+    variable = BESIDE_VARIABLE if shows_project() else ALONE_VARIABLE
     listed: dict[Path, UsageError | None] = {}
-    for text in filter(None, os.environ.get("PEDIGREE_RECIPES", "").split(os.pathsep)):
+    for text in filter(None, os.environ.get(variable, "").split(os.pathsep)):
         try:
             listed |= recipe_folders(text)
         except UsageError as gone:
-            listed[Path(os.path.realpath(text))] = UsageError(f"PEDIGREE_RECIPES: {gone}")
+            listed[Path(os.path.realpath(text))] = UsageError(f"{variable}: {gone}")
     return listed
 
 

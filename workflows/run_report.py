@@ -10,7 +10,7 @@ from dagster_shared.error import SerializableErrorInfo
 
 from assets.checks import DIFFERENCE
 from assets.materialized import Materialization
-from assets.pipeline import Pipeline
+from assets.pipeline import Pipeline, Services
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import ModelError, PedigreeError
 from training.contract.store import Store
@@ -58,6 +58,7 @@ class RunReport:
     """`succeeded` is about the whole run, which can fail outside its assets as well: `error` is what ended it where no asset
     failed. `is_champion` and `reasons` are the gate's decision about `model_version`, or what a person has made of it.
     `notes` say what to change of a policy that hardly differs from its reference model.
+    `mlflow_url` is the page with the charts of the policy's run; `is_served` unless `pedigree ui` has to show it.
     """
 
     recipe: str
@@ -67,10 +68,12 @@ class RunReport:
     checks: list[CheckRun]
     metrics: dict[str, float]
     mlflow_run_id: str | None
+    mlflow_url: str | None
     model_version: str | None
     is_champion: bool | None
     reasons: str | None
     samples: list[dict[str, str]]
+    is_served: bool = True
     error: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -91,7 +94,7 @@ def report_of(
     pipeline: Pipeline,
     selected: Collection[str],
     own: OwnChecks,
-    store: Store,
+    services: Services,
     records: Path,
 ) -> RunReport:
     """The report of a run of the assets `selected`, in this order, which Dagster recorded in the folder `records`.
@@ -107,8 +110,8 @@ def report_of(
         if errors or asset in done:
             assets.append(_asset_run(asset, done.get(asset), errors))
     evaluated = done.get("evaluation", Materialization()).fingerprint
-    details = store.open("evaluation", evaluated).details if evaluated else {}
-    released = done.get("released_model", Materialization()).metadata
+    details = services.store.open("evaluation", evaluated).details if evaluated else {}
+    trained, released = (done.get(name, Materialization()).metadata for name in ("policy", "released_model"))
     return RunReport(
         recipe=pipeline.name,
         dagster_run_id=run_id,
@@ -116,13 +119,15 @@ def report_of(
         assets=assets,
         checks=checks,
         metrics=details.get("metrics", {}),
-        mlflow_run_id=done.get("policy", Materialization()).metadata.get("mlflow_run_id"),
+        mlflow_run_id=trained.get("mlflow_run_id"),
+        mlflow_url=trained.get("mlflow"),
         model_version=released.get("model_version"),
         is_champion=released["champion"] == "yes" if released else None,
         reasons=released.get("reasons"),
         samples=details.get("samples", []),
+        is_served=services.tracker.is_served,
         error=None if any(asset.error for asset in assets) else _ended_by(result, records),
-        notes=_notes(pipeline, checks, done, store),
+        notes=_notes(pipeline, checks, done, services.store),
     )
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from model_registry.connection import is_server, note_address, page
+from model_registry.connection import PAGES_VARIABLE, is_server, note_address
 from model_registry.registry import Registry
 from model_registry.tracking import artifact_root
 from training.contract.errors import PedigreeError
@@ -89,19 +89,19 @@ def _mlflow_server(home: Path, registry: Registry, port: int) -> Server:
 def web_servers(
     home: Path, registry: Registry, port: int, mlflow_port: int, tell: Callable[[str], None]
 ) -> Iterator[tuple[str, str]]:
-    """Run the servers over `home`, Dagster's alone where runs are tracked on a server; gives the addresses of their pages."""
+    """Run the servers over `home`, Dagster's alone if runs are tracked on a server. Yields Dagster's and MLflow's address."""
     servers = [_dagster_server(home, usable_port(port, tell))]
     pages = registry.tracking_uri
     if not is_server(registry.tracking_uri):
         servers.append(_mlflow_server(home, registry, usable_port(mlflow_port, tell)))
         # Only beside a file can it be noted where its pages are: the runs that Dagster starts are told.
-        pages = os.environ.get("PEDIGREE_MLFLOW_UI") or servers[1].address
-        servers[0] = replace(servers[0], environment={"PEDIGREE_MLFLOW_UI": pages})
+        pages = os.environ.get(PAGES_VARIABLE) or servers[1].address
+        servers[0] = replace(servers[0], environment={PAGES_VARIABLE: pages})
     tell("Starting the web servers; this takes about half a minute.")
     with serving(servers):
         if len(servers) > 1:
             note_address(registry.tracking_uri, servers[1].address)
-        yield servers[0].address, page(pages, "experiments")
+        yield servers[0].address, pages
 
 
 def usable_port(port: int, tell: Callable[[str], None], host: str = LOOPBACK) -> int:

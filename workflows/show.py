@@ -88,13 +88,14 @@ def _end(text: str) -> str:
 
 
 def _metrics(console: Console, report: RunReport) -> None:
-    """The MLflow run is told below, since a title that is longer than the table would be broken up."""
+    """Show the held-out metrics, and below them the address of the charts in one piece."""
     table = Table("held-out metric", "value", title="Evaluation")
     for name, value in report.metrics.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
     console.print(table)
-    if report.mlflow_run_id:
-        console.print(f"MLflow run {report.mlflow_run_id}")
+    if report.mlflow_url:
+        server = "" if report.is_served else " (served by `pedigree ui`)"
+        console.print(f"Charts in MLflow{server}: {report.mlflow_url}", markup=False, soft_wrap=True)
 
 
 def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:

@@ -41,6 +41,7 @@ _RESTART_SECONDS = 60.0
 _BETWEEN_ATTEMPTS = 1.0
 _SQLITE = "sqlite:///"
 TRACKING_VARIABLE, REGISTRY_VARIABLE = "MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"
+PAGES_VARIABLE = "PEDIGREE_MLFLOW_UI"  # names the address of the pages over a database
 _ENVIRONMENT = threading.RLock()
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -231,7 +232,7 @@ def page(uri: str, path: str = "") -> str:
 
 def _served_at(uri: str) -> str:
     """Where the pages over a database are: at PEDIGREE_MLFLOW_UI, else where they were last served, else at the default."""
-    if told := os.environ.get("PEDIGREE_MLFLOW_UI"):
+    if told := os.environ.get(PAGES_VARIABLE):
         return told
     with contextlib.suppress(OSError):
         if (note := _note_of_address(uri)) and (noted := note.read_text(encoding="utf-8").strip()):

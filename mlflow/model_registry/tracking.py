@@ -10,6 +10,7 @@ the registry alone MLFLOW_REGISTRY_URI.
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy import make_url
 
 from model_registry.connection import (
+    PAGES_VARIABLE,
     REGISTRY_VARIABLE,
     TRACKING_VARIABLE,
     Connection,
@@ -35,6 +37,7 @@ from model_registry.run import RunPlan, TrackedRun
 from training.contract.errors import RegistryError, UsageError
 
 KEY_TAG = "pedigree.key"
+CHARTS = "model-metrics"  # as MLflow's addresses call the charts of a run
 _EVALUATION_TAG = "pedigree.evaluation"
 # What MLflow takes, with a registry; a folder of files only where a person has set MLFLOW_ALLOW_FILE_STORE.
 _KINDS = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}
@@ -137,6 +140,15 @@ class Tracker:
 
         return self._connection.attempt("look for a run", work)
 
+    def experiment_id(self, name: str) -> str | None:
+        """Return the id of an experiment. None if there is none of that name, or if the server does not answer."""
+
+        def work(client: MlflowClient) -> str | None:
+            found = client.get_experiment_by_name(name)
+            return None if found is None or found.lifecycle_stage == "deleted" else str(found.experiment_id)
+
+        return self._connection.attempt("look for an experiment", work)
+
     def tag(self, run_id: str, tags: Mapping[str, Any]) -> None:
         """Add tags to a run, finished or not; what an outage keeps away the next call brings."""
 
@@ -146,12 +158,20 @@ class Tracker:
 
         self._connection.attempt("tag a run", work)
 
-    def run_link(self, run_id: str, part: str = "") -> str:
-        """The page of the run, or of a `part` of it such as `artifacts`; the server's first page if it does not answer."""
+    @property
+    def is_served(self) -> bool:
+        """Whether links lead to a server that others run. If not, `pedigree ui` serves the pages."""
+        return is_server(self.tracking_uri) or bool(os.environ.get(PAGES_VARIABLE))
+
+    def run_link(self, run_id: str, part: str = CHARTS) -> str:
+        """Return the address of a `part` of the run's page, by default its charts.
+
+        If the server does not answer, return the address of its first page.
+        """
 
         def work(client: MlflowClient) -> str:
             experiment_id = client.get_run(run_id).info.experiment_id
-            return page(self.tracking_uri, f"experiments/{experiment_id}/runs/{run_id}/{part}".rstrip("/"))
+            return page(self.tracking_uri, f"experiments/{experiment_id}/runs/{run_id}/{part}")
 
         return self._connection.attempt("find the page of a run", work) or page(self.tracking_uri)
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from assets.changes import changes_since
-from assets.setting_changes import setting_changes
 from assets.graph import derive
 from assets.locate import LocatedSource, LocatedTokenizer
 from assets.realize import publish_found
+from assets.setting_changes import setting_changes
 from assets.tokenizer_changes import tokenizer_changes
 from assets.world import FoundData
 from tests.workflows.in_process import services_in

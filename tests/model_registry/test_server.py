@@ -47,9 +47,9 @@ def test_a_run_and_a_version_through_http(
     assert client.get_run(run.run_id).info.artifact_uri.startswith("mlflow-artifacts:/")
     assert tracker.log_evaluation(run.run_id, "e", {"eval/loss": 0.25}, 1, policy / "training.json")
     assert [entry.path for entry in client.list_artifacts(run.run_id, "evaluation")] == ["evaluation/training.json"]
-    assert tracker.run_link(run.run_id) == (
-        f"{server.uri}/#/experiments/{experiment_id}/runs/{run.run_id}?workflowType=machine_learning"
-    )
+    runs = f"{server.uri}/#/experiments/{experiment_id}/runs"
+    assert tracker.run_link(run.run_id) == f"{runs}/{run.run_id}/model-metrics?workflowType=machine_learning"
+    assert tracker.is_served
     registry = Registry(server.uri, tmp_path / "downloads")
     (evaluation := tmp_path / "evaluated").mkdir()
     (evaluation / "pairs.parquet").write_bytes(b"pairs")

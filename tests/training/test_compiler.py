@@ -35,7 +35,9 @@ def scoring(tiny_world, tmp_path) -> Job:
     [
         ("training", None, "No working C++ compiler found"),
         # which may take hours, before a training that then fails
-        ("scoring", NO_HEADERS, "fatal error: Python.h: No such file or directory"),
+        pytest.param(
+            *("scoring", NO_HEADERS, "fatal error: Python.h: No such file or directory"), marks=pytest.mark.system
+        ),
     ],
     ids=["training", "scoring"],
 )

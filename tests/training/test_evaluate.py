@@ -7,6 +7,7 @@ import json
 import math
 import operator
 import re
+import shutil
 import statistics
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -491,6 +492,36 @@ def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
     assert all(sample["after"] in text for sample in evaluation.json("samples.json"))
     worst = max(pq.read_table(evaluation.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])
     assert f"{worst['loss']:,.4f}" in text
+
+
+def in_words(messages: list[dict[str, str]]) -> str:
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+@pytest.mark.shared
+def test_people_read_the_messages_and_decoded_tokens_where_these_are_gone(world, tmp_path):
+    """The rows as they were written are the oracle. tiny-chat has ChatML, whose decoded prompts begin with `user`."""
+    lines = [json.loads(line) for line in (world.workshop.folder / "rows.jsonl").read_text().splitlines()]
+    shutil.copytree(world.workshop.store, tmp_path / "store")
+    changes = {"store": tmp_path / "store", "folder": tmp_path / "job"}
+    job = world.job(samples=4).model_copy(update=changes)
+    made = world.workshop.do(job)
+    frozen = made.json("samples.json")
+    assert all(sample["prompt"].startswith(("user\n", "system\n")) for sample in frozen)
+    for shown, sample in zip(made.details["samples"], frozen, strict=True):
+        said = in_words(lines[sample["row"]]["prompt"])
+        assert shown == {**sample, "prompt": said[-500:]} | {n: sample[n][:500] for n in ("before", "after", "chosen")}
+    page = Page(made.file("report.html").read_text())
+    worst = max(pq.read_table(made.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])["row"]
+    for text in (in_words(lines[worst]["prompt"])[-500:], lines[worst]["rejected"][-1]["content"][:500]):
+        assert text in page.text
+    assert not any(re.match(r"(user|system)\n", text) for text in page.text)
+
+    shutil.rmtree(tmp_path / "store" / "evaluation")
+    shutil.rmtree(tmp_path / "store" / "raw_preferences")
+    again = world.workshop.do(job)
+    assert again.fingerprint == made.fingerprint
+    assert [sample["prompt"] for sample in again.details["samples"]] == [sample["prompt"][-500:] for sample in frozen]
 
 
 SHOWN = """\

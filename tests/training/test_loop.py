@@ -265,6 +265,7 @@ def test_activation_checkpointing_gives_the_same_policy_to_the_last_bit(tmp_path
     assert losses(smaller) == losses(usual)
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_compiled_it_learns_the_same(tmp_path):
     """Dropout too: warming up draws random numbers, and the first step draws those it would have drawn without."""

@@ -118,6 +118,7 @@ def test_so_is_supervised_tuning(worlds: tuple[TinyWorld, TinyWorld], forker: An
     assert losses(larger) == losses(plain) and len(losses(plain)) == 5
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_compiled_layers_are_the_same(worlds: tuple[TinyWorld, TinyWorld]):
     model = load_model(worlds[1].model, "float32", CPU)

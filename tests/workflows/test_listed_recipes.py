@@ -37,6 +37,39 @@ def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
     assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
 
 
+def assets_of(recipes: set[str]) -> set[str]:
+    return {f"{recipe}/{asset}" for recipe in recipes for asset in GRAPH}
+
+
+@pytest.mark.parametrize("variable", ["PEDIGREE_RECIPES", "PEDIGREE_ONLY_RECIPES"])
+def test_recipes_are_shown_beside_those_of_the_project_or_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+):
+    """A recipe that is to be shown alone may have the name of one of the project's, or be one of them."""
+    of_project = {"demo"} if variable == "PEDIGREE_RECIPES" else set()
+    for name in ("folder/one", "folder/two", "three", "four", "other/demo"):
+        write_recipe(tmp_path / name, ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path / "four"))
+    monkeypatch.setenv(variable, f"{tmp_path / 'folder'}:{tmp_path / 'three'}")
+    assert shown_assets() == assets_of({"one", "two", "three", *of_project})
+    monkeypatch.setenv(variable, str(DEFS / "demo"))
+    assert shown_assets() == assets_of({"demo"})
+    monkeypatch.setenv("PEDIGREE_ONLY_RECIPES", str(tmp_path / "other" / "demo"))
+    [alone] = extra_recipes()
+    assert (alone.folder, alone.name, alone.fault) == (tmp_path / "other" / "demo", "demo", None)
+
+
+def shown_assets() -> set[str]:
+    return {key.to_user_string() for key in defs().resolve_asset_graph().get_all_asset_keys()}
+
+
+def test_a_recipe_that_is_shown_alone_and_goes_is_told_with_the_list_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PEDIGREE_ONLY_RECIPES", str(tmp_path / "gone"))
+    assert_fails_alone("gone", f"PEDIGREE_ONLY_RECIPES: '{tmp_path}/gone' is neither", set())
+
+
 def test_a_wrong_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Whatever there is to run of it says what is wrong, by the names that runs and sensors which began before have for it."""
     write_recipe(tmp_path / "right", ATTRIBUTES)
@@ -192,7 +225,7 @@ def test_the_variants_of_a_file_are_those_it_has_now(tmp_path: Path):
 
 def test_a_place_with_a_colon_is_not_taken_for_two(tmp_path: Path):
     write_recipe(tmp_path / "a:b" / "small", ATTRIBUTES)
-    done = CliRunner().invoke(cli.main, ["ui", str(tmp_path / "a:b")], env={"PEDIGREE_RECIPES": ""})
+    done = CliRunner().invoke(cli.main, ["ui", str(tmp_path / "a:b")], env={"PEDIGREE_ONLY_RECIPES": ""})
     assert done.exit_code == 2 and "has a ':' in it" in done.stderr
 
 

@@ -81,7 +81,7 @@ def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch
 @pytest.mark.parametrize("name", ["mine", "demo"])
 def test_the_web_servers_get_no_two_recipes_of_one_name(tmp_path, monkeypatch, name):
     folders = [write_recipe(tmp_path / place / name, ATTRIBUTES) for place in ("first", "second")]
-    done = CliRunner().invoke(cli.main, ["ui", *map(str, folders)], env={"PEDIGREE_RECIPES": ""})
+    done = CliRunner().invoke(cli.main, ["ui", *map(str, folders)], env={"PEDIGREE_ONLY_RECIPES": ""})
     assert done.exit_code == 2 and "is the name of a recipe" in done.stderr
     monkeypatch.setenv("PEDIGREE_RECIPES", f"{folders[0]}:{folders[0]}")
     if name == "mine":
@@ -109,5 +109,5 @@ def test_recipes_of_a_folder_come_and_go_while_the_web_servers_run(tmp_path, mon
 
 def test_the_web_servers_do_not_start_with_a_recipe_that_is_wrong(tmp_path):
     folder = write_recipe(tmp_path / "wrong", yaml.safe_load("{data: {sources: []}}"))
-    done = CliRunner().invoke(cli.main, ["ui", str(folder)], env={"PEDIGREE_RECIPES": ""})
+    done = CliRunner().invoke(cli.main, ["ui", str(folder)], env={"PEDIGREE_ONLY_RECIPES": ""})
     assert done.exit_code == 2 and "reference: it is missing" in done.stderr

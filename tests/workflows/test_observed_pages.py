@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, edit
-from tests.workflows.test_servers import graphql, page_text
+from tests.workflows.test_servers import graphql, text_in_browser
 from workflows.servers import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
@@ -65,5 +65,5 @@ def test_the_page_of_an_asset_shows_the_causes_of_an_edit(looking, tmp_path):
             asset: ["stale"] for asset in below
         }
         assert found["policy"][0] == "FRESH", "Dagster's own mark, which an observation leaves as it is"
-        page = html.unescape(page_text(f"{address}/assets/small/policy?view=events", tmp_path / "profile"))
+        page = html.unescape(text_in_browser(f"{address}/assets/small/policy?view=events", tmp_path / "profile"))
         assert "Observed" in page and "training_spec: loss.beta 0.1 -> 0.2" in page, page[-2000:]

@@ -16,7 +16,7 @@ from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import UsageError
 from workflows.execution import materialize
-from workflows.own_checks import find_own_checks
+from workflows.own_checks import declared_for, find_own_checks
 from workflows.recipes import LoadedRecipe, load_recipe
 from workflows.run_report import INTERRUPTED, CheckRun, RunReport
 
@@ -298,3 +298,24 @@ def test_the_example_measures_a_policy_once(beside, run, tmp_path):
     report = run()
     assert report.succeeded and report.is_champion
     assert CheckRun("policy", "arithmetic", True, False, f"90.0% {told}") in report.checks
+
+
+def test_a_recipe_that_is_shown_alone_has_the_checks_that_are_about_it(beside, small):
+    """A benchmark that keeps policies from being released counts there too. Notices of runs go on, since they start nothing."""
+    other = (
+        SHORT.format(asset="policy", blocking=True, passed=True).replace("small", "demo").replace("short", "of_demo")
+    )
+    told = "@dg.run_failure_sensor(monitor_all_code_locations=True)\ndef failures(context): ...\n"
+    starts = '@dg.sensor(target=dg.AssetSelection.keys(["demo", "policy"]))\ndef restart(context): ...\n'
+    mine = SHORT.format(asset="policy", blocking=True, passed=True)
+    (beside / "quality.py").write_text(HEAD + mine + other + told + starts)
+    keys = [small.pipeline.key(asset) for asset in GRAPH]
+    found = declared_for(keys, "team.defs", beside)
+    everything = dg.Definitions.merge(small.definitions, found, dg.Definitions(resources={"services": None}))
+    graph = everything.resolve_asset_graph()
+    assert graph.get_all_asset_keys() == set(keys)
+    assert {key.name for key in graph.asset_check_keys if key.asset_key == keys[list(GRAPH).index("policy")]} >= {
+        "short"
+    }
+    assert "of_demo" not in {key.name for key in graph.asset_check_keys}
+    assert [sensor.name for sensor in found.sensors or ()] == ["failures"]

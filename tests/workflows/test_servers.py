@@ -43,10 +43,10 @@ def elsewhere(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def servers(materialized, small_recipe, elsewhere, tmp_path_factory):
-    """`pedigree ui` with the small recipe beside the project's, started elsewhere, on a machine that reaches others by a proxy.
+def printed(materialized, small_recipe, elsewhere, tmp_path_factory):
+    """`pedigree ui` with the small recipe and a folder of recipes, started elsewhere, on a machine that has a proxy.
 
-    One in a folder of recipes is wrong, which it says before all else. Gives the two addresses it prints.
+    A recipe in the folder is wrong, which it says before all else. Gives the two addresses it prints.
     """
     home, _ = materialized
     others = tmp_path_factory.mktemp("others")
@@ -65,13 +65,19 @@ def servers(materialized, small_recipe, elsewhere, tmp_path_factory):
         assert process.stdout is not None and process.stderr is not None
         told = [process.stderr.readline() for _ in range(2)]
         assert "wrong/defs.yaml:12: training.epoch:" in told[0] and told[1].startswith("The runs of wrong fail"), told
-        printed = [process.stdout.readline() for _ in range(2)]
-        addresses = re.findall(r"http://127\.0\.0\.1:\d+", "".join(printed))
-        assert len(addresses) == 2, printed
+        lines = [process.stdout.readline() for _ in range(2)]
+        addresses = re.findall(r"http://127\.0\.0\.1:\d+/\S*", "".join(lines))
+        assert len(addresses) == 2, lines
         yield addresses
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def servers(printed):
+    """The addresses of the two servers."""
+    return [re.match(r"http://[^/]+", address)[0] for address in printed]
 
 
 def graphql(address, query, **variables):
@@ -81,8 +87,9 @@ def graphql(address, query, **variables):
         return json.load(answer)["data"]
 
 
-def test_dagster_shows_every_asset_fresh_with_its_checks(servers):
+def test_dagster_shows_every_asset_fresh_with_its_checks_and_no_other_recipe(servers):
     found = graphql(servers[0], QUERY)
+    assert {node["assetKey"]["path"][0] for node in found["assetNodes"]} == {"small", "wrong"}
     nodes = {
         node["assetKey"]["path"][1]: node for node in found["assetNodes"] if node["assetKey"]["path"][0] == "small"
     }
@@ -103,11 +110,11 @@ def test_dagster_shows_the_schedule_and_the_sensor(servers):
     [repository] = graphql(servers[0], QUERY)["repositoriesOrError"]["nodes"]
     schedules = {s["name"]: s["scheduleState"]["status"] for s in repository["schedules"]}
     sensors = {s["name"]: s["sensorState"]["status"] for s in repository["sensors"]}
-    assert schedules == {"demo_schedule": "RUNNING", "small_schedule": "RUNNING"}
-    names = [f"{recipe}_{what}" for recipe in ("demo", "small") for what in ("data_sensor", "automation")]
-    assert sensors == dict.fromkeys([*names, "wrong_data_sensor"], "RUNNING")
+    assert schedules == {"small_schedule": "RUNNING"}
+    names = ("small_data_sensor", "small_automation", "wrong_data_sensor")
+    assert sensors == dict.fromkeys(names, "RUNNING")
     types = {s["name"]: s["sensorType"] for s in repository["sensors"]}
-    assert types["demo_automation"] == "AUTOMATION", "evaluated where our own condition is known"
+    assert types["small_automation"] == "AUTOMATION", "evaluated where our own condition is known"
 
 
 def test_no_command_has_the_address_of_the_database(servers):
@@ -182,41 +189,49 @@ def names(address, process):
     raise AssertionError(f"ended with {process.returncode}")
 
 
-@pytest.mark.parametrize(
-    ("server", "page", "words"),
-    [
-        (0, "/assets/small/policy", ["policy", "rewards"]),
-        (1, "/#/experiments?workflowType=machine_learning", ["small"]),
-    ],
-)
-def test_the_pages_in_a_browser(servers, tmp_path, server, page, words):
-    text = page_text(servers[server] + page, tmp_path)
-    assert all(word in text for word in words), text[-2000:]
+@pytest.mark.system
+def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
+    """The printed addresses, and the one that Dagster links, open runs and charts."""
+    _, report = first_run
+    charts = servers[1] + report["mlflow_url"].removeprefix("http://127.0.0.1:5000")
+    pages = {
+        f"{servers[0]}/assets/small/policy": ["policy", "rewards"],
+        printed[1]: ["small", "small-", "Run Name", "Duration"],
+        charts: ["rewards/margins", "rewards/accuracies"],
+    }
+    for number, (page, words) in enumerate(pages.items()):
+        text = text_in_browser(page, tmp_path / str(number))
+        assert all(word in text for word in words), (page, text[-2000:])
+        assert "Detect Issues in Your Traces" not in text
 
 
-def page_text(address, profile):
-    """What a browser whose files are in the folder `profile` shows at `address`, as HTML without scripts."""
+def linked(address, asset):
+    """The link to MLflow that Dagster shows of an asset."""
+    query = """query ($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { ... on AssetNode {
+      assetMaterializations(limit: 1) { metadataEntries { label ... on UrlMetadataEntry { url } } } } } }"""
+    node = graphql(address, query, key={"path": ["small", asset]})["assetNodeOrError"]
+    [url] = [e["url"] for e in node["assetMaterializations"][0]["metadataEntries"] if e["label"] == "mlflow"]
+    return url
+
+
+def text_in_browser(page, folder):
+    """What the page holds after 20 seconds of the browser's own time."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "no browser: apt-get install -y chromium"
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    done = subprocess.run(
-        [
-            chromium,
-            *flags.split(),
-            "--disable-component-update",
-            "--disable-sync",
-            f"--user-data-dir={profile}",
-            "--timeout=20000",
-            "--virtual-time-budget=20000",
-            "--dump-dom",
-            address,
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    flags += " --disable-component-update --disable-sync --timeout=20000 --virtual-time-budget=20000 --dump-dom"
+    command = [chromium, *flags.split(), f"--user-data-dir={folder}", page]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
+
+
+def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_run):
+    """No server was running when the recipe was run, so the address of its charts is the default one."""
+    _, report = first_run
+    assert printed[1] == f"{servers[1]}/#/experiments/1/runs?workflowType=machine_learning"
+    charts = f"/#/experiments/1/runs/{report['mlflow_run_id']}/model-metrics?workflowType=machine_learning"
+    assert report["mlflow_url"] == f"http://127.0.0.1:5000{charts}"
+    assert linked(servers[0], "policy") in (report["mlflow_url"], f"{servers[1]}{charts}")
 
 
 def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monkeypatch):
@@ -234,7 +249,7 @@ def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monk
     runs, models = "postgresql://me:secret@db/runs", "postgresql://me:secret@db/models"
     registry = Registry(runs, tmp_path, models)
     with web.web_servers(tmp_path, registry, free_port(0), port, print) as (_, mlflow):
-        assert mlflow.startswith(f"http://127.0.0.1:{port}/#/experiments?")
+        assert mlflow == f"http://127.0.0.1:{port}"
     assert started[0].environment == {"PEDIGREE_MLFLOW_UI": f"http://127.0.0.1:{port}"}
     stores = {"MLFLOW_BACKEND_STORE_URI": runs, "MLFLOW_REGISTRY_STORE_URI": models}
     assert started[1].environment == stores

@@ -28,6 +28,7 @@ from workflows.show import run_report
 from workflows.verify import Verification, VerifiedAsset
 
 PATH = f"/home/somebody/{'a-long-folder-name/' * 8}base"
+CHARTS = f"http://127.0.0.1:5000/#/experiments/1/runs/{'1f' * 16}/model-metrics?workflowType=machine_learning"
 MADE = AssetRun("tokenization_spec", "computed", "ab" * 32, 1.0)
 
 
@@ -45,6 +46,7 @@ def report(
 ) -> RunReport:
     version, reasons = (None, None) if is_champion is None else ("3", "held-out loss 0.51 against 0.62")
     about: dict[str, Any] = {"metrics": {"eval/pairs": 8}, "mlflow_run_id": "1f" * 16, "samples": samples or []}
+    about |= {"mlflow_url": CHARTS, "is_served": False}
     about |= {"model_version": version, "is_champion": is_champion, "reasons": reasons}
     return RunReport("weekly", "run", True, assets, checks or [], **about)
 
@@ -61,6 +63,14 @@ def test_a_run_ends_with_what_the_gate_decided():
     told = "held-out loss 0.51 against 0.62"
     assert shown(report([MADE], is_champion=True))[-1] == f"version 3 is champion: {told}"
     assert shown(report([MADE], is_champion=False))[-1] == f"version 3 is not champion: {told}"
+
+
+def test_the_address_of_the_charts_is_in_one_piece_with_who_serves_it():
+    """It is longer than a line, and a terminal opens what it takes for one word."""
+    made = report([MADE])
+    assert f"Charts in MLflow (served by `pedigree ui`): {CHARTS}" in shown(made)
+    assert f"Charts in MLflow: {CHARTS}" in shown(replace(made, is_served=True))
+    assert not any("MLflow" in line for line in shown(replace(made, mlflow_url=None)))
 
 
 def test_a_failed_check_is_told_where_the_run_went_on_and_once_where_it_did_not():

@@ -1,5 +1,7 @@
 """Which pairs are tokenized again after an upgrade."""
 
+import itertools
+
 import pyarrow as pa
 
 from training.contract.software import COMPARED
@@ -21,7 +23,7 @@ def test_sample_is_spread_over_the_lengths_of_the_longer_response():
     longest = sorted(max(lengths[at]) for at in found)
     assert len(set(found)) == COMPARED == 64
     assert longest[0] == 3 and longest[-1] == 1000
-    assert max(b - a for a, b in zip(longest, longest[1:], strict=False)) <= 1000 / 63 + 1
+    assert max(b - a for a, b in itertools.pairwise(longest)) <= 1000 / 63 + 1
 
 
 def test_sample_of_few_pairs_is_all_of_them():

@@ -60,6 +60,7 @@ def failure(file: Path, job: Job, on_event: Callable[[Event], None] = lambda eve
     return str(caught.value)
 
 
+@pytest.mark.system
 @slow
 def test_two_nodes_of_two_ranks_train_like_one_process(
     tiny_world: Any, forker: Any, ssh: list[str], nodes_file: NodesFile
@@ -81,6 +82,7 @@ def test_two_nodes_of_two_ranks_train_like_one_process(
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 
+@pytest.mark.system
 @slow
 @pytest.mark.parametrize("victim", ["launcher", "conductor"])
 def test_nothing_is_left_when_who_leads_is_killed(
@@ -100,6 +102,7 @@ def test_nothing_is_left_when_who_leads_is_killed(
     launcher.wait(timeout=30)
 
 
+@pytest.mark.system
 @slow
 def test_a_rank_that_is_killed_ends_the_other_node_and_is_named(
     make_job: MakeJob, ssh: list[str], nodes_file: NodesFile
@@ -118,6 +121,7 @@ def test_a_rank_that_is_killed_ends_the_other_node_and_is_named(
     assert alive(pids) == []
 
 
+@pytest.mark.system
 @slow
 def test_a_connection_that_breaks_ends_both_sides(make_job: MakeJob, ssh: list[str], nodes_file: NodesFile):
     job = make_job("sleep_on_nodes", nodes=2)
@@ -159,6 +163,7 @@ UNUSABLE: dict[str, tuple[Callable[[list[str], int], list[str]], dict[str, str],
 }
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("fault", UNUSABLE)
 def test_a_node_that_cannot_be_used_is_named_before_torchrun_starts(
     make_job: MakeJob, ssh: list[str], nodes_file: NodesFile, free_port: Callable[[], int], fault: str
@@ -199,6 +204,7 @@ def test_what_is_secret_here_stays_here(
     assert not environment.keys() & {"HF_TOKEN", "PATH", "HOME"}
 
 
+@pytest.mark.system
 def test_another_version_of_the_package_is_refused(
     make_job: MakeJob, ssh: list[str], nodes_file: NodesFile, tmp_path: Path
 ):
