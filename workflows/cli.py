@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from assets.graph import GRAPH
+from assets.interruption import is_interruption
 from assets.names import refuse_namesake
 from assets.page import write_page
 from assets.process import close_dead_runs
@@ -45,7 +46,7 @@ from workflows.reporting import (
 )
 from workflows.rescore import rescore
 from workflows.resources import build_services, dagster_instance, pedigree_home, prepare_home
-from workflows.run_report import INTERRUPTED, RunReport
+from workflows.run_report import RunReport
 from workflows.scaffold import init_recipe
 from workflows.servers import web_servers
 from workflows.verify import verify as do_verify
@@ -114,7 +115,7 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
             message = explained(error)
             told.append({"recipe": loaded.pipeline.name, "succeeded": False, "error": message})
             print_error(message)
-            is_stopped = message == INTERRUPTED
+            is_stopped = is_interruption(message)
         else:
             told.append(_json_of(report))
             is_stopped = report.interrupted
