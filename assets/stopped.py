@@ -5,7 +5,7 @@ Dagster does not record the code versions that a run was to make its assets with
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import dagster as dg
@@ -46,6 +46,12 @@ def find_stops(instance: dg.DagsterInstance, latest: Collection[Materialization]
     canceled = dg.RunsFilter(run_ids=run_ids, statuses=[dg.DagsterRunStatus.CANCELED])
     found = instance.get_run_records(canceled)
     return {each.dagster_run.run_id: _stop(each.dagster_run, each.end_time or 0.0) for each in found}
+
+
+def was_stopped(instance: dg.DagsterInstance, latest: Sequence[Materialization]) -> bool:
+    """Whether a person has stopped the last run that was to make each of these assets, before it had made them."""
+    stops = find_stops(instance, latest)
+    return all(made.last_run in stops and made.run != made.last_run for made in latest)
 
 
 def _stop(run: dg.DagsterRun, time: float) -> Stop:

@@ -3,7 +3,8 @@
 * The schedule requests the whole graph. Every asset asks the store first; what is there is only read, once, to see that it
   is whole.
 * The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
-  from its latest materialization, the sensor requests the assets that record it, and no others. It also closes runs whose
+  from its latest materialization, the sensor requests the assets that record it, and no others. If a person has stopped the
+  run that was to record it, the sensor waits until something has changed since. It also closes runs whose
   process is gone: what they were to make counts as in progress, and the conditions would wait for it.
 * The automation condition of every asset (`assets.conditions`) does the rest: recorded content that changed, or a code
   version that a changed recipe gave, requests everything downstream in one run. Unchanged content requests nothing.
@@ -25,6 +26,7 @@ from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.process import close_dead_runs
+from assets.stopped import was_stopped
 from assets.world import Found, find_root
 from assets.written import written
 from training.contract.errors import CorruptRecord, RecipeError
@@ -138,7 +140,11 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
             return dg.SensorResult(skip_reason=same, cursor=_NOTHING)
         seen = fingerprint("seen", [_identity(each, pipeline.recipe) for each in found])
-        if _was_asked_for(seen, context.cursor):
+        if was_stopped(context.instance, [history.latest(each.asset) for each in found if _differs(history, each)]):
+            if (context.cursor or _NOTHING) == _NOTHING or _was_asked_for(seen, context.cursor, ever=True):
+                stopped = dg.SkipReason(f"a person has stopped the run that was to record this: {'; '.join(causes)}")
+                return dg.SensorResult(skip_reason=stopped, cursor=f"{seen} {time.time():.0f}")
+        elif _was_asked_for(seen, context.cursor):
             return dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
         request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
         return dg.SensorResult(run_requests=[request], cursor=f"{seen} {time.time():.0f}")
@@ -146,10 +152,10 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
     return data_sensor
 
 
-def _was_asked_for(seen: str, cursor: str | None) -> bool:
-    """Whether a run for this state was requested within the hour; after that a run that failed is requested again."""
+def _was_asked_for(seen: str, cursor: str | None, ever: bool = False) -> bool:
+    """Whether a run for this state was requested within the hour, or ever; after an hour one that failed is requested again."""
     asked, _, when = (cursor or "").partition(" ")
-    return asked == seen and time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN
+    return asked == seen and (ever or time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN)
 
 
 def _causes(history: History, found: Sequence[Found]) -> list[str]:
@@ -157,9 +163,14 @@ def _causes(history: History, found: Sequence[Found]) -> list[str]:
     causes = []
     for each in found:
         key = history.latest(each.asset).key
-        if key is not None and not _is_recorded(history, each):
+        if key is not None and _differs(history, each):
             causes += [f"{each.asset}: {words}" for words in changes_since(history.store, key, each)]
     return causes
+
+
+def _differs(history: History, found: Found) -> bool:
+    """Whether an asset that was materialized before is another one now."""
+    return history.latest(found.asset).key is not None and not _is_recorded(history, found)
 
 
 def _is_recorded(history: History, found: Found) -> bool:

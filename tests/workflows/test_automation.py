@@ -141,6 +141,38 @@ def test_a_request_that_led_nowhere_is_repeated_an_hour_later(sensed):
     assert sensed.requests() == 1
 
 
+def cancel_look(sensed):
+    """A run of what records the world has begun, and a person stops it."""
+    job = sensed.definitions.resolve_job_def("small_look")
+    run = sensed.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+    sensed.instance.report_run_canceled(run)
+
+
+def test_the_sensor_does_not_repeat_a_request_whose_run_a_person_has_stopped(sensed):
+    sensed.look()
+    sensed.write("Why?", "How?")
+    assert sensed.requests() == 1
+    cancel_look(sensed)
+    seen, when = sensed.cursor.split(" ")
+    sensed.cursor = f"{seen} {float(when) - 3601}"
+    assert [sensed.requests(), sensed.requests()] == [0, 0]
+    sensed.write("Why?", "Who?")
+    assert [sensed.requests(), sensed.requests()] == [1, 0]
+
+
+def test_the_sensor_asks_for_no_change_whose_run_a_person_started_and_stopped(sensed):
+    """Before it had recorded the data. What changes after the sensor has looked is asked for."""
+    sensed.look()
+    assert sensed.requests() == 0
+    sensed.write("Why?", "How?")
+    cancel_look(sensed)
+    assert [sensed.requests(), sensed.requests()] == [0, 0]
+    sensed.write("Why?", "Who?")
+    assert [sensed.requests(), sensed.requests()] == [1, 0]
+    sensed.look()
+    assert sensed.requests() == 0
+
+
 def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
     sensed.look()
     sensed.write("Why?", "How?")
