@@ -10,10 +10,12 @@ from assets.checks import check_specs
 from assets.conditions import ON_CONTENT
 from assets.event_log import with_log
 from assets.graph import GRAPH
+from assets.interruption import ending_in_words
 from assets.names import claim_name
 from assets.pipeline import Pipeline, Services, emitting
 from assets.process import sign
 from assets.step import Step
+from assets.stopped import note_code_versions
 from assets.written import written_where_named
 from training.contract.hashing import telling
 
@@ -57,11 +59,12 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
     )
     def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
         sign(context.instance, context.run, services.home)
+        note_code_versions(context)
         claim_name(services.home, pipeline)
         step = Step(pipeline, services, context)
         started = time.monotonic()
         hashing = emitting(with_log(services, context.log, asset).listener, asset)
-        with telling(hashing), written_where_named(pipeline):
+        with ending_in_words(step), telling(hashing), written_where_named(pipeline):
             made = _BODIES[asset](step)
         return dg.MaterializeResult(
             metadata={**(made.metadata or {}), "seconds": round(time.monotonic() - started, 3)},

@@ -4,11 +4,12 @@ Dagster is asked for all assets of interest at once: a question costs it a dozen
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
 
 import dagster as dg
+from dagster._core.storage.event_log.base import AssetEntry
 
 from assets.graph import GRAPH
 from assets.pipeline import Pipeline
@@ -19,14 +20,18 @@ from training.contract.store import Artifact, Store
 
 @dataclass(frozen=True)
 class Materialization:
-    """A materialization of an asset; all fields are empty where there is none.
+    """A materialization of an asset; all fields but `last_run` are empty if there is none.
 
-    `fingerprint` is its data version, `metadata` holds the plain values of what it showed.
+    `fingerprint` is its data version, `metadata` holds the plain values of what it showed. The run `run` made it at `time`.
+    `last_run` is the last run that was to make the asset.
     """
 
     fingerprint: str | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    run: str | None = field(default=None, compare=False)
+    time: float = field(default=0.0, compare=False)
+    last_run: str | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, recorded: dg.AssetMaterialization) -> Self:
@@ -55,9 +60,15 @@ def input_version_tag(asset: dg.AssetKey) -> str:
 def latest_of(instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey]) -> dict[dg.AssetKey, Materialization]:
     """The latest materialization of each of the assets."""
     entries = [record.asset_entry for record in instance.get_asset_records(keys)]
-    events = {entry.asset_key: entry.last_materialization for entry in entries}
-    made = {key: event.asset_materialization for key, event in events.items() if event is not None}
-    return {key: Materialization() if (found := made.get(key)) is None else Materialization.of(found) for key in keys}
+    return {key: Materialization() for key in keys} | {entry.asset_key: _latest(entry) for entry in entries}
+
+
+def _latest(entry: AssetEntry) -> Materialization:
+    event = entry.last_materialization
+    if event is None or event.asset_materialization is None:
+        return Materialization(last_run=entry.last_run_id)
+    found = Materialization.of(event.asset_materialization)
+    return replace(found, run=event.run_id, time=event.timestamp, last_run=entry.last_run_id)
 
 
 def made_in(instance: dg.DagsterInstance, run_id: str) -> dict[dg.AssetKey, Materialization]:

@@ -68,7 +68,10 @@ def emitting(listener: Listener, asset: str) -> Emit:
 
 @dataclass(frozen=True)
 class Services:
-    """`listener` hears every event of every job, in addition to Dagster's log: the command line draws progress bars."""
+    """`listener` hears every event of every job, in addition to Dagster's log: the command line draws progress bars.
+
+    `is_command` says that a person's command does the work: if it is interrupted, its run counts as stopped by a person.
+    """
 
     home: Path
     store: Store
@@ -76,6 +79,7 @@ class Services:
     tracker: Tracker
     registry: Registry
     listener: Listener = ignore
+    is_command: bool = False
 
     @cached_property
     def hashes(self) -> HashCache:

@@ -65,7 +65,7 @@ def keep_interrupts() -> None:
 
 
 def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
-    """Mark runs as failed whose process is gone, and free the slots in pools of all such runs, however they ended.
+    """Close runs whose process is gone, as failed, and free the slots in pools of all such runs, however they ended.
 
     A killed process cannot do so itself, and Dagster does not for runs on its own machine: such a run would count as started,
     what it was to make as in progress, which no condition requests, and its slot in the pool `gpu` as taken, for ever. A
@@ -76,11 +76,19 @@ def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
             continue
         # Asked again now that nobody works on it: its process may have ended it since the runs were listed.
         for run in instance.get_runs(dg.RunsFilter([begun.run_id], statuses=BEGUN)):
-            instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
+            _close(instance, run)
     for run_id in instance.event_log_storage.get_concurrency_run_ids():
         holder = instance.get_run_by_id(run_id)
         if holder is None or (holder.is_finished and (process := process_of(holder)) and not is_alive(process, home)):
             instance.event_log_storage.free_concurrency_slots_for_run(run_id)
+
+
+def _close(instance: dg.DagsterInstance, run: dg.DagsterRun) -> None:
+    """Mark a run whose process is gone as failed, or as canceled if a person was stopping it."""
+    if run.status == dg.DagsterRunStatus.CANCELING:
+        instance.report_run_canceled(run, "The process of this run is gone; a person was stopping it.")
+    else:
+        instance.report_run_failed(run, "The process of this run is gone; it was killed or the machine went down.")
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from assets.causes import input_changes
 from assets.changes import found_changes
 from assets.event_log import tell, with_log
 from assets.graph import derive
+from assets.interruption import naming_checkpoint
 from assets.locate import LocatedModel, glimpse_base_model, locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
 from assets.pipeline import Listener, Pipeline, Services, ignore
@@ -90,7 +91,8 @@ def make(
         if artifact is None:
             job = describe_job(pipeline, services, asset, work, inputs)
             log.info(f"{asset}: nothing of key {short(how.key)} in the store; job in {job.folder}")
-            artifact = run_work(services, job, work, lock, log)
+            with naming_checkpoint(pipeline, job):
+                artifact = run_work(services, job, work, lock, log)
     return Realized(artifact, reused=known is not None)
 
 

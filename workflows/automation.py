@@ -3,9 +3,10 @@
 * The schedule requests the whole graph. Every asset asks the store first; what is there is only read, once, to see that it
   is whole.
 * The data sensor looks at what Dagster cannot see: preference files, base model, tokenizer and template. If one differs
-  from its latest materialization, the sensor requests the assets that record it, and no others. It also closes runs whose
-  process is gone: what they were to make counts as in progress, and the conditions would wait for it. And it reports what is
-  stale and why (`workflows.observations`).
+  from its latest materialization, the sensor requests the assets that record it, and no others. If a person has stopped the
+  run that was to record it, the sensor waits until something has changed since. It also closes runs whose process is gone:
+  what they were to make counts as in progress, and the conditions would wait for it. And it reports what is stale and why
+  (`workflows.observations`).
 * The automation condition of every asset (`assets.conditions`) does the rest: recorded content that changed, or a code
   version that a changed recipe gave, requests everything downstream in one run. Unchanged content requests nothing.
 
@@ -29,6 +30,7 @@ from assets.graph import GRAPH
 from assets.materialized import History
 from assets.pipeline import Pipeline
 from assets.process import close_dead_runs
+from assets.stopped import was_stopped
 from assets.world import Found
 from assets.written import written
 from training.contract.errors import CorruptRecord, RecipeError
@@ -148,7 +150,12 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
             return dg.SensorResult(skip_reason=same, cursor=str(replace(cursor, asked=NOTHING)))
         seen = fingerprint("seen", [_identity(each, pipeline.recipe) for each in found])
-        if _was_asked_for(seen, cursor):
+        if was_stopped(context.instance, [history.latest(each.asset) for each in found if _differs(history, each)]):
+            if cursor.asked in (NOTHING, seen):
+                stopped = dg.SkipReason(f"a person has stopped the run that was to record this: {'; '.join(causes)}")
+                asked_now = replace(cursor, asked=seen, when=time.time())
+                return dg.SensorResult(skip_reason=stopped, cursor=str(asked_now))
+        elif _was_asked_for(seen, cursor):
             asked = dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
             return dg.SensorResult(skip_reason=asked, cursor=str(cursor))
         request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
@@ -167,9 +174,14 @@ def _causes(history: History, found: Sequence[Found]) -> list[str]:
     causes = []
     for each in found:
         key = history.latest(each.asset).key
-        if key is not None and not _is_recorded(history, each):
+        if key is not None and _differs(history, each):
             causes += [f"{each.asset}: {words}" for words in changes_since(history.store, key, each)]
     return causes
+
+
+def _differs(history: History, found: Found) -> bool:
+    """Whether an asset that was materialized before is another one now."""
+    return history.latest(found.asset).key is not None and not _is_recorded(history, found)
 
 
 def _is_recorded(history: History, found: Found) -> bool:

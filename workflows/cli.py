@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from assets.graph import GRAPH
+from assets.interruption import is_interruption
 from assets.names import refuse_namesake
 from assets.page import write_page
 from assets.release import sole_decision
@@ -41,7 +42,7 @@ from workflows.reporting import (
 )
 from workflows.rescore import rescore
 from workflows.resources import build_services, pedigree_home, prepare_home
-from workflows.run_report import INTERRUPTED, RunReport
+from workflows.run_report import RunReport
 from workflows.serve import chat, serve
 from workflows.ui import ui
 from workflows.verify import verify as do_verify
@@ -99,7 +100,7 @@ def _run_each(found: Sequence[LoadedRecipe], select: str | None, as_json: bool) 
             message = explained(error)
             told.append({"recipe": loaded.pipeline.name, "succeeded": False, "error": message})
             print_error(message)
-            is_stopped = message == INTERRUPTED
+            is_stopped = is_interruption(message)
         else:
             told.append(_json_of(report))
             is_stopped = report.interrupted

@@ -4,12 +4,14 @@ import functools
 import logging
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import dagster as dg
 
 from assets.graph import GPU_POOL, GRAPH, with_upstream
+from assets.interruption import cancel, with_stack_traces
 from assets.names import claim_name
 from assets.pipeline import Services
 from assets.process import close_dead_runs, share_records, signature
@@ -27,8 +29,11 @@ _QUIET = {"loggers": {"console": {"config": {"log_level": "CRITICAL"}}}}
 def materialize(
     loaded: LoadedRecipe, services: Services, instance: dg.DagsterInstance, asset: str | None = None
 ) -> RunReport:
-    """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception."""
-    pipeline = loaded.pipeline
+    """Run the recipe's assets, or `asset` and its upstream. A failing asset is in the report, not an exception.
+
+    A run that is interrupted is recorded as one that a person has cancelled.
+    """
+    pipeline, services = loaded.pipeline, replace(services, is_command=True)
     claim_name(services.home, pipeline)
     selected = list(GRAPH) if asset is None else with_upstream(pipeline.recipe, asset)
     keys, own = [pipeline.key(name) for name in selected], find_own_checks(pipeline)
@@ -44,10 +49,13 @@ def materialize(
     if GPU_POOL in pools and pipeline.recipe.compute.device != "cpu":
         warn_of_unlimited_gpu(instance)
     run = _signed_run(services, instance)
-    with own.explaining(pipeline):
+    with own.explaining(pipeline), with_stack_traces():
         result = job.execute_in_process(asset_selection=keys, raise_on_error=False, **run)
     records = Path(instance.root_directory)
-    return report_of(result, run["run_id"], pipeline, selected, own, services, records)
+    report = report_of(result, run["run_id"], pipeline, selected, own, services, records)
+    if report.interrupted:
+        cancel(instance, report.dagster_run_id)
+    return report
 
 
 def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, work: Callable[[], T]) -> T:

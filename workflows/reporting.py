@@ -20,11 +20,11 @@ from rich.segment import Segment
 from rich.text import Text
 from sqlalchemy.exc import DatabaseError
 
+from assets.interruption import INTERRUPTED
 from training.contract.durable import HOW_TO_SHARE, free_bytes
 from training.contract.errors import PedigreeError
 from training.contract.hub import asking_once
 from workflows.resources import pedigree_home
-from workflows.run_report import INTERRUPTED
 
 _STDOUT, _STDERR = 1, 2  # as processes inherit them, whatever stands for them in this one
 P = ParamSpec("P")
@@ -105,7 +105,7 @@ def explained(error: BaseException) -> str:
     """What a person reads of one of `REFUSALS`."""
     match error:
         case KeyboardInterrupt() | dg.DagsterExecutionInterruptedError():
-            return INTERRUPTED
+            return str(error) or INTERRUPTED
         case PermissionError():
             return f"{error}; {HOW_TO_SHARE}"
         case OSError():

@@ -9,6 +9,7 @@ import dagster as dg
 from dagster_shared.error import SerializableErrorInfo
 
 from assets.checks import DIFFERENCE
+from assets.interruption import INTERRUPTED, is_interruption
 from assets.materialized import Materialization
 from assets.pipeline import Pipeline, Services
 from training.contract.durable import lacks_room, write_error
@@ -18,7 +19,6 @@ from training.contract.weights import count_parameters
 from workflows.own_checks import OwnChecks
 from workflows.proposal import advice, general_advice
 
-INTERRUPTED = "interrupted; what was finished is kept, and the same command goes on from there"
 _OURS = f"{PedigreeError.__module__}."
 _ENDS = {dg.DagsterEventType.RUN_SUCCESS, dg.DagsterEventType.RUN_FAILURE}
 _CHECK_FAILED = "DagsterAssetCheckFailedError"  # what Dagster ends a step with whose blocking check failed
@@ -80,7 +80,7 @@ class RunReport:
     @property
     def interrupted(self) -> bool:
         """Whether somebody stopped it; then no further run shall begin."""
-        return INTERRUPTED in (self.error, *(asset.error for asset in self.assets))
+        return any(is_interruption(error) for error in (self.error, *(asset.error for asset in self.assets)))
 
     @property
     def warnings(self) -> list[CheckRun]:
@@ -165,7 +165,7 @@ def _asset_run(asset: str, made: Materialization | None, errors: Collection[str]
     """What became of an asset that was made, or has `errors`: its own, or those of checks of it."""
     fingerprint, seconds = (made.fingerprint, made.metadata["seconds"]) if made else (None, 0.0)
     if errors:
-        error = INTERRUPTED if INTERRUPTED in errors else "; ".join(errors)
+        error = next(filter(is_interruption, errors), "; ".join(errors))
         return AssetRun(asset, "failed", fingerprint, seconds, error)
     assert made is not None
     return AssetRun(asset, made.metadata["outcome"], fingerprint, seconds)
@@ -195,9 +195,9 @@ def _reason(error: SerializableErrorInfo | None, records: Path) -> str:
         return "it failed without an error"
     while not error.message.startswith(_OURS) and error.cause is not None:
         error = error.cause
-    if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
-        return INTERRUPTED
     message: str = error.message.strip()
+    if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
+        return message.partition(f"{error.cls_name}: ")[2] or INTERRUPTED
     if not message.startswith(_OURS) and lacks_room(message):
         return str(write_error("record the run", records, message))
     return message.removeprefix(f"{_OURS}{error.cls_name}: ")

@@ -18,6 +18,7 @@ from dagster._core.storage.event_log import SqlEventLogStorage
 from dagster._utils.interrupts import pop_captured_interrupt
 from sqlalchemy.exc import DatabaseError
 
+from assets.interruption import without_stack_traces
 from assets.process import close_dead_runs
 
 _SECONDS_ASLEEP = 1.0
@@ -33,6 +34,7 @@ def wait_patiently(home: Callable[[], Path]) -> None:
     def sleep_til_ready(waiting: ActiveExecution) -> None:
         nonlocal next_look
         if pop_captured_interrupt():
+            without_stack_traces()
             raise dg.DagsterExecutionInterruptedError
         slots = waiting._instance_concurrency_context
         if slots is not None and time.monotonic() >= next_look:

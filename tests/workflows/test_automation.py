@@ -11,7 +11,8 @@ import pytest
 from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
 from assets.materialized import input_version_tag, latest_of
-from assets.process import PROCESS_TAG
+from assets.process import PROCESS_TAG, close_dead_runs
+from assets.stopped import CODE_VERSIONS_TAG
 from assets.world import find_tokenizer
 from tests.workflows.homes import ATTRIBUTES, flip, latest, write_recipe
 from training.contract.store import Made, write_json
@@ -26,7 +27,8 @@ ROW = {
 }
 OTHER_BETA = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
 ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs")  # in the order of the graph
-BELOW_ROWS = {"raw_preferences", "tokenized_pairs", "reference_logprobs", "policy", "evaluation", "released_model"}
+BELOW_POLICY = {"policy", "evaluation", "released_model"}
+BELOW_ROWS = {*ABOVE_POLICY, *BELOW_POLICY}
 
 
 def definitions_of(folder):
@@ -137,6 +139,38 @@ def test_a_request_that_led_nowhere_is_repeated_an_hour_later(sensed):
     assert sensed.requests() == 0
     sensed.write("Why?", "How?")
     assert sensed.requests() == 1
+
+
+def cancel_look(sensed):
+    """A run of what records the world has begun, and a person stops it."""
+    job = sensed.definitions.resolve_job_def("small_look")
+    run = sensed.instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+    sensed.instance.report_run_canceled(run)
+
+
+def test_the_sensor_does_not_repeat_a_request_whose_run_a_person_has_stopped(sensed):
+    sensed.look()
+    sensed.write("Why?", "How?")
+    assert sensed.requests() == 1
+    cancel_look(sensed)
+    seen, when = sensed.cursor.split(" ")
+    sensed.cursor = f"{seen} {float(when) - 3601}"
+    assert [sensed.requests(), sensed.requests()] == [0, 0]
+    sensed.write("Why?", "Who?")
+    assert [sensed.requests(), sensed.requests()] == [1, 0]
+
+
+def test_the_sensor_asks_for_no_change_whose_run_a_person_started_and_stopped(sensed):
+    """Before it had recorded the data. What changes after the sensor has looked is asked for."""
+    sensed.look()
+    assert sensed.requests() == 0
+    sensed.write("Why?", "How?")
+    cancel_look(sensed)
+    assert [sensed.requests(), sensed.requests()] == [0, 0]
+    sensed.write("Why?", "Who?")
+    assert [sensed.requests(), sensed.requests()] == [1, 0]
+    sensed.look()
+    assert sensed.requests() == 0
 
 
 def test_the_sensor_asks_for_what_records_the_world_and_says_why(sensed):
@@ -264,6 +298,10 @@ class Conditions:
             job.get_subset(asset_selection=keys), asset_selection=frozenset(keys), status=dg.DagsterRunStatus.STARTED
         )
 
+    def succeed(self, run):
+        end = dg.DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, run.job_name)
+        self.instance.report_dagster_event(end, run.run_id)
+
     def report_check(self, asset, check, passed):
         evaluation = dg.AssetCheckEvaluation(
             asset_key=self.pipeline.key(asset), check_name=check, passed=passed, metadata={}
@@ -314,7 +352,7 @@ def test_new_data_ask_once_for_all_that_lies_below(conditions):
         if asset in BELOW_ROWS:
             asked.append(conditions.tick())
             conditions.materialize(2, asset)
-    conditions.instance.report_run_canceled(run)
+    conditions.succeed(run)
     assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 8
 
 
@@ -353,7 +391,7 @@ def test_what_is_being_made_is_asked_for_once_its_run_has_ended(conditions):
     assert conditions.tick() == {"training_spec", "evaluation_spec"}
     conditions.materialize(2, "training_spec", "evaluation_spec")
     assert conditions.tick() == set()
-    conditions.instance.report_run_canceled(run)
+    conditions.succeed(run)
     assert conditions.tick() == {"policy", "evaluation", "released_model"}
     assert conditions.tick() == set()
 
@@ -367,7 +405,7 @@ def test_what_reads_an_artifact_that_is_being_made_waits_for_it(conditions, made
     write_recipe(conditions.folder, OTHER_BETA)
     assert conditions.tick() == {"training_spec", "evaluation_spec"}
     conditions.materialize(2, made)
-    conditions.instance.report_run_canceled(run)
+    conditions.succeed(run)
     assert conditions.tick() == {"policy", "evaluation", "released_model"} | below
     assert conditions.tick() == set()
 
@@ -388,6 +426,120 @@ def test_a_run_that_fails_is_not_started_for_ever(conditions):
     assert conditions.tick() == BELOW_ROWS
 
 
+def cancelled_while_training(conditions):
+    """New data ask for all below; the run has made what is above the policy, a tick has seen it, and a person stops it."""
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    run = conditions.begin(*BELOW_ROWS)
+    conditions.materialize(2, *ABOVE_POLICY)
+    assert conditions.tick() == set()
+    conditions.instance.report_run_canceling(run)
+    assert conditions.tick() == set()
+    conditions.instance.report_run_canceled(run)
+    return run
+
+
+def test_a_run_that_a_person_stops_is_not_started_again(conditions):
+    cancelled_while_training(conditions)
+    assert [conditions.tick(), conditions.tick(), conditions.tick()] == [set()] * 3
+
+
+def test_the_first_run_of_all_is_not_started_again_either(tmp_path):
+    """Its policy was never materialized."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        begun = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
+        begun.tick()
+        run = begun.begin(*GRAPH)
+        begun.materialize(1, *(asset for asset in GRAPH if asset not in BELOW_POLICY))
+        asked = [begun.tick()]
+        instance.report_run_canceled(run)
+        assert [*asked, begun.tick(), begun.tick()] == [set()] * 3
+        begun.materialize(2, "preference_source")
+        assert begun.tick() == BELOW_ROWS
+
+
+def test_new_data_after_a_person_has_stopped_a_run_are_asked_for_once(conditions):
+    cancelled_while_training(conditions)
+    assert conditions.tick() == set()
+    conditions.materialize(3, "preference_source")
+    assert [conditions.tick(), conditions.tick()] == [BELOW_ROWS, set()]
+
+
+def test_new_data_in_the_same_tick_as_the_end_of_a_stopped_run_are_asked_for(conditions):
+    cancelled_while_training(conditions)
+    conditions.materialize(3, "preference_source")
+    assert [conditions.tick(), conditions.tick()] == [BELOW_ROWS, set()]
+
+
+def test_identical_data_after_a_person_has_stopped_a_run_ask_for_nothing(conditions):
+    cancelled_while_training(conditions)
+    assert conditions.tick() == set()
+    conditions.materialize(2, "preference_source", *ABOVE_POLICY)
+    assert [conditions.tick(), conditions.tick()] == [set(), set()]
+
+
+def test_a_field_edited_after_a_person_has_stopped_a_run_is_asked_for_once(conditions):
+    cancelled_while_training(conditions)
+    assert conditions.tick() == set()
+    write_recipe(conditions.folder, OTHER_BETA)
+    specs = {"training_spec", "evaluation_spec"}
+    assert [conditions.tick(), conditions.tick()] == [BELOW_POLICY | specs, set()]
+
+
+def test_data_and_fields_that_changed_while_a_stopped_run_went_on_are_not_asked_for(conditions):
+    """They are older than its end. What of it the run had made before stays as it is too."""
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    run = conditions.begin(*BELOW_ROWS, "training_spec", "evaluation_spec")
+    write_recipe(conditions.folder, OTHER_BETA)
+    conditions.materialize(3, "preference_source")
+    asked = [conditions.tick()]
+    conditions.instance.report_run_canceled(run)
+    assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 3
+
+
+@pytest.mark.parametrize("noted", [False, True], ids=["another recipe", "this recipe"])
+def test_a_recipe_that_is_loaded_after_its_run_was_stopped_is_not_new(conditions, noted):
+    """As after `pedigree run` of an edited recipe, Ctrl-C, and "Reload definitions": the run notes its code versions."""
+    before = definitions_of(conditions.folder).resolve_asset_graph()
+    write_recipe(conditions.folder, OTHER_BETA)
+    graph = definitions_of(conditions.folder).resolve_asset_graph() if noted else before
+    run = conditions.begin("training_spec", "evaluation_spec", *BELOW_POLICY)
+    versions = {key.to_user_string(): graph.get(key).code_version for key in graph.get_all_asset_keys()}
+    conditions.instance.add_run_tags(run.run_id, {CODE_VERSIONS_TAG: json.dumps(versions)})
+    conditions.instance.report_run_canceled(run)
+    asked = set() if noted else BELOW_POLICY | {"training_spec", "evaluation_spec"}
+    assert [conditions.tick(), conditions.tick()] == [asked, set()]
+
+
+def test_a_change_after_a_stopped_run_asks_for_all_that_it_had_left(conditions):
+    """The run was stopped before it had made tokens; the field alone would train on the tokens of before."""
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    run = conditions.begin(*BELOW_ROWS)
+    conditions.materialize(2, "raw_preferences")
+    asked = [conditions.tick()]
+    conditions.instance.report_run_canceled(run)
+    assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 3
+    write_recipe(conditions.folder, OTHER_BETA)
+    left = {*BELOW_ROWS, "training_spec", "evaluation_spec"} - {"raw_preferences"}
+    assert [conditions.tick(), conditions.tick()] == [left, set()]
+
+
+def test_a_run_that_was_killed_is_started_again(conditions, tmp_path):
+    """The first one after that is a person's or the condition's; this one is the condition's."""
+    conditions.materialize(2, "preference_source")
+    assert conditions.tick() == BELOW_ROWS
+    run = conditions.begin(*BELOW_ROWS)
+    gone = tmp_path / "processes" / "gone.lock"
+    conditions.instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {gone}"})
+    conditions.materialize(2, *ABOVE_POLICY)
+    assert conditions.tick() == set()
+    close_dead_runs(conditions.instance, tmp_path)
+    assert conditions.instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.FAILURE
+    assert [conditions.tick(), conditions.tick()] == [BELOW_POLICY, set()]
+
+
 def test_what_changes_while_a_run_goes_on_is_asked_for_once_afterwards(conditions):
     """New data, rows, tokens and log-probs while a policy is trained, which ends as one of the data before."""
     conditions.materialize(2, "preference_source")
@@ -400,7 +552,7 @@ def test_what_changes_while_a_run_goes_on_is_asked_for_once_afterwards(condition
     assert conditions.tick() == set()
     conditions.materialize(2, "policy", made_of=inputs)
     conditions.materialize(2, "evaluation", "released_model")
-    conditions.instance.report_run_canceled(run)
+    conditions.succeed(run)
     assert conditions.tick() == {"policy", "evaluation", "released_model"}
     assert conditions.tick() == set()
 

@@ -89,9 +89,25 @@ def test_no_process_survives_the_parent(long_recipe, without_policy, tmp_path, n
     process.wait(60)
     if number == signal.SIGINT:
         last = json.loads(told.read_text())["assets"][-1]
-        assert (last["asset"], last["outcome"], last["error"][:12]) == ("policy", "failed", "interrupted;")
+        assert (last["asset"], last["outcome"]) == ("policy", "failed")
+        assert_cancelled(home.path, last["error"], f"`pedigree run {long_recipe}`")
         assert last["fingerprint"] is None
         assert process.returncode == 1 and "Traceback" not in said.read_text()
+
+
+def assert_cancelled(home: Path, error: str, command: str) -> None:
+    """The last run counts as stopped by a person, and the error names the checkpoint that is there."""
+    with dg.DagsterInstance.from_config(str(home / "dagster")) as instance:
+        run = instance.get_runs(limit=1)[0]
+        events = [entry.dagster_event for entry in instance.all_logs(run.run_id) if entry.dagster_event]
+    assert run.status == dg.DagsterRunStatus.CANCELED
+    assert [event.step_failure_data.error.stack for event in events if event.is_step_failure] == [[]]
+    assert dg.DagsterEventType.RUN_FAILURE not in {event.event_type for event in events}
+    last = max(home.glob("jobs/policy-*/checkpoints/*/step-*[0-9]"))
+    step, folder = int(last.name.removeprefix("step-")), last.parents[2]
+    assert error == (
+        f"interrupted; the checkpoint of step {step:,} is saved in {folder}, and {command} goes on from step {step:,}"
+    )
 
 
 def test_a_killed_run_is_taken_up_from_its_checkpoint(small_recipe, without_policy, materialized):

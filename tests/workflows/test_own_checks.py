@@ -11,6 +11,7 @@ import dagster as dg
 import pytest
 
 from assets.graph import GRAPH
+from assets.interruption import INTERRUPTED
 from assets.pipeline import Services
 from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
 from tests.workflows.in_process import services_in, write_inputs
@@ -18,7 +19,7 @@ from training.contract.errors import UsageError
 from workflows.execution import materialize
 from workflows.own_checks import declared_for, find_own_checks
 from workflows.recipes import LoadedRecipe, load_recipe
-from workflows.run_report import INTERRUPTED, CheckRun, RunReport
+from workflows.run_report import CheckRun, RunReport
 
 HEAD = "import dagster as dg\n"
 SAID = "3.5 tokens on average"

@@ -14,6 +14,7 @@ import pytest
 from dagster._core.execution.plan.active import ActiveExecution
 from dagster._core.execution.plan.step import ExecutionStep
 
+from assets.interruption import INTERRUPTED
 from assets.pipeline import Services
 from assets.process import PROCESS_TAG, close_dead_runs, is_alive, process_of, sign, this_process
 from tests.workflows.homes import ATTRIBUTES, write_recipe
@@ -25,7 +26,6 @@ from workflows.execution import in_gpu_pool, materialize, warn_of_unlimited_gpu
 from workflows.recipes import load_recipe
 from workflows.resources import build_services, prepare_home
 from workflows.resources import services as services_of_dagster
-from workflows.run_report import INTERRUPTED
 from workflows.waiting import wait_patiently
 
 
