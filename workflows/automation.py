@@ -140,30 +140,35 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
             return dg.SensorResult(skip_reason=same, cursor=_NOTHING)
         seen = fingerprint("seen", [_identity(each, pipeline.recipe) for each in found])
-        if was_stopped(context.instance, [history.latest(each.asset) for each in found if _differs(history, each)]):
-            if (context.cursor or _NOTHING) == _NOTHING or _was_asked_for(seen, context.cursor, ever=True):
-                stopped = dg.SkipReason(f"a person has stopped the run that was to record this: {'; '.join(causes)}")
-                return dg.SensorResult(skip_reason=stopped, cursor=f"{seen} {time.time():.0f}")
-        elif _was_asked_for(seen, context.cursor):
-            return dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
-        request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
-        return dg.SensorResult(run_requests=[request], cursor=f"{seen} {time.time():.0f}")
+        cursor, told = f"{seen} {time.time():.0f}", "; ".join(causes)
+        if _was_stopped(history, found, seen, context.cursor):
+            stopped = dg.SkipReason(f"a person has stopped the run that was to record this: {told}")
+            return dg.SensorResult(skip_reason=stopped, cursor=cursor)
+        if _was_asked_for(seen, context.cursor):
+            return dg.SkipReason(f"a run was requested already: {told}")
+        return dg.SensorResult(run_requests=[dg.RunRequest(tags={_CAUSE_TAG: told[:_CAUSE_CHARACTERS]})], cursor=cursor)
 
     return data_sensor
 
 
-def _was_asked_for(seen: str, cursor: str | None, ever: bool = False) -> bool:
-    """Whether a run for this state was requested within the hour, or ever; after an hour one that failed is requested again."""
+def _was_stopped(history: History, found: Sequence[Found], seen: str, cursor: str | None) -> bool:
+    """Whether a person has stopped the run that was to record this state: the one in the cursor, or the first that differs."""
+    is_that_state = (cursor or _NOTHING).partition(" ")[0] in (_NOTHING, seen)
+    latest = [history.latest(each.asset) for each in found if _differs(history, each)]
+    return is_that_state and was_stopped(history.instance, latest)
+
+
+def _was_asked_for(seen: str, cursor: str | None) -> bool:
+    """Whether a run for this state was requested within the hour; after that a run that failed is requested again."""
     asked, _, when = (cursor or "").partition(" ")
-    return asked == seen and (ever or time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN)
+    return asked == seen and time.time() - float(when) < _SECONDS_BEFORE_ASKING_AGAIN
 
 
 def _causes(history: History, found: Sequence[Found]) -> list[str]:
     """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
     causes = []
     for each in found:
-        key = history.latest(each.asset).key
-        if key is not None and _differs(history, each):
+        if (key := history.latest(each.asset).key) is not None and _differs(history, each):
             causes += [f"{each.asset}: {words}" for words in changes_since(history.store, key, each)]
     return causes
 
