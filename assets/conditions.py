@@ -4,8 +4,8 @@
                    of a dependency did; or a dependency is requested at this tick; or the asset went missing; or blocking
                    checks that had failed have passed
     and            its latest materialization has another code version, or was made from other data versions, than those of
-                   now; or a dependency is requested at this tick
-    and            a person has not stopped the last run that was to make it, or something has changed since
+                   now, and no person has stopped the last run that was to make it, unless something has changed since; or a
+                   dependency is requested at this tick
     and            no dependency is missing, neither the asset nor a dependency is in progress, and no blocking check of a
                    dependency has failed
 
@@ -68,8 +68,7 @@ class _Stopped(dg.AutomationCondition[dg.AssetKey]):
         return "stopped"
 
     def evaluate(self, context: dg.AutomationContext[dg.AssetKey]) -> dg.AutomationResult[dg.AssetKey]:
-        pipeline = context.key.path[0]
-        seen = _seen(context.asset_graph_view, pipeline)
+        seen = _seen(context.asset_graph_view, context.key.path[0])
         stop = seen.stops.get(seen.recorded[context.key].last_run or "")
         codes = {key: context.asset_graph.get(key).code_version or "" for key in seen.recorded}
         now = short(fingerprint("codes", sorted(codes.values())))
@@ -123,8 +122,7 @@ _CHANGED: dg.AutomationCondition[Any] = (
 
 ON_CONTENT: dg.AutomationCondition[Any] = (
     _CHANGED.since((~_CHANGED & _Condition.newly_requested()) | _Condition.initial_evaluation())
-    & (_MadeFromOthers() | _ABOVE_ANEW)
-    & (~_Stopped() | _ABOVE_ANEW)
+    & ((_MadeFromOthers() & ~_Stopped()) | _ABOVE_ANEW)
     & ~_Condition.any_deps_missing()
     & ~_Condition.any_deps_in_progress()
     & ~_Condition.in_progress()

@@ -150,18 +150,24 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
             same = dg.SkipReason("data, base model and tokenizer are what was last materialized")
             return dg.SensorResult(skip_reason=same, cursor=str(replace(cursor, asked=NOTHING)))
         seen = fingerprint("seen", [_identity(each, pipeline.recipe) for each in found])
-        if was_stopped(context.instance, [history.latest(each.asset) for each in found if _differs(history, each)]):
-            if cursor.asked in (NOTHING, seen):
-                stopped = dg.SkipReason(f"a person has stopped the run that was to record this: {'; '.join(causes)}")
-                asked_now = replace(cursor, asked=seen, when=time.time())
-                return dg.SensorResult(skip_reason=stopped, cursor=str(asked_now))
-        elif _was_asked_for(seen, cursor):
-            asked = dg.SkipReason(f"a run was requested already: {'; '.join(causes)}")
+        anew, told = replace(cursor, asked=seen, when=time.time()), "; ".join(causes)
+        if _was_stopped(history, found, seen, cursor):
+            stopped = dg.SkipReason(f"a person has stopped the run that was to record this: {told}")
+            return dg.SensorResult(skip_reason=stopped, cursor=str(anew))
+        if _was_asked_for(seen, cursor):
+            asked = dg.SkipReason(f"a run was requested already: {told}")
             return dg.SensorResult(skip_reason=asked, cursor=str(cursor))
-        request = dg.RunRequest(tags={_CAUSE_TAG: "; ".join(causes)[:_CAUSE_CHARACTERS]})
-        return dg.SensorResult(run_requests=[request], cursor=str(replace(cursor, asked=seen, when=time.time())))
+        return dg.SensorResult(
+            run_requests=[dg.RunRequest(tags={_CAUSE_TAG: told[:_CAUSE_CHARACTERS]})], cursor=str(anew)
+        )
 
     return data_sensor
+
+
+def _was_stopped(history: History, found: Sequence[Found], seen: str, cursor: Cursor) -> bool:
+    """Whether a person has stopped the run that was to record this state: the one in the cursor, or the first that differs."""
+    latest = [history.latest(each.asset) for each in found if _differs(history, each)]
+    return cursor.asked in (NOTHING, seen) and was_stopped(history.instance, latest)
 
 
 def _was_asked_for(seen: str, cursor: Cursor) -> bool:
@@ -173,8 +179,7 @@ def _causes(history: History, found: Sequence[Found]) -> list[str]:
     """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
     causes = []
     for each in found:
-        key = history.latest(each.asset).key
-        if key is not None and _differs(history, each):
+        if (key := history.latest(each.asset).key) is not None and _differs(history, each):
             causes += [f"{each.asset}: {words}" for words in changes_since(history.store, key, each)]
     return causes
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import dagster as dg
 import pytest
 from filelock import FileLock
 
+from assets.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, PAIRS, Home, Looker, looker, write_recipe
+from tests.workflows.ticks import Conditions
 
 
 @pytest.fixture(scope="session")
@@ -77,3 +80,14 @@ def looking(first_run: tuple[Home, dict[str, Any]], small_recipe: Path, tmp_path
     found = looker(first_run[0], small_recipe, tmp_path, copy_home=True)
     with found.instance:
         yield found
+
+
+@pytest.fixture
+def conditions(tmp_path: Path) -> Iterator[Conditions]:
+    """A recipe of which everything was materialized, and two ticks went by."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
+        assert conditions.tick() == set(), "the first run is a person's to start"
+        conditions.materialize(1, *GRAPH)
+        assert conditions.tick() == set()
+        yield conditions

@@ -10,32 +10,21 @@ import pytest
 
 from assets.changes import CORRUPT_RECORD, NO_RECORD
 from assets.graph import GRAPH
-from assets.materialized import input_version_tag, latest_of
-from assets.process import PROCESS_TAG, close_dead_runs
-from assets.stopped import CODE_VERSIONS_TAG
+from assets.materialized import latest_of
+from assets.process import PROCESS_TAG
 from assets.world import find_tokenizer
 from tests.workflows.homes import ATTRIBUTES, flip, latest, write_recipe
+from tests.workflows.ticks import ABOVE_POLICY, BELOW_ROWS, OTHER_BETA, Conditions, definitions_of
 from training.contract.store import Made, write_json
 from workflows.lineage import status
 from workflows.recipes import load_recipe
-from workflows.resources import build_services, pedigree_home, services
+from workflows.resources import build_services, pedigree_home
 
 ROW = {
     "prompt": [{"role": "user", "content": "Why?"}],
     "chosen": [{"role": "assistant", "content": "Because."}],
     "rejected": [{"role": "assistant", "content": "No."}],
 }
-OTHER_BETA = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
-ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs")  # in the order of the graph
-BELOW_POLICY = {"policy", "evaluation", "released_model"}
-BELOW_ROWS = {*ABOVE_POLICY, *BELOW_POLICY}
-
-
-def definitions_of(folder):
-    return dg.Definitions.merge(
-        load_recipe(folder).definitions,
-        dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
-    )
 
 
 class Sensed:
@@ -257,73 +246,6 @@ def test_the_schedule_keeps_the_time_of_its_timezone(tmp_path, given, kept):
     assert definitions_of(folder).resolve_schedule_def("small_schedule").execution_timezone == kept
 
 
-class Conditions:
-    """The conditions of a recipe, tick by tick, over materializations that are told to a Dagster instance.
-
-    Nothing is computed: which data version an asset has is what the conditions go by, and that is written here.
-    """
-
-    def __init__(self, folder, instance):
-        self.folder, self.instance, self.cursor = folder, instance, None
-        self.pipeline = load_recipe(folder).pipeline
-
-    def tick(self):
-        """The assets that one tick asks for."""
-        definitions = definitions_of(self.folder)
-        result = dg.evaluate_automation_conditions(definitions, self.instance, cursor=self.cursor)
-        self.cursor = result.cursor
-        keys = [self.pipeline.key(asset) for asset in GRAPH]
-        return {key.path[1] for key in keys if result.get_num_requested(key)}
-
-    def materialize(self, version, *assets, made_of=None):
-        for asset in assets:
-            tags = {"dagster/data_version": f"{asset}-{version}", **(made_of or self.made_of(asset))}
-            event = dg.AssetMaterialization(self.pipeline.key(asset), tags=tags)
-            self.instance.report_runless_asset_event(event)
-            for check in self._checks(asset):
-                self.report_check(asset, check, passed=True)
-
-    def made_of(self, asset):
-        """The tags of a materialization that begins now, with what is recorded now."""
-        node = definitions_of(self.folder).resolve_asset_graph().get(self.pipeline.key(asset))
-        above = {key: latest(self.instance, key).fingerprint for key in node.parent_keys}
-        inputs = {input_version_tag(key): found for key, found in above.items()}
-        return {"dagster/code_version": node.code_version, **inputs}
-
-    def begin(self, *assets):
-        """A run of `assets` that has begun."""
-        job = definitions_of(self.folder).resolve_implicit_global_asset_job_def()
-        keys = {self.pipeline.key(asset) for asset in assets}
-        return self.instance.create_run_for_job(
-            job.get_subset(asset_selection=keys), asset_selection=frozenset(keys), status=dg.DagsterRunStatus.STARTED
-        )
-
-    def succeed(self, run):
-        end = dg.DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, run.job_name)
-        self.instance.report_dagster_event(end, run.run_id)
-
-    def report_check(self, asset, check, passed):
-        evaluation = dg.AssetCheckEvaluation(
-            asset_key=self.pipeline.key(asset), check_name=check, passed=passed, metadata={}
-        )
-        self.instance.report_runless_asset_event(evaluation)
-
-    def _checks(self, asset):
-        graph = definitions_of(self.folder).resolve_asset_graph()
-        return [key.name for key in graph.get(self.pipeline.key(asset)).check_keys]
-
-
-@pytest.fixture
-def conditions(tmp_path):
-    """A recipe of which everything was materialized, and two ticks went by."""
-    with dg.DagsterInstance.ephemeral() as instance:
-        conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
-        assert conditions.tick() == set(), "the first run is a person's to start"
-        conditions.materialize(1, *GRAPH)
-        assert conditions.tick() == set()
-        yield conditions
-
-
 def test_an_identical_materialization_asks_for_nothing(conditions):
     conditions.materialize(1, "preference_source", "tokenization_spec", "tokenized_pairs")
     assert [conditions.tick(), conditions.tick()] == [set(), set()]
@@ -424,120 +346,6 @@ def test_a_run_that_fails_is_not_started_for_ever(conditions):
     assert asked == [set(), {"policy", "evaluation", "released_model"}, set(), set(), set(), set()]
     conditions.materialize(3, "preference_source")
     assert conditions.tick() == BELOW_ROWS
-
-
-def cancelled_while_training(conditions):
-    """New data ask for all below; the run has made what is above the policy, a tick has seen it, and a person stops it."""
-    conditions.materialize(2, "preference_source")
-    assert conditions.tick() == BELOW_ROWS
-    run = conditions.begin(*BELOW_ROWS)
-    conditions.materialize(2, *ABOVE_POLICY)
-    assert conditions.tick() == set()
-    conditions.instance.report_run_canceling(run)
-    assert conditions.tick() == set()
-    conditions.instance.report_run_canceled(run)
-    return run
-
-
-def test_a_run_that_a_person_stops_is_not_started_again(conditions):
-    cancelled_while_training(conditions)
-    assert [conditions.tick(), conditions.tick(), conditions.tick()] == [set()] * 3
-
-
-def test_the_first_run_of_all_is_not_started_again_either(tmp_path):
-    """Its policy was never materialized."""
-    with dg.DagsterInstance.ephemeral() as instance:
-        begun = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
-        begun.tick()
-        run = begun.begin(*GRAPH)
-        begun.materialize(1, *(asset for asset in GRAPH if asset not in BELOW_POLICY))
-        asked = [begun.tick()]
-        instance.report_run_canceled(run)
-        assert [*asked, begun.tick(), begun.tick()] == [set()] * 3
-        begun.materialize(2, "preference_source")
-        assert begun.tick() == BELOW_ROWS
-
-
-def test_new_data_after_a_person_has_stopped_a_run_are_asked_for_once(conditions):
-    cancelled_while_training(conditions)
-    assert conditions.tick() == set()
-    conditions.materialize(3, "preference_source")
-    assert [conditions.tick(), conditions.tick()] == [BELOW_ROWS, set()]
-
-
-def test_new_data_in_the_same_tick_as_the_end_of_a_stopped_run_are_asked_for(conditions):
-    cancelled_while_training(conditions)
-    conditions.materialize(3, "preference_source")
-    assert [conditions.tick(), conditions.tick()] == [BELOW_ROWS, set()]
-
-
-def test_identical_data_after_a_person_has_stopped_a_run_ask_for_nothing(conditions):
-    cancelled_while_training(conditions)
-    assert conditions.tick() == set()
-    conditions.materialize(2, "preference_source", *ABOVE_POLICY)
-    assert [conditions.tick(), conditions.tick()] == [set(), set()]
-
-
-def test_a_field_edited_after_a_person_has_stopped_a_run_is_asked_for_once(conditions):
-    cancelled_while_training(conditions)
-    assert conditions.tick() == set()
-    write_recipe(conditions.folder, OTHER_BETA)
-    specs = {"training_spec", "evaluation_spec"}
-    assert [conditions.tick(), conditions.tick()] == [BELOW_POLICY | specs, set()]
-
-
-def test_data_and_fields_that_changed_while_a_stopped_run_went_on_are_not_asked_for(conditions):
-    """They are older than its end. What of it the run had made before stays as it is too."""
-    conditions.materialize(2, "preference_source")
-    assert conditions.tick() == BELOW_ROWS
-    run = conditions.begin(*BELOW_ROWS, "training_spec", "evaluation_spec")
-    write_recipe(conditions.folder, OTHER_BETA)
-    conditions.materialize(3, "preference_source")
-    asked = [conditions.tick()]
-    conditions.instance.report_run_canceled(run)
-    assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 3
-
-
-@pytest.mark.parametrize("noted", [False, True], ids=["another recipe", "this recipe"])
-def test_a_recipe_that_is_loaded_after_its_run_was_stopped_is_not_new(conditions, noted):
-    """As after `pedigree run` of an edited recipe, Ctrl-C, and "Reload definitions": the run notes its code versions."""
-    before = definitions_of(conditions.folder).resolve_asset_graph()
-    write_recipe(conditions.folder, OTHER_BETA)
-    graph = definitions_of(conditions.folder).resolve_asset_graph() if noted else before
-    run = conditions.begin("training_spec", "evaluation_spec", *BELOW_POLICY)
-    versions = {key.to_user_string(): graph.get(key).code_version for key in graph.get_all_asset_keys()}
-    conditions.instance.add_run_tags(run.run_id, {CODE_VERSIONS_TAG: json.dumps(versions)})
-    conditions.instance.report_run_canceled(run)
-    asked = set() if noted else BELOW_POLICY | {"training_spec", "evaluation_spec"}
-    assert [conditions.tick(), conditions.tick()] == [asked, set()]
-
-
-def test_a_change_after_a_stopped_run_asks_for_all_that_it_had_left(conditions):
-    """The run was stopped before it had made tokens; the field alone would train on the tokens of before."""
-    conditions.materialize(2, "preference_source")
-    assert conditions.tick() == BELOW_ROWS
-    run = conditions.begin(*BELOW_ROWS)
-    conditions.materialize(2, "raw_preferences")
-    asked = [conditions.tick()]
-    conditions.instance.report_run_canceled(run)
-    assert [*asked, conditions.tick(), conditions.tick()] == [set()] * 3
-    write_recipe(conditions.folder, OTHER_BETA)
-    left = {*BELOW_ROWS, "training_spec", "evaluation_spec"} - {"raw_preferences"}
-    assert [conditions.tick(), conditions.tick()] == [left, set()]
-
-
-def test_a_run_that_was_killed_is_started_again(conditions, tmp_path):
-    """The first one after that is a person's or the condition's; this one is the condition's."""
-    conditions.materialize(2, "preference_source")
-    assert conditions.tick() == BELOW_ROWS
-    run = conditions.begin(*BELOW_ROWS)
-    gone = tmp_path / "processes" / "gone.lock"
-    conditions.instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {gone}"})
-    conditions.materialize(2, *ABOVE_POLICY)
-    assert conditions.tick() == set()
-    close_dead_runs(conditions.instance, tmp_path)
-    assert conditions.instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.FAILURE
-    assert [conditions.tick(), conditions.tick()] == [BELOW_POLICY, set()]
 
 
 def test_what_changes_while_a_run_goes_on_is_asked_for_once_afterwards(conditions):

@@ -203,11 +203,11 @@ def test_a_run_that_dagster_starts_is_signed_before_its_first_step(services, ins
     assert seen == [this_process(services.home)]
 
 
-@pytest.mark.parametrize("name", ["NOT_STARTED", "STARTING", "STARTED", "CANCELED"])
+@pytest.mark.parametrize("name", ["NOT_STARTED", "STARTING", "STARTED", "CANCELING", "CANCELED"])
 def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, name):
     """As after a reboot: the run of a schedule takes the place in the pool that the one before was killed with.
 
-    A person may have marked that as canceled before.
+    A person may have stopped that, or marked it as canceled, before.
     """
     dead = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus(name))
     instance.add_run_tags(dead.run_id, {PROCESS_TAG: f"{dead.run_id} elsewhere 1 {services.home / 'gone.lock'}"})
@@ -223,7 +223,7 @@ def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, nam
         sign(context.instance, context.run, services.home)
 
     assert dg.materialize([source, trained], instance=instance).success
-    ended = "CANCELED" if name == "CANCELED" else "FAILURE"
+    ended = "CANCELED" if name.startswith("CANCEL") else "FAILURE"
     assert instance.get_run_by_id(dead.run_id).status == dg.DagsterRunStatus(ended)
     assert places_taken(instance) == 0
 
