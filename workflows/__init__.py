@@ -8,8 +8,8 @@ cli, reporting, progress, show       the command: what is typed, how it ends, it
 execution, own_checks, run_report    `run`: what belongs to it beside the recipe, and what became of it
 waiting                              how a run waits for a slot in a pool
 outlook, lineage, plan               what a run would give; `status`; `plan`
-comparison, inspection, verify,      the other commands, each a file
-  gc, servers
+comparison, inspection, verify, gc   the other commands, each a file
+ui, servers                          `ui`: what is shown, and the two web servers
 """
 
 from workflows.component import PreferenceTuning
