@@ -9,8 +9,8 @@ execution, own_checks, run_report    `run`: what belongs to it beside the recipe
 waiting                              how a run waits for a slot in a pool
 outlook, lineage, plan               what a run would give; `status`; `plan`
 serve, model_server, terminal_chat   `serve` and `chat`: a released version behind an address, or in the terminal
-comparison, inspection, verify,      the other commands, each a file
-  gc, servers
+comparison, inspection, verify, gc   the other commands, each a file
+ui, servers                          `ui`: what is shown, and the two web servers
 """
 
 from workflows.component import PreferenceTuning

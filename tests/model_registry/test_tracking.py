@@ -239,6 +239,15 @@ def test_an_experiment_that_was_deleted_by_hand_comes_back(tracker: Tracker, cli
     assert history(client, after.run_id) == [(1, 1.0), (2, 0.5)]
 
 
+def test_an_experiment_has_an_id_from_its_first_run_until_it_is_deleted(tracker: Tracker, client: MlflowClient):
+    assert tracker.experiment_id("demo") is None
+    with tracker.run(**ABOUT):
+        pass
+    assert tracker.experiment_id("demo") == client.get_experiment_by_name("demo").experiment_id
+    client.delete_experiment(tracker.experiment_id("demo"))
+    assert tracker.experiment_id("demo") is None
+
+
 def test_the_evaluation_is_added_to_the_finished_run_once(
     tracker: Tracker, client: MlflowClient, tmp_path: Path, warnings: list[str]
 ):

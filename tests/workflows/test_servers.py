@@ -196,8 +196,8 @@ def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
     charts = servers[1] + report["mlflow_url"].removeprefix("http://127.0.0.1:5000")
     pages = {
         f"{servers[0]}/assets/small/policy": ["policy", "rewards"],
-        printed[1]: ["small", "small-", "Run Name", "Duration"],
-        charts: ["rewards/margins", "rewards/accuracies"],
+        printed[1]: ["Run Name", "small-", "matching run"],
+        charts: ["Model metrics", "eval/rewards", "Add chart"],
     }
     for number, (page, words) in enumerate(pages.items()):
         text = text_in_browser(page, tmp_path / str(number))
