@@ -104,7 +104,7 @@ def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, cap
     assert in_gpu_pool("inspect", services, instance, lambda: places_taken(instance)) == 1
     thread.join()
     found = [instance.get_run_by_id(run.run_id).status for run in (unsigned, dying)]
-    assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE]
+    assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELED]
 
 
 @contextmanager

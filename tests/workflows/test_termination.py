@@ -15,7 +15,7 @@ from tests.workflows.test_interruption import LONG, until_steps
 from tests.workflows.test_servers import LOCATION, graphql
 from workflows.servers import free_port
 
-pytestmark = [pytest.mark.slow, pytest.mark.system]
+pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.timeout(1500)]
 REPOSITORY = {"repositoryLocationName": LOCATION, "repositoryName": "__repository__"}
 LAUNCH = """mutation ($params: ExecutionParams!) { launchPipelineExecution(executionParams: $params) {
   __typename ... on LaunchRunSuccess { run { runId } } } }"""
