@@ -1,7 +1,7 @@
 """A released version behind an OpenAI-compatible address, for `pedigree serve` and `pedigree chat`.
 
-Two processes: `transformers serve` holds the model, on a port of loopback that nobody is told, and the proxy in front of it
-(model_registry/chat_proxy.py) is what clients talk to.
+Two processes run. `transformers serve` holds the model, on a port of loopback that nobody is told. Clients talk to the proxy in
+front of it (model_registry/chat_proxy.py).
 """
 
 import importlib.util
