@@ -9,7 +9,8 @@ import pytest
 from assets.graph import GRAPH
 from assets.metadata import verbatim
 from tests.workflows.homes import ATTRIBUTES, latest, write_recipe
-from tests.workflows.test_automation import BELOW_ROWS, OTHER_BETA, Conditions, Sensed
+from tests.workflows.test_automation import Sensed
+from tests.workflows.ticks import BELOW_ROWS, OTHER_BETA, Conditions
 from workflows.lineage import AssetStatus
 from workflows.observations import CAUSES, STATE, Cursor, observe
 
