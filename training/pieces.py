@@ -101,7 +101,7 @@ class PieceReader:
         shape, pieces = self.shapes[name], self._pieces[name]
         if not shape:
             scalar: Tensor = pieces[0].file.get_tensor(pieces[0].key)
-            return scalar
+            return scalar.clone()  # else the whole file stays mapped as long as this number
         end = shape[0] if rows is None else first + rows
         found = [piece.cut(first, end) for piece in sorted(pieces, key=lambda piece: piece.first)]
         whole = torch.cat([part for part in found if len(part)] or found[:1])

@@ -173,5 +173,5 @@ def _demand_sound(
     if len(bad := np.flatnonzero(scores[:, 0] != counts)):
         raise CorruptArtifact(
             f"the reference log-prob of a response of row {rows_2V[bad[0]]} is over {counts[bad[0]]} tokens, "
-            f"its mask trains {scores[bad[0], 0]:.0f}; materialize reference_logprobs again"
+            f"its mask trains {scores[bad[0], 0]:.0f}; `pedigree rescore RECIPE` sets it aside, and the next run makes it anew"
         )

@@ -19,6 +19,7 @@ from training.agreement import Flags
 from training.checkpoint import State
 from training.contract.errors import StoreError, TrainingError
 from training.contract.events import EventWriter, Progress
+from training.contract.input_files import demand_unchanged
 from training.contract.job import Job
 from training.run_record import RunRecord
 from training.saver import Saver
@@ -121,6 +122,7 @@ class Trainer:
         )
 
     def _save(self, step: int) -> None:
+        demand_unchanged()
         self._note_objective()
         with self._record.timed("checkpoints"):
             self._saver.start(step, self._state, self._record.facts)

@@ -368,7 +368,9 @@ def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, w
 
     rewrite(tiny_world, spoil)
     Pairs.open(tiny_world.pairs).demand_known_tokens(vocabulary + 1)
-    with pytest.raises(TemplateError, match=f"up to the number {vocabulary}, and the model has {vocabulary} tokens"):
+    with pytest.raises(
+        TemplateError, match=f"up to the number {vocabulary}, and the model has embeddings for {vocabulary}: resize"
+    ):
         workshop.do(tiny_job(tiny_world, workshop))
 
 

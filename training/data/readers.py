@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 from training.contract.errors import DataError
 from training.contract.recipe_files import DataFile, check_unchanged, data_suffix, open_data
+from training.contract.stamps import stamp_of
 from training.data.file_faults import byte_fault, check_encoding, check_rows_outside, check_separator, undecoded_fault
 from training.data.quarantine import Quarantined, Reason, Row, strict_json
 
@@ -63,7 +64,7 @@ class Record:
 
 def read_records(file: DataFile) -> Iterator[Record]:
     """The rows of a file. Raises DataError where it cannot be read, and at its end if it has changed since it was hashed."""
-    suffix = data_suffix(file.path)
+    suffix, before = data_suffix(file.path), stamp_of(file.path)
     try:
         if suffix in _TEXTS:
             check_encoding(file.path)
@@ -72,7 +73,7 @@ def read_records(file: DataFile) -> Iterator[Record]:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its permissions") from error
     if file.sha256 is not None:
-        check_unchanged(file.path, file.sha256)
+        check_unchanged(file.path, file.sha256, before)
 
 
 def parse_row(line: int, text: str) -> Record:

@@ -28,7 +28,7 @@ def test_a_job_that_is_written_again_replaces_its_file_in_one_step(tmp_path: Pat
 def test_work_with_models_is_shared_among_all_processes_and_work_on_data_is_not(tmp_path: Path):
     """And a model in training has time to be saved when its job is stopped, which no other work needs."""
     compute = Compute(nodes=2, processes_per_node=4, grace_seconds=17)
-    alone = dict.fromkeys(("preferences", "tokenizer", "pairs", "merge"), (1, 1, 1))
+    alone = dict.fromkeys(("preferences", "tokenizer", "release_files", "pairs", "merge"), (1, 1, 1))
     scoring = dict.fromkeys(("reference", "evaluation", "proof"), (2, 4, 1))
     tuning = dict.fromkeys(("sft", "policy"), (2, 4, 17))
     jobs = {kind: job_in(tmp_path, kind, compute) for kind in get_args(JobKind)}
