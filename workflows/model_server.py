@@ -80,7 +80,7 @@ def _demand_chat(version: Version, folder: Path) -> None:
     if not holds_tokenizer(folder):
         raise ModelError(
             f"{about} has no tokenizer in {folder}; expected files such as tokenizer.json there. If a recipe released it, "
-            "a run of that recipe puts its files back; else register the model again with its tokenizer"
+            "move that folder away and run the recipe, which puts it back; else register the model again with its tokenizer"
         )
     if not _holds_template(folder):
         raise ModelError(

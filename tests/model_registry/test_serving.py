@@ -102,9 +102,10 @@ def address(released: Released, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with running(command, released.home.environment, log) as process:
         yield wait_for(process, log, r"demo, version 1: (\S+)/chat/completions")[1]
         said = (released.home.path / "serve" / "transformers.log").read_text()
-        [port] = re.findall(r"running on http://127\.0\.0\.1:(\d+)", said)
+        ports = re.findall(r"running on http://127\.0\.0\.1:(\d+)", said)
     assert process.returncode == 0
-    for left in (command[-1], port):
+    assert ports
+    for left in (command[-1], *ports):
         with pytest.raises(urllib.error.URLError, match="refused"):
             urllib.request.urlopen(f"http://127.0.0.1:{left}/health", timeout=5)
 
