@@ -19,6 +19,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/python workflows/defs/demo/make.py
 	$(BIN)/pedigree run demo
+	$(BIN)/python -m workflows.defs.demo.score
 	@echo "Look at it: type 'make ui', then open"
 	@echo "  Dagster  http://127.0.0.1:3000/asset-groups (Alt+E opens the groups)"
 	@echo "  MLflow   http://127.0.0.1:5000/#/experiments?workflowType=machine_learning"
