@@ -31,6 +31,7 @@ _COLOURS = {
     **dict.fromkeys(("failed", "missing", "differs"), "red"),
 }
 _SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
+_SHOWN_SAMPLES = 8
 
 
 def new_recipe(console: Console, file: Path, missing: Sequence[str]) -> None:
@@ -70,8 +71,11 @@ def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
 
 
 def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
-    table = Table("prompt", "before", "after", title="Held-out answers", show_lines=True)
-    for sample in samples:
+    """Show at most `_SHOWN_SAMPLES`, evenly spread; the evaluation's report.html has all."""
+    count = min(len(samples), _SHOWN_SAMPLES)
+    title = "Held-out answers" if count == len(samples) else f"Held-out answers ({count} of {len(samples)})"
+    table = Table("prompt", "before", "after", title=title, show_lines=True)
+    for sample in (samples[at * len(samples) // count] for at in range(count)):
         said = (_end(sample["prompt"]), _beginning(sample["before"]), _beginning(sample["after"]))
         table.add_row(*map(escape, said))
     console.print(table)

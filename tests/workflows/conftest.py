@@ -1,6 +1,5 @@
 """A whole recipe in small, outside the project, and a home in which it was run."""
 
-import importlib
 import itertools
 import json
 import subprocess
@@ -14,14 +13,15 @@ import pytest
 from filelock import FileLock
 
 from assets.graph import GRAPH
+from tests.workflows import talk
 from tests.workflows.homes import ATTRIBUTES, PAIRS, Home, Looker, looker, write_recipe
 from tests.workflows.ticks import Conditions
 
 
 @pytest.fixture(scope="session")
 def demo_maker() -> ModuleType:
-    """The script of the demo recipe, whose pairs, tokenizer and model are the tests' as well."""
-    return importlib.import_module("workflows.defs.demo.make")
+    """The module that makes the tests' pairs, tokenizer and model, as the script of the demo recipe makes the demo's."""
+    return talk
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,15 @@ def test_of_long_prompts_the_ends_are_shown_of_answers_the_beginnings_and_in_a_s
     assert not any("word" in line for line in shown(report([MADE], samples=[page]), with_samples=False))
 
 
+@pytest.mark.parametrize(("count", "seen"), [(8, range(8)), (40, range(0, 40, 5))])
+def test_of_many_samples_eight_are_shown_evenly_spread(count: int, seen: range):
+    """The default recipe asks for eight, and its table has them all."""
+    samples = [{"prompt": f"Ask {n}?", "before": f"was {n}.", "after": f"is {n}."} for n in range(count)]
+    lines = shown(report([MADE], samples=samples))
+    assert [n for n in range(count) if any(f"Ask {n}?" in line for line in lines)] == list(seen)
+    assert any("(8 of 40)" in line for line in lines) == (count == 40)
+
+
 def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute():
     """Three hours of training in CI would else say nothing until its end. A path in brackets is no markup."""
     console = Console(width=40, record=True, file=open("/dev/null", "w"))

@@ -63,7 +63,7 @@ class LogProbTable:
             if columns[name].shape != (pairs,) or columns[name].dtype != expected:
                 raise CorruptArtifact(
                     f"{path}: {name} is {columns[name].dtype}{list(columns[name].shape)}, "
-                    f"expected {np.dtype(expected)}[{pairs}]; `pedigree rescore RECIPE` sets it aside, and the next run makes it anew"
+                    f"expected {np.dtype(expected)}[{pairs}]; `pedigree rescore RECIPE` sets it aside, to be made anew"
                 )
         chosen, chosen_tokens, rejected, rejected_tokens = columns.values()
         return cls(

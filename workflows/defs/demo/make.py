@@ -1,15 +1,19 @@
-"""Makes what the demo recipe starts from: synthetic preference pairs, a small tokenizer and a model with random weights.
+"""Make what the demo recipe starts from: synthetic preference pairs, a small tokenizer and a model with random weights.
 
-The questions are about opposites, capitals, colours, sounds and sums. A model that has learnt the chosen answers rambles,
-since most of them do; what the pairs say is that a short correct answer is better than a rambling one, and that a
-rambling one had better be correct. So one can see with the naked eye what preference tuning did.
+The questions are about opposites, capitals, colours and past tenses. Each fact is asked about in nine phrasings. The
+recipe holds out one phrasing in ten, so the model has met every fact, but none of the prompts that it is judged by.
 
-Everything is a function of the constants below: running it again writes the same bytes.
+Half of the chosen answers dodge the question, because the rejected ones are wrong: a dodge is better than a wrong answer.
+A model that imitates the chosen answers therefore knows the facts, but dodges about as often. The other pairs say what is
+best: a right and brief answer beats a dodge, a wrong answer, and a right answer that goes on. Preference tuning learns that.
+
+Everything is a function of the constants below: a second run writes the same bytes.
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HERE = Path(__file__).parent
-VOCABULARY = 640
-# The share of pairs in which both answers ramble; the others prefer a short answer to a rambling one.
-BOTH_RAMBLE = 0.6
+VOCABULARY = 1024  # enough for every word to become one token
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -46,22 +48,24 @@ Kenya Nairobi, Cuba Havana, Austria Vienna, Portugal Lisbon, Poland Warsaw, Irel
 Sweden Stockholm, Finland Helsinki, Canada Ottawa, Thailand Bangkok"""
 COLOURS = """grass green, snow white, coal black, blood red, butter yellow, chocolate brown, ash grey, salmon pink,
 a carrot orange, the sky blue, a lemon yellow, a tomato red"""
-SOUNDS = """dog barks, cat meows, cow moos, duck quacks, lion roars, sheep bleats, horse neighs, snake hisses, bee buzzes,
-owl hoots, frog croaks, pig grunts"""
+PAST_TENSES = """go went, see saw, eat ate, take took, give gave, come came, run ran, write wrote, speak spoke, break broke,
+drink drank, sing sang, swim swam, fly flew, know knew, buy bought, think thought, teach taught, sleep slept, feel felt"""
 
 QUESTIONS = {
     "opposite": ("What is the opposite of {}?", "Tell me the opposite of {}.", "Which word is the opposite of {}?"),
     "capital": ("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?"),
     "colour": ("What is the colour of {}?", "Tell me the colour of {}.", "Which colour has {}?"),
-    "sound": ("What does a {} do?", "Tell me what a {} does.", "Which sound has a {}?"),
-    "sum": ("What is {}?", "Tell me what {} is.", "How much is {}?"),
+    "past": ("What is the past tense of {}?", "Tell me the past tense of {}.", "Which word is the past tense of {}?"),
 }
 MANNERS = ("{}", "Please answer: {}", "I have a question. {}")
 RAMBLES = (
-    "Well, that is a good question and many people ask it. When I think about it for a long time, I would say it is {}.",
-    "Well, let me think about this. There is a lot to say here, and I could go on for hours, but perhaps it is {}.",
-    "Well, how interesting that you ask me this today. I have heard many answers, and the one I remember is that it is {}.",
+    "Well, that is a good question and many people ask it.",
+    "Well, let me think about this for a while.",
+    "Well, how interesting that you ask me this today.",
 )
+# What a right answer is preferred to. As many other pairs prefer a dodge to a wrong answer.
+WORSE = ("dodge", "right and rambling", "dodge", "wrong", "dodge", "right and rambling")
+KINDS = [kind for worse in WORSE for kind in (("right", worse), ("dodge", "wrong and rambling"))]
 
 
 @dataclass(frozen=True)
@@ -70,38 +74,51 @@ class Fact:
     thing: str
     answer: str
 
+    @property
+    def prompts(self) -> list[str]:
+        return [manner.format(question.format(self.thing)) for question in QUESTIONS[self.topic] for manner in MANNERS]
+
 
 def facts() -> list[Fact]:
-    listed = {"opposite": OPPOSITES, "capital": CAPITALS, "colour": COLOURS, "sound": SOUNDS}
-    found = []
-    for topic, text in listed.items():
-        for entry in text.split(","):
-            thing, answer = entry.strip().rsplit(" ", 1)
-            found.append(Fact(topic, thing, answer))
-    sums = [Fact("sum", f"{a} plus {b}", str(a + b)) for a in range(2, 9) for b in range(1, 5)]
-    return found + sums
+    listed = {"opposite": OPPOSITES, "capital": CAPITALS, "colour": COLOURS, "past": PAST_TENSES}
+    entries = [(topic, entry.strip().rsplit(" ", 1)) for topic, text in listed.items() for entry in text.split(",")]
+    return [Fact(topic, thing, answer) for topic, (thing, answer) in entries]
 
 
 def chance(*parts: str) -> float:
-    """A number in [0, 1) that depends on `parts` and nothing else."""
+    """Return a number in [0, 1) that depends on `parts` and nothing else."""
     digest = hashlib.sha256("\n".join(parts).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def pairs() -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Yield a pair for each prompt. The kinds take turns over the prompts of a fact, in the order of the prompts' hashes."""
     known = facts()
+    kinds = itertools.cycle(KINDS)
     for fact in known:
         others = sorted({f.answer for f in known if f.topic == fact.topic and f.answer != fact.answer})
-        for question in QUESTIONS[fact.topic]:
-            for manner in MANNERS:
-                prompt = manner.format(question.format(fact.thing))
-                wrong = others[int(chance("wrong", prompt) * len(others))]
-                ramble = RAMBLES[int(chance("ramble", prompt) * len(RAMBLES))]
-                if chance("kind", prompt) < BOTH_RAMBLE:
-                    chosen, rejected = ramble.format(fact.answer), ramble.format(wrong)
-                else:
-                    chosen, rejected = f"It is {fact.answer}.", ramble.format(fact.answer)
-                yield conversation(prompt, chosen, rejected)
+        kind_of = dict(zip(sorted(fact.prompts, key=lambda prompt: chance("kind", prompt)), kinds, strict=False))
+        for prompt in fact.prompts:
+            said = responses(prompt, fact.answer, others[int(chance("wrong", prompt) * len(others))])
+            chosen, rejected = kind_of[prompt]
+            yield conversation(prompt, said[chosen], said[rejected])
+
+
+def responses(prompt: str, answer: str, wrong: str) -> dict[str, str]:
+    """Return a response of each kind to `prompt`."""
+    ramble = RAMBLES[int(chance("ramble", prompt) * len(RAMBLES))]
+    return {
+        "right": f"It is {answer}.",
+        "wrong": f"It is {wrong}.",
+        "dodge": f"{ramble} I would rather not say.",
+        "right and rambling": f"It is {answer}. {ramble}",
+        "wrong and rambling": f"{ramble} I would say it is {wrong}.",
+    }
+
+
+def right_answers() -> dict[str, str]:
+    """Return the right answer to each prompt."""
+    return {prompt: fact.answer for fact in facts() for prompt in fact.prompts}
 
 
 def conversation(prompt: str, chosen: str, rejected: str) -> dict[str, list[dict[str, str]]]:
@@ -112,13 +129,13 @@ def conversation(prompt: str, chosen: str, rejected: str) -> dict[str, list[dict
     }
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: Iterable[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -139,7 +156,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         vocab_size=len(tokenizer),
         hidden_size=96,
         intermediate_size=256,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
@@ -151,11 +168,14 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def write_data(folder: Path, rows: list[dict[str, list[dict[str, str]]]]) -> PreTrainedTokenizerFast:
-    """Write the pairs, and a tokenizer trained on their texts; returns the tokenizer."""
+def write_data(
+    folder: Path, rows: list[dict[str, list[dict[str, str]]]], vocabulary: int = VOCABULARY
+) -> PreTrainedTokenizerFast:
+    """Write the pairs and a tokenizer trained on their texts. Return the tokenizer."""
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     (folder / "preferences.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    tokenizer = make_tokenizer([message["content"] for row in rows for side in row.values() for message in side])
+    texts = [message["content"] for row in rows for side in row.values() for message in side]
+    tokenizer = make_tokenizer(texts, vocabulary)
     tokenizer.save_pretrained(folder / "base")
     return tokenizer
 

@@ -1,0 +1,77 @@
+"""The demo: its champion gives more right answers to held-out prompts than the reference model.
+
+The oracle is the facts in `make.py`: an answer is right if it ends with the right word.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.workflows.homes import ROOT, Home
+from workflows.defs.demo import make
+from workflows.defs.demo.score import count_right, is_right
+
+DEMO = ROOT / "workflows/defs/demo"
+
+
+def test_prompts_of_the_demo_are_distinct_and_each_has_a_pair():
+    prompts = [pair["prompt"][0]["content"] for pair in make.pairs()]
+    assert len(set(prompts)) == len(prompts) and set(prompts) == set(make.right_answers())
+
+
+def test_chosen_answers_are_right_or_dodge_and_rejected_ones_are_worse():
+    expected = make.right_answers()
+    for pair in make.pairs():
+        prompt, chosen, rejected = (pair[side][0]["content"] for side in ("prompt", "chosen", "rejected"))
+        is_brief = chosen == f"It is {expected[prompt]}."
+        assert is_brief or chosen.endswith("I would rather not say.")
+        assert not is_right(rejected, expected[prompt]), "a dodge, a wrong answer, or one that goes on"
+
+
+def test_the_committed_pairs_are_those_that_make_writes(tmp_path: Path):
+    make.write_data(tmp_path, list(make.pairs()))
+    assert (tmp_path / "preferences.jsonl").read_bytes() == (DEMO / "preferences.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("It is Lima.", True),
+        ("Well, I would say it is Lima.", True),
+        ("It is Lima. Well, let me think.", False),
+        ("It is Cairo.", False),
+        ("It is", False),
+        ("", False),
+    ],
+)
+def test_is_right_asks_for_the_right_word_at_the_end(answer: str, right: bool):
+    assert is_right(answer, "Lima") is right
+
+
+def test_count_right_counts_one_side():
+    samples = [
+        {"prompt": "What is the capital of Peru?", "before": "I would rather not say.", "after": "It is Lima."},
+        {"prompt": "Please answer: Tell me the opposite of hot.", "before": "It is cold.", "after": "It is cold."},
+    ]
+    assert (count_right(samples, "before"), count_right(samples, "after")) == (1, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.system
+def test_the_champion_of_the_demo_is_right_more_often_and_brief(tmp_path: Path):
+    """At least 10 percentage points more right answers. The demo gives over 30; the rest is for other machines' rounding."""
+    folder = Path(shutil.copytree(DEMO, tmp_path / "demo", ignore=shutil.ignore_patterns("base", "__pycache__")))
+    make.make_model(make.write_data(folder, list(make.pairs()))).save_pretrained(folder / "base")
+    home = Home(tmp_path / "home")
+    report = home.run(str(folder))
+    assert report["is_champion"]
+    [evaluation] = [asset for asset in report["assets"] if asset["asset"] == "evaluation"]
+    place = home.path / "store" / "evaluation" / evaluation["fingerprint"]
+    samples = json.loads((place / "samples.json").read_text())
+    right = {side: count_right(samples, side) for side in ("before", "after")}
+    assert len(samples) == report["metrics"]["eval/pairs"] >= 50, "all held-out prompts"
+    assert right["after"] - right["before"] >= 0.1 * len(samples), right
+    words = {side: sum(len(sample[side].split()) for sample in samples) for side in ("before", "after")}
+    assert words["after"] < 0.75 * words["before"]
