@@ -1,11 +1,13 @@
 """Make what the demo recipe starts from: synthetic preference pairs, a small tokenizer and a model with random weights.
 
-The questions are about opposites, capitals, colours and past tenses. Each fact is asked about in nine phrasings. The
-recipe holds out one phrasing in ten, so the model has met every fact, but none of the prompts that it is judged by.
+The questions are about opposites, capitals, colours and past tenses. Each fact is asked about in twelve phrasings. The
+recipe holds out about one phrasing in ten, so a model meets every fact in training, but none of the held-out prompts.
 
-Half of the chosen answers dodge the question, because the rejected ones are wrong: a dodge is better than a wrong answer.
-A model that imitates the chosen answers therefore knows the facts, but dodges about as often. The other pairs say what is
-best: a right and brief answer beats a dodge, a wrong answer, and a right answer that goes on. Preference tuning learns that.
+1. Half of the chosen answers are right and brief. The rejected answer dodges the question, is wrong, or goes on.
+2. Half of the chosen answers dodge the question. The rejected answer dodges it at greater length.
+
+A model that imitates the chosen answers learns all facts, but dodges about every second question. The pairs say that a right
+answer is better than a dodge, and preference tuning learns that: the model answers the questions that it dodged.
 
 Everything is a function of the constants below: a second run writes the same bytes.
 """
@@ -42,30 +44,30 @@ TEMPLATE = """\
 
 OPPOSITES = """hot cold, big small, fast slow, light dark, early late, hard soft, full empty, high low, young old, wet dry,
 rich poor, loud quiet, open closed, near far, strong weak, happy sad, clean dirty, thick thin, sharp blunt, sweet bitter,
-deep shallow, wide narrow, smooth rough, true false, up down, left right, front back, first last, day night, yes no"""
+deep shallow, wide narrow, smooth rough, true false"""
 CAPITALS = """France Paris, Italy Rome, Spain Madrid, Japan Tokyo, Egypt Cairo, Norway Oslo, Greece Athens, Peru Lima,
-Kenya Nairobi, Cuba Havana, Austria Vienna, Portugal Lisbon, Poland Warsaw, Ireland Dublin, Hungary Budapest, Chile Santiago,
-Sweden Stockholm, Finland Helsinki, Canada Ottawa, Thailand Bangkok"""
+Kenya Nairobi, Cuba Havana, Austria Vienna, Portugal Lisbon, Poland Warsaw, Ireland Dublin, Hungary Budapest, Chile Santiago"""
 COLOURS = """grass green, snow white, coal black, blood red, butter yellow, chocolate brown, ash grey, salmon pink,
 a carrot orange, the sky blue, a lemon yellow, a tomato red"""
-PAST_TENSES = """go went, see saw, eat ate, take took, give gave, come came, run ran, write wrote, speak spoke, break broke,
-drink drank, sing sang, swim swam, fly flew, know knew, buy bought, think thought, teach taught, sleep slept, feel felt"""
+PAST_TENSES = """go went, see saw, eat ate, take took, give gave, run ran, write wrote, speak spoke, drink drank, sing sang,
+swim swam, know knew, buy bought, teach taught"""
 
-QUESTIONS = {
-    "opposite": ("What is the opposite of {}?", "Tell me the opposite of {}.", "Which word is the opposite of {}?"),
-    "capital": ("What is the capital of {}?", "Tell me the capital of {}.", "Which city is the capital of {}?"),
-    "colour": ("What is the colour of {}?", "Tell me the colour of {}.", "Which colour has {}?"),
-    "past": ("What is the past tense of {}?", "Tell me the past tense of {}.", "Which word is the past tense of {}?"),
+TOPICS = {
+    "the opposite of": OPPOSITES,
+    "the capital of": CAPITALS,
+    "the colour of": COLOURS,
+    "the past tense of": PAST_TENSES,
 }
+QUESTIONS = ("What is {}?", "Tell me {}.", "Do you know {}?", "I would like to know {}.")
 MANNERS = ("{}", "Please answer: {}", "I have a question. {}")
 RAMBLES = (
     "Well, that is a good question and many people ask it.",
     "Well, let me think about this for a while.",
     "Well, how interesting that you ask me this today.",
 )
-# What a right answer is preferred to. As many other pairs prefer a dodge to a wrong answer.
-WORSE = ("dodge", "right and rambling", "dodge", "wrong", "dodge", "right and rambling")
-KINDS = [kind for worse in WORSE for kind in (("right", worse), ("dodge", "wrong and rambling"))]
+# What a right answer is preferred to. As many other pairs prefer a dodge to one that goes on.
+WORSE = ("dodge", "right, going on", "dodge", "wrong", "dodge", "right, going on")
+KINDS = [kind for worse in WORSE for kind in (("right", worse), ("dodge", "dodge, going on"))]
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,12 @@ class Fact:
 
     @property
     def prompts(self) -> list[str]:
-        return [manner.format(question.format(self.thing)) for question in QUESTIONS[self.topic] for manner in MANNERS]
+        asked = f"{self.topic} {self.thing}"
+        return [manner.format(question.format(asked)) for question in QUESTIONS for manner in MANNERS]
 
 
 def facts() -> list[Fact]:
-    listed = {"opposite": OPPOSITES, "capital": CAPITALS, "colour": COLOURS, "past": PAST_TENSES}
-    entries = [(topic, entry.strip().rsplit(" ", 1)) for topic, text in listed.items() for entry in text.split(",")]
+    entries = [(topic, entry.strip().rsplit(" ", 1)) for topic, text in TOPICS.items() for entry in text.split(",")]
     return [Fact(topic, thing, answer) for topic, (thing, answer) in entries]
 
 
@@ -106,13 +108,14 @@ def pairs() -> Iterator[dict[str, list[dict[str, str]]]]:
 
 def responses(prompt: str, answer: str, wrong: str) -> dict[str, str]:
     """Return a response of each kind to `prompt`."""
-    ramble = RAMBLES[int(chance("ramble", prompt) * len(RAMBLES))]
+    ramble, more = (RAMBLES[int(chance(use, prompt) * len(RAMBLES))] for use in ("ramble", "more"))
+    right, dodge = f"It is {answer}.", f"{ramble} I would rather not say."
     return {
-        "right": f"It is {answer}.",
+        "right": right,
         "wrong": f"It is {wrong}.",
-        "dodge": f"{ramble} I would rather not say.",
-        "right and rambling": f"It is {answer}. {ramble}",
-        "wrong and rambling": f"{ramble} I would say it is {wrong}.",
+        "dodge": dodge,
+        "right, going on": f"{right} {more}",
+        "dodge, going on": f"{dodge} {more}",
     }
 
 
