@@ -6,6 +6,7 @@ Dagster does not record the code versions that a run was to make its assets with
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import dagster as dg
@@ -35,7 +36,8 @@ def note_code_versions(context: dg.AssetExecutionContext) -> None:
     versions = {key.to_user_string(): layer.get(key).code_version for key in layer.executable_asset_keys}
     text = json.dumps(versions, sort_keys=True)
     if context.run.tags.get(CODE_VERSIONS_TAG) != text:  # a re-execution has the tags of the run before
-        context.instance.add_run_tags(context.run.run_id, {CODE_VERSIONS_TAG: text})
+        with suppress(dg.DagsterRunNotFoundError):  # a person has deleted it while it works
+            context.instance.add_run_tags(context.run.run_id, {CODE_VERSIONS_TAG: text})
 
 
 def find_stops(instance: dg.DagsterInstance, latest: Collection[Materialization]) -> dict[str, Stop]:

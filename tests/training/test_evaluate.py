@@ -251,10 +251,15 @@ def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
             tokens = greedy_by_hand(model, prompt, tokenizer.eos_token_id, 12)
             assert sample[when] == tokenizer.decode(tokens, skip_special_tokens=True)
         assert "<|im_end|>" not in sample["chosen"] and sample["chosen"]
-    assert evaluation.details["samples"] == [
+    shown = [dict(sample) for sample in evaluation.details["samples"]]
+    prompts = [sample.pop("prompt") for sample in shown]
+    assert all(len(prompt) <= 500 for prompt in prompts)
+    assert all(
+        prompt.rpartition("user: ")[2] in sample["prompt"] for prompt, sample in zip(prompts, samples, strict=True)
+    )
+    assert shown == [
         {
             "row": sample["row"],
-            "prompt": sample["prompt"][-500:],
             **{name: sample[name][:500] for name in ("before", "after", "chosen")},
         }
         for sample in samples

@@ -142,8 +142,8 @@ def test_the_sensor_does_not_repeat_a_request_whose_run_a_person_has_stopped(sen
     sensed.write("Why?", "How?")
     assert sensed.requests() == 1
     cancel_look(sensed)
-    seen, when = sensed.cursor.split(" ")
-    sensed.cursor = f"{seen} {float(when) - 3601}"
+    seen, when, observed = sensed.cursor.split(" ")
+    sensed.cursor = f"{seen} {float(when) - 3601} {observed}"
     assert [sensed.requests(), sensed.requests()] == [0, 0]
     sensed.write("Why?", "Who?")
     assert [sensed.requests(), sensed.requests()] == [1, 0]
