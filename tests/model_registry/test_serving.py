@@ -199,7 +199,9 @@ def test_mlflow_serves_it_greedily_and_gives_one_object(released: Released, tmp_
     port, log = free_port(0), tmp_path / "mlflow.log"
     command = [sys.executable, "-m", "mlflow", "models", "serve", "-m", "models:/demo@champion"]
     command += ["--env-manager", "local", "--port", str(port)]
-    environment = {**os.environ, "MLFLOW_TRACKING_URI": released.uri, "HF_HUB_OFFLINE": "1"}
+    # MLflow starts uvicorn by its name.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "MLFLOW_TRACKING_URI": released.uri, "HF_HUB_OFFLINE": "1"}
     with running(command, environment, log) as process:
         wait_for(process, log, "startup complete")
         for greedy in ({}, {"temperature": 0}, {"temperature": 0.0, "stream": False}):
