@@ -171,7 +171,7 @@ def _register(candidate: _Candidate) -> Version:
         identity={RELEASE_KEY_TAG: candidate.derivation.key},
         tags=lineage_tags(lineage),
         tokenizer=candidate.above["release_spec"].folder / "tokenizer",
-        beside=candidate.above["release_spec"].folder / "model",
+        settings=candidate.above["release_spec"].folder / "model",
         evaluation=candidate.above["evaluation"].folder,
         description=_description(candidate, lineage),
     )

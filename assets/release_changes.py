@@ -4,12 +4,12 @@ tokenizer_config.json pad_token <|end|> -> <|pad|>; generation_config.json tempe
 preprocessor_config.json differs; eos_tokens [] -> [<|end|>]
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from assets.setting_changes import setting_changes
+from assets.tokenizer_changes import json_object
 from assets.world import FoundRelease
 from training.contract.errors import StoreError
 from training.contract.fingerprint import short
@@ -50,9 +50,9 @@ def _config_changes(store: Store, record: Record, folder: Path) -> Iterator[str]
     """How the tokenizer's config differs from the one that was saved; nothing if that cannot be compared."""
     try:
         frozen = store.open(record.derivation.kind, record.fingerprint, hashes=False)
-        old, new = _object(frozen.folder / "tokenizer" / _TOKENIZER_CONFIG), _object(folder / _TOKENIZER_CONFIG)
-    except (StoreError, OSError, ValueError):
+    except StoreError:
         return
+    old, new = json_object(frozen.folder / "tokenizer" / _TOKENIZER_CONFIG), json_object(folder / _TOKENIZER_CONFIG)
     shared = (old.keys() & new.keys()) - _TOLD_ELSEWHERE
     parts = ({name: _content(config[name]) for name in shared} for config in (old, new))
     yield from (f"{_TOKENIZER_CONFIG} {words}" for words in setting_changes(*parts))
@@ -61,8 +61,3 @@ def _config_changes(store: Store, record: Record, folder: Path) -> Iterator[str]
 def _content(value: Any) -> Any:
     """A token is written alone, or with the rules by which a text is searched for it."""
     return value["content"] if isinstance(value, dict) and "content" in value else value
-
-
-def _object(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    return content if isinstance(content, dict) else {}

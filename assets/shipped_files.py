@@ -14,7 +14,7 @@ from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.tokenizer_files import class_fields
 from training.contract.weights import PROCESSORS
 
-_CONFIGS = ("*config.json",)  # of the hub these alone are fetched, and no weights
+_CONFIGS, _OF_OTHERS = ("*config.json",), ("*/*",)  # of the hub these alone are fetched, and no weights
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ def locate_shipping(
         if not named.is_of_hub:
             folder = named.local_folder(registry)
         elif cache is None:
-            _, folder = named.downloaded(_CONFIGS)
+            _, folder = named.downloaded(_CONFIGS, _OF_OTHERS)
         else:
             commit = named.commit()
-            found = named.repository.cached(commit, _CONFIGS)
+            found = named.repository.cached(commit, _CONFIGS, _OF_OTHERS)
             if found is None:
                 return AbsentModel(named.address, commit)
             folder = found

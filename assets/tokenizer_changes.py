@@ -45,7 +45,7 @@ def template_text(tokenizer: LocatedTokenizer) -> str | None:
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8", errors="replace")
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _object(tokenizer.folder / name).get("chat_template")
+        found = json_object(tokenizer.folder / name).get("chat_template")
         if isinstance(found, list):
             found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
         if isinstance(found, str):
@@ -61,7 +61,7 @@ class _Tokens:
 
     @classmethod
     def read(cls, folder: Path) -> "_Tokens":
-        serialized, config = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
+        serialized, config = json_object(folder / "tokenizer.json"), json_object(folder / "tokenizer_config.json")
         model = serialized.get("model", {})
         vocabulary = model.get("vocab", {})
         if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of their ids
@@ -69,7 +69,7 @@ class _Tokens:
         added = {token["content"]: token["id"] for token in serialized.get("added_tokens", [])}
         declared = {token["content"]: int(id_) for id_, token in config.get("added_tokens_decoder", {}).items()}
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
-        special = {**_object(folder / "special_tokens_map.json"), **config}
+        special = {**json_object(folder / "special_tokens_map.json"), **config}
         return cls(
             {**vocabulary, **declared, **added}, merges, {r: t for r in _ROLES if (t := _content(special.get(r)))}
         )
@@ -112,7 +112,7 @@ def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
 
 
-def _object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where there is none."""
     try:
         content = json.loads(path.read_bytes())

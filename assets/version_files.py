@@ -9,7 +9,7 @@ import logging
 from assets.named_model import NamedModel
 from assets.pipeline import Pipeline, Services
 from assets.written import written
-from model_registry.files import local_path
+from model_registry.files import VersionFiles, local_path
 from model_registry.registry import Registry
 from model_registry.versions import MERGED, Version
 from training.contract.errors import ModelError, StoreError
@@ -36,8 +36,10 @@ def put_back(services: Services, version: Version) -> bool:
             _LOG.warning("%s and cannot be put back: %s", fault, error)
             return False
         model, files, evaluation = found
-        beside = files / "model" if shipped == "release_spec" else None
-        registry.store_files(version.name, version.source, model, files / "tokenizer", evaluation, beside)
+        settings = files / "model" if shipped == "release_spec" else model
+        registry.store_files(
+            version.name, version.source, VersionFiles(model, files / "tokenizer", settings, evaluation)
+        )
     _LOG.warning("%s: they were put back from the store", fault)
     return True
 

@@ -5,17 +5,17 @@ front of it (model_registry/chat_proxy.py).
 """
 
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from model_registry.proxied import Proxied
+from model_registry.proxy_settings import ProxySettings
 from model_registry.registry import Registry
 from model_registry.versions import Version
 from training.contract.errors import ModelError, PedigreeError
+from training.contract.json_objects import read_object
 from training.contract.tokenizer_files import CHAT_TEMPLATES, holds_tokenizer
 from workflows.servers import LOOPBACK, Server, free_port, serving, usable_port
 
@@ -39,7 +39,7 @@ def model_server(
     _demand_chat(version, folder)
     chosen = usable_port(port, tell, host) if port else free_port(0, host)
     behind = _transformers_server(folder, logs)
-    proxy = Proxied(version.name, f"./{folder.name}", behind.address, host, chosen, _generation(folder))
+    proxy = ProxySettings(version.name, f"./{folder.name}", behind.address, host, chosen, _generation(folder))
     front = _proxy_server(proxy, logs)
     tell(f"Loading version {version.number} of {version.name}.")
     with serving([behind, front]):
@@ -59,7 +59,7 @@ def _transformers_server(folder: Path, logs: Path) -> Server:
     )
 
 
-def _proxy_server(proxy: Proxied, logs: Path) -> Server:
+def _proxy_server(proxy: ProxySettings, logs: Path) -> Server:
     command = [sys.executable, "-m", "model_registry.chat_proxy", str(proxy)]
     host = _ANY.get(proxy.host, proxy.host)
     address = f"http://[{host}]:{proxy.port}" if ":" in host else f"http://{host}:{proxy.port}"
@@ -101,10 +101,4 @@ def _generation(folder: Path) -> dict[str, Any]:
 
 def _json_object(path: Path) -> dict[str, Any]:
     """What is in a JSON file; nothing if there is none. Raises ModelError."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; expected a JSON object; release the model again") from error
-    return found if isinstance(found, dict) else {}
+    return read_object(path, "settings of a model") if path.is_file() else {}

@@ -8,7 +8,7 @@
     versions.py     what is known of a version, and the tags in which it is written
     package.py      the one part that needs torch; a process of its own, started by files.py
     pedigree_chat.py   what answers chats in MLflow, a copy in each version; the other file that needs torch
-    chat_proxy.py   what `pedigree serve` puts in front of `transformers serve`, a process; proxied.py: its settings
+    chat_proxy.py   what `pedigree serve` puts in front of `transformers serve`, a process; proxy_settings.py: its settings
     files.py        the files of a version: weights that lie on the disk once
     moved.py        addresses of artifacts, when the home lies elsewhere
     connection.py   how long to wait for a server, and how to name it without its password

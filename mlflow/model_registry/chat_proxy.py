@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from model_registry.proxied import Proxied
+from model_registry.proxy_settings import ProxySettings
 
 _DATA = "data: "
 _LOOPBACK_NAMES = ["localhost", "127.0.0.1", "[::1]"]
@@ -37,7 +37,7 @@ class Refused(Exception):
         self.status = status
 
 
-def application(proxy: Proxied) -> Starlette:
+def application(proxy: ProxySettings) -> Starlette:
     """Build the server: `/v1/models`, `/v1/chat/completions` and `/health`."""
     about = {"id": proxy.model, "object": "model", "created": int(time.time()), "owned_by": "pedigree"}
 
@@ -62,7 +62,7 @@ def application(proxy: Proxied) -> Starlette:
     )
 
 
-def translated(proxy: Proxied, asked: Any) -> dict[str, Any]:
+def translated(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
     """Rewrite a request for `transformers serve`. Raises Refused if it is none that can be answered."""
     asked = _demand_answerable(proxy, asked)
     temperature = asked.get("temperature") or 0
@@ -73,7 +73,7 @@ def translated(proxy: Proxied, asked: Any) -> dict[str, Any]:
     return request
 
 
-def _demand_answerable(proxy: Proxied, asked: Any) -> dict[str, Any]:
+def _demand_answerable(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
     """Return the request. Raises Refused with the field that is wrong."""
     if not isinstance(asked, dict):
         raise Refused(f"the request is a JSON {type(asked).__name__}; expected an object with `messages`")
@@ -107,7 +107,7 @@ def _are_messages(found: object) -> bool:
     return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in found)
 
 
-async def _answer(proxy: Proxied, request: Request) -> Response:
+async def _answer(proxy: ProxySettings, request: Request) -> Response:
     try:
         asked = await request.json()
     except ValueError as error:
@@ -123,7 +123,7 @@ async def _answer(proxy: Proxied, request: Request) -> Response:
     return StreamingResponse(_events(proxy, answer), media_type="text/event-stream")
 
 
-async def _whole(proxy: Proxied, answer: httpx2.Response) -> Response:
+async def _whole(proxy: ProxySettings, answer: httpx2.Response) -> Response:
     """One answer, or the refusal of `transformers serve` in the form of OpenAI's."""
     try:
         content = (await answer.aread()).decode("utf-8", "replace")
@@ -142,7 +142,7 @@ def _detail(content: str) -> str:
         return content
 
 
-async def _events(proxy: Proxied, answer: httpx2.Response) -> AsyncIterator[str]:
+async def _events(proxy: ProxySettings, answer: httpx2.Response) -> AsyncIterator[str]:
     """The parts of an answer as they come. If the client goes away, so does the request for the rest."""
     try:
         async for line in answer.aiter_lines():
@@ -153,7 +153,7 @@ async def _events(proxy: Proxied, answer: httpx2.Response) -> AsyncIterator[str]
         await answer.aclose()
 
 
-def _renamed(proxy: Proxied, part: str) -> str:
+def _renamed(proxy: ProxySettings, part: str) -> str:
     try:
         content = json.loads(part)
     except ValueError:
@@ -192,7 +192,7 @@ def _lifespan(upstream: str) -> Callable[[Starlette], AbstractAsyncContextManage
 
 
 def main(settings: str) -> None:
-    proxy = Proxied.parse(settings)
+    proxy = ProxySettings.parse(settings)
     uvicorn.run(application(proxy), host=proxy.host, port=proxy.port, log_level="info", timeout_graceful_shutdown=3)
 
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from urllib.parse import unquote, urlsplit
 
@@ -30,28 +31,37 @@ MODEL_FOLDER = "model"
 EVALUATION_FOLDER = "evaluation"
 _TOKENIZER_FOLDER = "components/tokenizer"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# Beside them a version has what its recipe ships. Those of before had it from the policy.
-_BESIDE = ("generation_config.json", PROCESSORS)
+_SETTINGS = ("generation_config.json", PROCESSORS)
 _CAUSE_CHARACTERS = 2000
 
 
-@contextlib.contextmanager
-def packaged(
-    name: str, policy: Path, tokenizer: Path, parent: Path, evaluation: Path | None = None, beside: Path | None = None
-) -> Iterator[Path]:
-    """The policy as an MLflow model, beside it `evaluation`, in a temporary folder on the filesystem of `parent`.
+@dataclass(frozen=True)
+class VersionFiles:
+    """The folders that the files of a version come from.
 
-    `beside` is the folder with the generation settings and the processors, by default the policy's own. Raises RegistryError,
-    or StoreError with the free bytes where that filesystem is full.
+    `policy` has weights and config, `settings` generation settings and processors. `evaluation` goes along as it is.
+    """
+
+    policy: Path
+    tokenizer: Path
+    settings: Path
+    evaluation: Path | None = None
+
+
+@contextlib.contextmanager
+def packaged(name: str, files: VersionFiles, parent: Path) -> Iterator[Path]:
+    """`files` as an MLflow model, in a temporary folder on the filesystem of `parent`.
+
+    Raises RegistryError, or StoreError with the free bytes if that filesystem is full.
     """
     with scratch(parent) as staging:
         folder = staging / "policy"
         try:
-            _package(name, policy, tokenizer, folder)
-            _adopt_weights(policy, beside or policy, folder / MODEL_FOLDER)
-            _add_tokenizer(tokenizer, folder)
-            if evaluation is not None:
-                shutil.copytree(evaluation, folder / EVALUATION_FOLDER)
+            _package(name, files.policy, files.tokenizer, folder)
+            _adopt(files, folder / MODEL_FOLDER)
+            _add_tokenizer(files.tokenizer, folder)
+            if files.evaluation is not None:
+                shutil.copytree(files.evaluation, folder / EVALUATION_FOLDER)
         except (OSError, RegistryError) as error:
             if lacks_room(str(error)):
                 raise write_error(f"package {name}", parent, error) from error
@@ -127,15 +137,15 @@ def _add_tokenizer(tokenizer: Path, folder: Path) -> None:
             link_or_copy(file, folder / place / name)
 
 
-def _adopt_weights(policy: Path, beside: Path, model: Path) -> None:
-    """Put the files of the policy, and those `beside` it, in the place of all that MLflow saved."""
+def _adopt(files: VersionFiles, model: Path) -> None:
+    """Put weights, config and settings in the place of all that MLflow saved."""
     for saved in model.iterdir():
         saved.unlink()
-    for folder, patterns in ((policy, _WEIGHTS), (beside, _BESIDE)):
+    for folder, patterns in ((files.policy, _WEIGHTS), (files.settings, _SETTINGS)):
         for pattern in patterns:
             for file in folder.glob(pattern):
                 link_or_copy(file, model / file.name)
-    config = json.loads((policy / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((files.policy / "config.json").read_text(encoding="utf-8"))
     config.pop(
         "use_cache", None
     )  # whoever trained the base model may have switched it off, and it is in no fingerprint

@@ -16,7 +16,16 @@ from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
 
 from model_registry.connection import Connection, is_server, page, shown, unrepeated
-from model_registry.files import MODEL_FOLDER, holds_model, local_path, move_into_place, packaged, put_files, scratch
+from model_registry.files import (
+    MODEL_FOLDER,
+    VersionFiles,
+    holds_model,
+    local_path,
+    move_into_place,
+    packaged,
+    put_files,
+    scratch,
+)
 from model_registry.records import tags_of
 from model_registry.versions import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from training.contract.errors import RegistryError, UnknownModel
@@ -46,15 +55,14 @@ class Registry:
         identity: Mapping[str, str],
         tags: Mapping[str, str],
         tokenizer: Path | None = None,
-        beside: Path | None = None,
+        settings: Path | None = None,
         evaluation: Path | None = None,
         description: str | None = None,
     ) -> Version:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
         If a version carries all tags of `identity`, that is returned. `tags` are further tags of a new version,
-        `tokenizer` is a folder, and so is `beside`, with generation settings and processors; both are by default the policy's
-        own. `evaluation` is that of the policy's evaluation, which goes with the version's files. `description` is Markdown.
+        and `description` is Markdown. The other folders are those of VersionFiles, by default the policy's own.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
@@ -62,7 +70,7 @@ class Registry:
         with self._runs.asking(f"find a place for the files of {name}") as client:
             source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
         if source not in {version.source for version in self.versions(name)}:  # what a version points at is kept
-            self.store_files(name, source, policy, tokenizer or policy, evaluation, beside)
+            self.store_files(name, source, VersionFiles(policy, tokenizer or policy, settings or policy, evaluation))
         with self._connection.asking(f"register {name}") as client, unrepeated():
             if _registered(client, name) is None:
                 client.create_registered_model(name)
@@ -74,22 +82,14 @@ class Registry:
                     return found
                 raise
 
-    def store_files(
-        self,
-        name: str,
-        source: str,
-        policy: Path,
-        tokenizer: Path,
-        evaluation: Path | None,
-        beside: Path | None = None,
-    ) -> None:
-        """Put the packaged policy at the address `source`. What an interrupted attempt left there is replaced."""
+    def store_files(self, name: str, source: str, files: VersionFiles) -> None:
+        """Put `files`, packaged, at the address `source`. What an interrupted attempt left there is replaced."""
         local = local_path(source)
         # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
         parent = local.parents[1] if local else self.downloads
         with (
             self._runs.asking(f"store the files of {name}", patient=True),
-            packaged(f"models:/{name}", policy, tokenizer, parent, evaluation, beside) as folder,
+            packaged(f"models:/{name}", files, parent) as folder,
         ):
             put_files(folder, source, self.tracking_uri)
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from model_registry.chat_proxy import Refused, translated
-from model_registry.proxied import Proxied
+from model_registry.proxy_settings import ProxySettings
 
 GENERATION = {"eos_token_id": 7, "do_sample": False, "temperature": 0.0, "max_new_tokens": 2048}
-PROXY = Proxied("demo", "./model", "http://127.0.0.1:1", "127.0.0.1", 1, GENERATION)
+PROXY = ProxySettings("demo", "./model", "http://127.0.0.1:1", "127.0.0.1", 1, GENERATION)
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -27,7 +27,7 @@ def test_a_temperature_samples_with_the_models_own_settings():
 
 def test_a_sampled_answer_may_be_as_long_as_a_greedy_one():
     """`transformers serve` has 1024 tokens for one whose length neither request nor model says."""
-    short = Proxied("demo", "./model", "", "", 1, {"max_new_tokens": 16})
+    short = ProxySettings("demo", "./model", "", "", 1, {"max_new_tokens": 16})
     made = translated(short, {"messages": HELLO, "temperature": 0.5})
     assert json.loads(made["generation_config"]) == {"max_new_tokens": 1024, "do_sample": True}
 
@@ -62,4 +62,4 @@ def test_a_request_that_cannot_be_answered_is_refused_with_the_field(asked: Any,
 
 
 def test_settings_survive_the_command_line():
-    assert Proxied.parse(str(PROXY)) == PROXY
+    assert ProxySettings.parse(str(PROXY)) == PROXY

@@ -357,14 +357,14 @@ PACKAGE_ON_A_FULL_DISK = """
 import subprocess, sys
 from pathlib import Path
 from model_registry.connection import connect
-from model_registry.files import packaged
+from model_registry.files import VersionFiles, packaged
 from training.contract.errors import StoreError
 
 disk, policy = Path(sys.argv[1]), Path(sys.argv[2])
 if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", disk], stderr=subprocess.PIPE).returncode:
     sys.exit(77)
 try:
-    with packaged("models:/small", policy, policy, disk):
+    with packaged("models:/small", VersionFiles(policy, policy, policy), disk):
         sys.exit("it was packaged on a full disk")
 except StoreError as error:
     print(error)

@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 
 from assets.locate import locate_champion
+from model_registry.files import VersionFiles
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from tests.workflows.homes import ATTRIBUTES, flip
@@ -90,7 +91,7 @@ def test_files_of_a_version_are_missed_and_put_where_they_were(server, policy: P
     assert not registry.has_files(version)
     with pytest.raises(RegistryError, match=r"leads to mlflow-artifacts:/.*/model, which has no config\.json"):
         registry.resolve("models:/gone/1")
-    registry.store_files("gone", version.source, policy, policy, None)
+    registry.store_files("gone", version.source, VersionFiles(policy, policy, policy))
     assert registry.has_files(version)
     assert weights_identity(registry.resolve("models:/gone/1")) == weights_identity(policy)
 

@@ -4,12 +4,11 @@
 transformers takes that of config.json.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training.contract.errors import ModelError
+from training.contract.json_objects import read_object
 
 _NO_EFFECT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
 GENERATION_CONFIG = "generation_config.json"
@@ -30,9 +29,13 @@ def generation_settings(folder: Path) -> dict[str, Any]:
 
     They are those of its generation_config.json, else of its config.json. Raises ModelError if one of the files cannot be read.
     """
-    path, config = folder / GENERATION_CONFIG, _object(folder / "config.json")
+    path, config = folder / GENERATION_CONFIG, read_object(folder / "config.json", "a model's config")
     inner = config.get("text_config")
-    parts = [inner if isinstance(inner, dict) else {}, config, _object(path) if path.is_file() else {}]
+    parts = [
+        inner if isinstance(inner, dict) else {},
+        config,
+        read_object(path, "generation settings") if path.is_file() else {},
+    ]
     settings = {name: part[name] for part in parts[:2] for name in _SPECIAL_TOKENS if part.get(name) is not None}
     settings |= {name: value for name, value in parts[2].items() if value is not None}
     return {name: value for name, value in settings.items() if name not in _NO_SETTING}
@@ -58,13 +61,3 @@ def eos_token_ids(settings: Mapping[str, Any]) -> list[int]:
     configured = settings.get("eos_token_id")
     listed = configured if isinstance(configured, list) else [configured]
     return sorted({id_ for id_ in listed if isinstance(id_, int)})
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}; fetch or save the model again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a JSON {type(content).__name__}; expected an object")
-    return content

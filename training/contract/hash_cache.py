@@ -30,8 +30,8 @@ from training.contract.durable import write_durably
 from training.contract.fingerprint import canonical_json, value_digest
 from training.contract.hashing import hash_files
 from training.contract.locks import locked
+from training.contract.stamps import SETTLE_SECONDS, take_stamp
 
-SETTLE_SECONDS = 2.0
 _SCHEMA = 1
 _LOG = logging.getLogger(__name__)
 
@@ -98,8 +98,7 @@ def file_hashes(files: Sequence[Path], cache: HashCache | None) -> list[str]:
 
 
 def _stamp(file: Path) -> Stamp:
-    now = file.stat()
-    return [now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+    return list(take_stamp(file))  # as JSON gives it back
 
 
 def _changed_ns(stamp: Stamp) -> int:

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from training.contract.hash_cache import SETTLE_SECONDS
-
+SETTLE_SECONDS = 2.0  # covers the coarsest clock of a file system
 Stamp = tuple[int, int, int, int, int]
 Stamps = dict[str, Stamp]  # by the file's name in its folder
 
@@ -21,9 +20,14 @@ _OF_A_MODEL = ("*.safetensors", "*.json")
 def stamp_of(file: Path) -> Stamp | None:
     """The stamp of a file, or of what a link leads to; None if there is none."""
     try:
-        found = file.stat()
+        return take_stamp(file)
     except OSError:
         return None
+
+
+def take_stamp(file: Path) -> Stamp:
+    """The stamp of a file, or of what a link leads to. Raises OSError."""
+    found = file.stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 

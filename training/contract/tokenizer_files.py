@@ -14,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from training.contract.errors import DataError, ModelError
+from training.contract.errors import DataError
 from training.contract.fingerprint import short
 from training.contract.hashing import hash_file
+from training.contract.json_objects import read_object
 
 # In each of these forms a tokenizer's vocabulary is published; transformers makes a fast tokenizer of any of them, and of
 # none one to which every text is unknown.
@@ -62,16 +63,7 @@ def class_fields(folder: Path) -> dict[str, Any]:
     Raises ModelError if the file cannot be read as an object.
     """
     path = folder / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path} cannot be read: {error}; write it again, or move it away from the tokenizer"
-        ) from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} holds a JSON {type(config).__name__}; expected an object, a model's config")
+    config = read_object(path, "a model's config") if path.exists() else {}
     return {name: config[name] for name in CLASS_FIELDS if config.get(name) is not None}
 
 

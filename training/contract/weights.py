@@ -16,7 +16,6 @@ gives another identity, since only the model's code knows the defaults. That err
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from training.contract.errors import ModelError
 from training.contract.fingerprint import canonical_json, fingerprint
 from training.contract.hash_cache import HashCache
 from training.contract.hashing import Tally, hash_in_threads
+from training.contract.json_objects import read_object, unreadable
 from training.contract.tensor_file import TensorPlace, read_places
 
 _BLOCK_BYTES = 1 << 20
@@ -88,7 +88,7 @@ def weights_identity(folder: Path, cache: HashCache | None = None) -> dict[str, 
     With a `cache`, files that did not change since they were hashed are not read. Raises ModelError.
     """
     files = weight_files(folder)
-    config = _read_object(folder / "config.json", "a model's config")
+    config = read_object(folder / "config.json", "a model's config")
     tables = cache.digests("tensors", files, hash_tensors) if cache else hash_tensors(files)
     owners: dict[str, Path] = {}
     digests: dict[str, str] = {}
@@ -114,7 +114,7 @@ def weights_fingerprint(identity: dict[str, Any]) -> str:
 
 def adapter_fingerprint(folder: Path, base: str) -> str:
     """The fingerprint of the adapter in `folder` on weights of the fingerprint `base`. Raises ModelError."""
-    config = _read_object(folder / ADAPTER_CONFIG, "an adapter's config")
+    config = read_object(folder / ADAPTER_CONFIG, "an adapter's config")
     [table] = hash_tensors([folder / ADAPTER_WEIGHTS])
     content = {
         "config": {name: value for name, value in config.items() if name not in _NO_ADAPTED_FUNCTION},
@@ -156,23 +156,16 @@ def _places(file: Path) -> list[TensorPlace]:
     try:
         return read_places(file)
     except OSError as error:
-        raise _refused(file, error) from error
+        raise unreadable(file, error) from error
     except ValueError as error:
         raise ModelError(
             f"{file} is not a readable safetensors file: {error}; fetch or save the model again"
         ) from error
 
 
-def _refused(path: Path, error: OSError) -> ModelError:
-    """Of a file that another user has saved, say: safetensors makes its files 0600, whatever the umask."""
-    return ModelError(
-        f"{path} cannot be read: {error.strerror}; let this user read it, or fetch or save the model again"
-    )
-
-
 def _refuse_config(path: Path) -> None:
     """Raises ModelError where weights are quantized, or others would be loaded than those that are hashed."""
-    for part in _objects_in(_read_object(path, "a model's config")):
+    for part in _objects_in(read_object(path, "a model's config")):
         if quantization := part.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
             raise ModelError(
@@ -195,7 +188,7 @@ def _objects_in(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _indexed_files(folder: Path) -> list[Path]:
-    names = _read_object(folder / _INDEX, "an index of weights").get("weight_map")
+    names = read_object(folder / _INDEX, "an index of weights").get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ModelError(f"{folder / _INDEX} has no weight_map; expected an object, tensor names to file names")
     files = sorted({str(name) for name in names.values()})
@@ -203,18 +196,6 @@ def _indexed_files(folder: Path) -> list[Path]:
         if Path(name).name != name or not (folder / name).is_file():
             raise ModelError(f"{folder / _INDEX} names {name}, which is no file of that folder; fetch the model again")
     return [folder / name for name in files]
-
-
-def _read_object(path: Path, what: str) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise _refused(path, error) from error
-    except ValueError as error:
-        raise ModelError(f"{path} cannot be read as {what}: {error}; fetch or save the model again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a JSON {type(content).__name__}; expected an object, {what}")
-    return content
 
 
 def _function_fields(config: dict[str, Any]) -> dict[str, Any]:

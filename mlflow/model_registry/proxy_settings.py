@@ -6,7 +6,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True)
-class Proxied:
+class ProxySettings:
     """What is served where, and where `transformers serve` answers for it under the name `served_as`."""
 
     model: str
