@@ -67,9 +67,9 @@ def keep_interrupts() -> None:
 def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
     """Close runs whose process is gone, as failed, and free the slots in pools of all such runs, however they ended.
 
-    A killed process cannot do so itself, and Dagster does not for runs on its own machine: such a run would count as started,
-    what it was to make as in progress, which no condition requests, and its slot in the pool `gpu` as taken, for ever. A
-    person may have marked it as canceled before it was killed.
+    A killed process cannot close its run, and Dagster closes no run on its own machine. Such a run would count as started for
+    ever. Its assets would count as in progress, so no automation condition would request them. Its slot in the pool `gpu` would
+    stay taken. A person may have marked the run as canceled before it was killed.
     """
     for begun in instance.get_runs(dg.RunsFilter(statuses=BEGUN)):
         if (process := process_of(begun)) is None or is_alive(process, home):

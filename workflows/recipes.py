@@ -146,8 +146,8 @@ def recipe_fault(folder: Path) -> RecipeError | None:
 class ExtraRecipe:
     """A listed recipe that the web UI is to show as `name`.
 
-    `fault`: what keeps it from being shown, whatever is in it: no recipe is there, or another has its name or that of a variant
-    of it.
+    `fault` keeps it from being shown, whatever its defs.yaml holds. There are two: the folder has no recipe, or another recipe
+    already has its name or the name of one of its variants.
     """
 
     folder: Path

@@ -12,7 +12,7 @@
     files.py        the files of a version: weights that lie on the disk once
     moved.py        addresses of artifacts, when the home lies elsewhere
     connection.py   how long to wait for a server, and how to name it without its password
-    database.py     the same for a database: who makes its tables, and what its drivers say where it is away
+    database.py     how long to wait for a database, who makes its tables, and what drivers say if it cannot be reached
 
 The folder above is a source root, not a package, so that `import mlflow` finds the installed library.
 """

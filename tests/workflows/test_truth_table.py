@@ -2,7 +2,7 @@
 
 The table at the end of this file was written by hand, from what each edit means. Where the code differed it was judged which of
 the two is right; the lines with `n`, another scoring and a reworded held-out answer are as the code has it. Each line has
-an edit and, for every asset in the order of the graph, what the status before the run says and what the run then does:
+an edit and a letter for every asset, in the order of the graph. The letter gives the status before and what the run does:
 
     .  fresh, and reused
     C  stale, computed, and it is another artifact than before
@@ -15,8 +15,8 @@ an edit and, for every asset in the order of the graph, what the status before t
 Anything else is an error: an asset that the status calls fresh and the run computes, or one that is another artifact than
 before and was not computed. Behind it stands how many of the sequences the reference model had to score.
 
-Every edit starts from the same world, in which the recipe was run once, and afterwards the way back is planned: to be where one
-was before must cost nothing, whatever was made in between.
+Every edit starts from the same world, in which the recipe was run once. Afterwards the edit is undone and a run is planned: it
+must make nothing.
 """
 
 import itertools

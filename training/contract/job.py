@@ -70,9 +70,9 @@ class Failure(Frozen):
 class Job(Frozen):
     """What to make (`artifact`), by which work (`kind`), from what (`inputs`, `settings`): together the derivation.
 
-    `locations` says where files outside the store lie, `compute` how to run, and `recipe` is the whole resolved recipe,
-    written beside the result; none of the three changes what is made, so none is in the derivation. `stamps` are, by input,
-    those of its files when they were hashed: see training.contract.input_files.
+    Three fields change nothing that is made, so they are not in the derivation: `locations` says where files outside the
+    store lie, `compute` says how to run, and `recipe` is the resolved recipe, written beside the result. `stamps` are, by
+    input, those of its files when they were hashed: see training.contract.input_files.
     """
 
     kind: JobKind

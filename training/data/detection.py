@@ -22,7 +22,7 @@ _LIST = re.compile(r"""\s*\[\s*(\{\s*['"](role|from|content|value)['"]\s*:|".*"\
 def detect(rows: Sequence[Row], place: str) -> str:
     """The first of the formats that fits more than half of `rows`; else that which fits most of them, one at least.
 
-    They are listed with those first that ask for more: where one row lacks what tells its format, a later one may fit all rows.
+    The formats that ask for more fields come first. If a row lacks the field that tells its format, a later format may fit it.
 
     Raises DataError if no format fits any row, or if most rows hold lists as text. The message says that rows are not pairs,
     or it names the closest format and the fields that they lack.
