@@ -21,7 +21,7 @@ from training.contract.events import EventWriter, Follower, read_events
 from training.contract.recipe import Recipe
 from training.contract.weights import weights_fingerprint, weights_identity
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 ABOUT: dict[str, Any] = {"experiment": "remote", "name": "policy", "params": {"seed": 0}, "tags": {}}
 
 

@@ -30,14 +30,13 @@ def scoring(tiny_world, tmp_path) -> Job:
     return job
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("kind", "compiler", "told"),
     [
         ("training", None, "No working C++ compiler found"),
         # which may take hours, before a training that then fails
-        pytest.param(
-            *("scoring", NO_HEADERS, "fatal error: Python.h: No such file or directory"), marks=pytest.mark.system
-        ),
+        ("scoring", NO_HEADERS, "fatal error: Python.h: No such file or directory"),
     ],
     ids=["training", "scoring"],
 )

@@ -78,18 +78,21 @@ def test_killed_at_every_step(world: Any, forker: Any, calm: Artifact):
     assert_same(disturb(forker, job, ({"step": step} for step in range(1, STEPS + 1))), calm)
 
 
+@pytest.mark.system
 def test_killed_between_the_operations_of_a_save(world: Any, forker: Any, calm: Artifact):
     """Opening, renaming and removing of files and folders, one after the other, from those of resuming on."""
     job = world.job("policy", SETTINGS, "operations", **COMPUTE)
     assert_same(disturb(forker, job, ({"touch": count} for count in range(1, 60, 3))), calm)
 
 
+@pytest.mark.system
 def test_killed_while_a_file_grows(world: Any, forker: Any, calm: Artifact):
     """At offsets of a file of some 170,000 bytes: no checkpoint is ever whole, so each attempt begins anew."""
     job = world.job("policy", SETTINGS, "offsets", **COMPUTE)
     assert_same(disturb(forker, job, ({"size": size} for size in (9_000, 20_000, 65_537, 131_072, 169_000))), calm)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any, way: str):
     """And where the last checkpoint is not what it was in a part that only rank 1 reads, both go on from the one before."""

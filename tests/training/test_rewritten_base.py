@@ -128,6 +128,7 @@ def notes_of(place: Place) -> list[str]:
     return [e["text"] for e in read_events(place.root / "jobs/policy/events.jsonl") if e["event"] == "note"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("moment", [None, phase("score sequences")], ids=["before it begins", "scoring"])
 def test_log_probs_are_those_of_what_was_hashed(
     place: Place, tmp_path: Path, forker: Forker, moment: Moment | None

@@ -15,7 +15,7 @@ import pytest
 from tests.workflows.homes import ATTRIBUTES, PEDIGREE, Home, write_recipe
 from tests.workflows.test_end_to_end import steps_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 SECONDS_TO_END = 60.0  # twice the grace in which the ranks save a checkpoint, which a slow disk may need
 LONG = {
     **ATTRIBUTES,

@@ -47,6 +47,7 @@ def fingerprints(report) -> dict[str, str]:
     return {asset["asset"]: asset["fingerprint"] for asset in report["assets"]}
 
 
+@pytest.mark.system
 def test_what_the_proof_refutes_is_scored_again_by_one_command(home: Home, first_run, small_recipe):
     undisturbed, sequences = fingerprints(first_run[1]), count(home)
     failed = home.pedigree("run", str(small_recipe), "--json")

@@ -17,7 +17,7 @@ from training.contract.job import Job
 from training.contract.stamps import model_stamps, settled
 from workflows.verify import verify
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 WEIGHTS = "model.safetensors"
 
 
@@ -91,7 +91,6 @@ def test_for_a_file_that_changed_just_now_nobody_vouches(looking):
     assert stamps is not None and WEIGHTS not in stamps["reference_model"]
 
 
-@pytest.mark.system
 def test_the_same_bytes_written_in_mid_training_change_no_champion(unscored: Home, recipe: Path, first_run):
     file = recipe / "base" / WEIGHTS
     with rewritten(unscored, "policy", phase("training"), file, file.read_bytes()) as done:
@@ -101,7 +100,6 @@ def test_the_same_bytes_written_in_mid_training_change_no_champion(unscored: Hom
         assert fingerprint(report, asset) == fingerprint(first_run[1], asset)
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("when", ["look up", "loading the reference model", "score sequences"])
 def test_other_weights_in_the_reference_pass_leave_nothing_behind(unscored: Home, recipe: Path, first_run, when: str):
     file = recipe / "base" / WEIGHTS

@@ -19,7 +19,7 @@ from tests.workflows.test_recipes import EXPECTED
 from workflows import servers as web
 from workflows.servers import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.system]
 LOCATION = "workflows.definitions"
 WRONG = {**ATTRIBUTES, "training": {"epoch": 3}}
 
@@ -189,7 +189,6 @@ def names(address, process):
     raise AssertionError(f"ended with {process.returncode}")
 
 
-@pytest.mark.system
 def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
     """The printed addresses, and the one that Dagster links, open runs and charts."""
     _, report = first_run

@@ -345,7 +345,16 @@ def sections(kind: Any) -> list[type[BaseModel]]:
     return [section for part in get_args(kind) for section in sections(part)]
 
 
-@pytest.mark.parametrize("name", TABLE)
+def rows() -> Iterator[Any]:
+    """The names of all rows. Those that repeat the letters and the recipe of a row before them carry the marker `system`."""
+    seen: set[tuple[str, str]] = set()
+    for name, row in TABLE.items():
+        repeated = (row.letters, row.recipe) in seen
+        seen.add((row.letters, row.recipe))
+        yield pytest.param(name, marks=pytest.mark.system if repeated else ())
+
+
+@pytest.mark.parametrize("name", rows())
 def test_what_an_edit_recomputes(name: str, ground: Ground, tmp_path: Path) -> None:
     row = TABLE[name]
     folder = Path(shutil.copytree(ground.folders[row.recipe], tmp_path / row.recipe))

@@ -201,11 +201,13 @@ def apart(trial: Callable[..., None], prepare: Callable[[Store], None] = nothing
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("prepare", [nothing, another_artifact])
 def test_killed_at_every_call_into_the_operating_system(prepare):
     apart(at_every_call, prepare)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("prepare", [nothing, another_artifact])
 def test_killed_at_random_lines(prepare):
     """A hundred kills each: between two calls the store's own state may be half-made."""

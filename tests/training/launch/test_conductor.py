@@ -176,6 +176,7 @@ def test_a_node_that_cannot_be_used_is_named_before_torchrun_starts(
     assert "started" not in job.log.read_text()
 
 
+@pytest.mark.system
 def test_a_node_that_never_answers_is_not_waited_for(make_job: MakeJob, nodes_file: NodesFile):
     """A prefix that waits for something, a host key to be confirmed say; in a process of its own, with less patience."""
     job, silent = make_job("status", nodes=2), ["sh", "-c", "exec sleep 600"]

@@ -60,6 +60,7 @@ def test_what_a_user_sets_stays_but_for_the_rank_of_another_launcher() -> None:
     assert {name: found.get(name) for name in given} == {**given, "RANK": None}
 
 
+@pytest.mark.system
 def test_compiled_code_is_the_users_own(tmp_path: Path) -> None:
     """torch tells where its compiler keeps code that it loads; anybody can have made a folder of that name in /tmp."""
     asked = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
