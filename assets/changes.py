@@ -17,7 +17,6 @@ from typing import Any
 from assets.graph import GRAPH, Settings
 from assets.release_changes import release_changes
 from assets.setting_changes import setting_changes
-from assets.step import Step
 from assets.tokenizer_changes import tokenizer_changes
 from assets.world import Found, FoundData, FoundModel, FoundRelease, FoundTokenizer, named_files
 from training.contract.errors import CorruptRecord, StoreError
@@ -28,12 +27,6 @@ from training.contract.store import Record, Store
 NO_RECORD = "the record of how it was made is no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 _MOST_FILES = 5
-
-
-def found_changes(step: Step, found: Found) -> list[str] | None:
-    """How `found` differs from the latest materialization of the asset; None if there is none."""
-    key = step.history.latest(found.asset).key
-    return None if key is None else changes_since(step.services.store, key, found)
 
 
 def changes_since(store: Store, key: str | None, found: Found) -> list[str]:

@@ -23,10 +23,10 @@ from model_registry.registry import Registry
 from model_registry.versions import Version
 from training.contract.data_source import DataSource
 from training.contract.errors import DataError, ModelError
-from training.contract.events import Emit
 from training.contract.fingerprint import short
 from training.contract.hash_cache import HashCache, file_hashes
 from training.contract.hub import CARD, CARD_FILES, Repository
+from training.contract.progress import Emit
 from training.contract.recipe import Recipe
 from training.contract.recipe_files import DataFile, data_files, is_readable
 from training.contract.tokenizer_files import CONFIG, TOKENIZER_FILES, class_fields, holds_tokenizer, tokenizer_files

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from model_registry.registry import Registry
 from training.contract.errors import HubError, ModelError
-from training.contract.events import Emit
 from training.contract.hub import Repository
+from training.contract.progress import Emit
 from training.contract.recipe import Recipe
 
 

@@ -10,8 +10,9 @@ import dagster as dg
 
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
-from training.contract.events import Emit, Event
+from training.contract.events import Event
 from training.contract.hash_cache import HashCache
+from training.contract.progress import Emit
 from training.contract.recipe import Recipe
 from training.contract.store import Store
 from training.launch.launcher import Launcher

@@ -13,8 +13,6 @@ from typing import Any, BinaryIO
 
 import dagster as dg
 
-from assets.causes import input_changes
-from assets.changes import found_changes
 from assets.event_log import tell, with_log
 from assets.graph import derive
 from assets.interruption import naming_checkpoint
@@ -22,6 +20,7 @@ from assets.locate import LocatedModel, glimpse_base_model, locate_base_model
 from assets.metadata import artifact_metadata, shown_changes
 from assets.pipeline import Listener, Pipeline, Services, ignore
 from assets.step import Step
+from assets.step_changes import found_changes, input_changes
 from assets.world import Found
 from training.contract.errors import CorruptArtifact, CorruptRecord, PedigreeError, StoreError
 from training.contract.events import Event, read_events

@@ -7,13 +7,13 @@ from pathlib import Path
 import dagster as dg
 
 from assets import checks
-from assets.causes import input_changes
 from assets.graph import derive
 from assets.page import render_page, write_page
 from assets.pipeline import Services
 from assets.realize import Realized, Work, publish_found, realize
 from assets.rows import PairReader
 from assets.step import Step
+from assets.step_changes import input_changes
 from assets.world import Found
 from training.contract.fingerprint import short
 from training.contract.store import Artifact

@@ -14,7 +14,6 @@ from typing import Any, BinaryIO
 import dagster as dg
 
 from assets.adapters import plain_model
-from assets.causes import input_changes
 from assets.champion import compared
 from assets.evaluation import delivered_evaluation
 from assets.event_log import tell, tell_phase
@@ -24,6 +23,7 @@ from assets.materialized import Materialization
 from assets.metadata import inputs_table, shown_changes
 from assets.pipeline import Pipeline, Services
 from assets.step import Step
+from assets.step_changes import input_changes
 from assets.version_files import files_fault, put_back
 from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, shown, through_restart
 from model_registry.gate import ComparedPairs, Decision, Measure, decide

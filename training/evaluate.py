@@ -32,7 +32,7 @@ from training.contract.recipe import Generation
 from training.contract.store import Made, write_json
 from training.data.collector import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.said import SaidPair, read_said
-from training.data.template import TOKENIZER_FOLDER
+from training.data.tokenization_spec import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import load_tokenizer
 from training.distributed import Group

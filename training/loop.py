@@ -33,7 +33,7 @@ from training.contract.recipe import TrainingSpec
 from training.contract.store import Made, write_json
 from training.contract.tokenizer_files import holds_tokenizer
 from training.data.packing import Batches, Positions, train_items
-from training.data.template import TOKENIZER_FOLDER
+from training.data.tokenization_spec import TOKENIZER_FOLDER
 from training.data.tokenized import Pairs
 from training.data.tokenizer import foreign_tokens, load_tokenizer
 from training.distributed import Group

@@ -11,7 +11,7 @@ from training.contract.events import EventWriter
 from training.contract.job import Input, Job
 from training.contract.recipe import Adapter, Compute
 from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
-from training.data.template import TOKENIZER_FOLDER
+from training.data.tokenization_spec import TOKENIZER_FOLDER
 from training.distributed import Group
 from training.model.adapter import save_adapter, write_merged
 from training.model.body import architecture, takes_only_text

@@ -13,15 +13,15 @@ line in the making.
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from training.contract.durable import write_durably
+from training.contract.progress import seconds_left
 
 Event = dict[str, Any]
-Emit = Callable[..., None]  # `EventWriter.emit` or a stand-in
 
 
 class EventWriter:
@@ -84,12 +84,6 @@ class Progress:
         self._last = now
         left = seconds_left(self._started, self._done, self._total, self._before)
         self._writer.emit("progress", done=self._done, total=self._total, unit=self._unit, seconds_left=left)
-
-
-def seconds_left(started: float, done: float, total: float, before: float = 0) -> float | None:
-    """The estimate, if what was done since `started` by the monotonic clock goes on as fast; `before` was done earlier."""
-    here = done - before
-    return (time.monotonic() - started) / here * (total - done) if here else None
 
 
 def read_events(path: Path) -> Iterator[Event]:

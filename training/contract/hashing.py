@@ -17,8 +17,8 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from training.contract.events import Emit, seconds_left
 from training.contract.machine import cores
+from training.contract.progress import Emit, seconds_left
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -35,9 +35,9 @@ from huggingface_hub.utils.tqdm import tqdm
 
 from training.contract.durable import lacks_room, write_error
 from training.contract.errors import HubError
-from training.contract.events import Emit, seconds_left
 from training.contract.fingerprint import short
 from training.contract.hashing import Tally, digest_file, hash_in_threads
+from training.contract.progress import Emit, seconds_left
 
 _ANSWER_SECONDS = 5.0
 _REPORT_SECONDS = 0.5

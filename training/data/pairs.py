@@ -33,7 +33,7 @@ from training.data.collector import PREFERENCES_FILE
 from training.data.encoding import Dropped, DropReason, EncodedPair, OverLength, PairEncoder
 from training.data.encoding_pool import Outcomes, Rows, encode_batches
 from training.data.retokenize import made_before
-from training.data.template import TOKENIZER_FOLDER, read_spec
+from training.data.tokenization_spec import TOKENIZER_FOLDER, read_spec
 from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.distributed import Group

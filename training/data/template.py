@@ -22,11 +22,11 @@ from training.contract.store import Made
 from training.data.chat_template import PROBES, ChatTemplate, Rejected, probe
 from training.data.conversation import Conversation, left_out, marked
 from training.data.template_notes import end_of_turn, template_notes, template_tokens
+from training.data.tokenization_spec import SPEC_FILE, TOKENIZER_FOLDER
 from training.data.tokenizer import load_tokenizer, save_tokenizer, special_ids, tokenizer_fingerprint
 from training.data.tokenizer_source import blaming, read_template, read_tokenizer
 from training.distributed import Group
 
-SPEC_FILE, TOKENIZER_FOLDER = "spec.json", "tokenizer"
 _SPEC_FIELDS = ("train_on", "max_length", "over_length")
 
 
@@ -100,11 +100,6 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
             "{% generation %} and {% endgeneration %} around it and set `tokenization.chat_template`, or use "
             "`train_on: last_response`"
         )
-
-
-def read_spec(folder: Path) -> dict[str, Any]:
-    spec: dict[str, Any] = json.loads((folder / SPEC_FILE).read_text(encoding="utf-8"))
-    return spec
 
 
 def _left_out(template: ChatTemplate) -> str | None:

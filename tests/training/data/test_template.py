@@ -14,7 +14,8 @@ from training.contract.errors import DataError, TemplateError
 from training.contract.hashing import hash_file
 from training.contract.tokenizer_files import tokenizer_files
 from training.data.chat_template import PROBES, ChatTemplate, Rejected
-from training.data.template import _write, read_spec
+from training.data.template import _write
+from training.data.tokenization_spec import read_spec
 from training.data.tokenizer import load_tokenizer, tokenizer_fingerprint
 
 pytestmark = pytest.mark.shared
