@@ -1,4 +1,4 @@
-"""The command `pedigree`, as it begins: what it does is in `workflows.cli`, whose imports take seconds.
+"""The command `pedigree`, as it begins: what it does is in `workflows.cli.main`, whose imports take seconds.
 
 Ctrl-C within them ends it without a word, since nothing has happened yet. Python's own handler would show the inside of the
 library that is being imported.
@@ -10,7 +10,7 @@ import signal
 import sys
 from io import TextIOWrapper
 
-from training.contract.imports import import_uncollected
+from training.contract.system.imports import import_uncollected
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
     is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
     if is_pythons:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    cli = import_uncollected("workflows.cli")
+    cli = import_uncollected("workflows.cli.main")
     if is_pythons:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()

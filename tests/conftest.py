@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from model_registry.package import package
+from model_registry.package_model import package
 
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the garbage collector from the 800,000 objects that imports leave, as training.contract.imports does."""
+    """Keep the garbage collector from the 800,000 objects that imports leave, as training.contract.system.imports does."""
     gc.disable()
     yield
     gc.enable()

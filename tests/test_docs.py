@@ -9,13 +9,13 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from assets.checks import check_specs
-from assets.graph import GRAPH
-from training.contract.optimizer import Muon
-from training.contract.recipe import Adapter, Recipe, SupervisedTuning, Training
-from training.contract.variants import RecipeFile, merged
+from assets.bodies.checks import check_specs
+from assets.pipeline.graph import GRAPH
+from training.contract.config.optimizer import Muon
+from training.contract.config.recipe import Adapter, Recipe, SupervisedTuning, Training
+from training.contract.config.variants import RecipeFile, merged
 from training.losses.preference import METRICS
-from workflows.recipes import load_recipe
+from workflows.recipes.discovery import load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}

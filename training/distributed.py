@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from training.contract.config.recipe import DeviceName
 from training.contract.errors import TrainingError
-from training.contract.job import RENDEZVOUS
-from training.contract.recipe import DeviceName
+from training.contract.protocol.job import RENDEZVOUS
 
 # How long one rank waits for the others: one may have to read, write or hash all weights alone, or to score a batch that the
 # others lack. One that dies is noticed at once.

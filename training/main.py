@@ -17,16 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from training.contract.durable import free_bytes, lacks_room, write_error
 from training.contract.errors import DataError, PedigreeError, TrainingError
-from training.contract.events import EventWriter
-from training.contract.hashing import telling
-from training.contract.imports import import_uncollected
-from training.contract.input_files import InputFiles
-from training.contract.job import SUPERVISOR, Failure, Job, JobKind
-from training.contract.lifetime import die_with_parent
-from training.contract.store import Made, Store
-from training.launch.processes import ancestors
+from training.contract.identity.file_hashing import telling
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.input_files import InputFiles
+from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
+from training.contract.store.store import Made, Store
+from training.contract.system.atomic_io import free_bytes, lacks_room, write_error
+from training.contract.system.imports import import_uncollected
+from training.contract.system.process import die_with_parent
+from training.launch.process_tree import ancestors
 
 if TYPE_CHECKING:
     from training.distributed import Group
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 # The module whose `run` does the work of a kind. Imported once the kind is known, so that a rank that trains does not load the
 # libraries that read data (60 MB, half a second).
 WORK: dict[JobKind, str] = {
-    "preferences": "training.data.preferences",
-    "tokenizer": "training.data.template",
-    "release_files": "training.data.release_files",
-    "pairs": "training.data.pairs",
-    "sft": "training.sft",
-    "reference": "training.reference",
-    "policy": "training.loop",
-    "evaluation": "training.evaluate",
-    "merge": "training.merge",
-    "proof": "training.rescore",
+    "preferences": "training.jobs.read_preferences",
+    "tokenizer": "training.jobs.freeze_tokenizer",
+    "release_files": "training.jobs.freeze_release_files",
+    "pairs": "training.jobs.tokenize_pairs",
+    "sft": "training.jobs.sft",
+    "reference": "training.jobs.reference_logprobs",
+    "policy": "training.jobs.policy",
+    "evaluation": "training.jobs.evaluation",
+    "merge": "training.jobs.merge_adapter",
+    "proof": "training.jobs.rescore",
 }
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|CUBLAS_STATUS_ALLOC_FAILED")
 _MICRO_TOKENS: dict[JobKind, str] = {"policy": "training.micro_tokens", "sft": "reference.sft.micro_tokens"}

@@ -3,7 +3,7 @@
 A manifest says what an artifact was made from, `recipe.json` with which settings. Here is the rest: the digest of this
 package's source, the libraries, and what decides the order of sums and with it the last bits: machine, threads, number of
 processes. An artifact's identity does not depend on where it was made, so none of this is in a fingerprint. Seconds and
-memory are recorded by the run itself (run_record.py).
+memory are recorded by the run itself (run_state.py).
 """
 
 import platform
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from training.contract.software import library_versions, source_digest
+from training.contract.identity.software import library_versions, source_digest
 from training.distributed import Group
 
 _CPUINFO = Path("/proc/cpuinfo")

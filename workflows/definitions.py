@@ -12,13 +12,13 @@ from pathlib import Path
 import dagster as dg
 
 from training.contract.errors import RecipeError
-from workflows.component import DEFS
-from workflows.own_checks import declared_for
-from workflows.recipe_file import RECIPE_FILE, TYPE, cause_in, refuse_foreign_parts, types_in
-from workflows.recipes import ExtraRecipe, extra_recipes, load_recipes, recipe_fault, shows_project
-from workflows.resources import pedigree_home, services
-from workflows.waiting import wait_patiently
-from workflows.wrong_recipe import stand_in
+from workflows.commands.user_checks import declared_for
+from workflows.orchestration.pool_wait import wait_patiently
+from workflows.orchestration.resources import pedigree_home, services
+from workflows.recipes.component import DEFS
+from workflows.recipes.discovery import ExtraRecipe, extra_recipes, load_recipes, recipe_fault, shows_project
+from workflows.recipes.placeholder import stand_in
+from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, cause_in, refuse_foreign_parts, types_in
 
 
 @dg.definitions

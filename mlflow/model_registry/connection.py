@@ -18,9 +18,9 @@ from mlflow.exceptions import RestException
 from sqlalchemy import make_url
 
 from model_registry.database import is_database_away, sole_maker, without_secrets
-from training.contract.durable import share_databases
 from training.contract.errors import PedigreeError, RegistryAway, RegistryError
-from training.contract.locks import locked
+from training.contract.system.atomic_io import share_databases
+from training.contract.system.locks import locked
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
 # Postgres's drivers would wait for a machine that is off as long as the system does, two minutes; MySQL's wait ten seconds.

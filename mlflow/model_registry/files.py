@@ -21,11 +21,11 @@ from urllib.parse import unquote, urlsplit
 from mlflow.artifacts import list_artifacts
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-from training.contract.durable import lacks_room, write_error
 from training.contract.errors import RegistryError
-from training.contract.staging import claimed
-from training.contract.tokenizer_files import tokenizer_files
-from training.contract.weights import PROCESSORS
+from training.contract.identity.model_identity import PROCESSORS
+from training.contract.identity.tokenizer_files import tokenizer_files
+from training.contract.store.staging import claimed
+from training.contract.system.atomic_io import lacks_room, write_error
 
 MODEL_FOLDER = "model"
 EVALUATION_FOLDER = "evaluation"
@@ -117,7 +117,7 @@ def local_path(uri: str) -> Path | None:
 
 
 def _package(name: str, policy: Path, tokenizer: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "model_registry.package", name, str(policy), str(tokenizer), str(folder)]
+    command = [sys.executable, "-m", "model_registry.package_model", name, str(policy), str(tokenizer), str(folder)]
     settings = {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     environment = {**os.environ, **settings}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from training.contract.recipe import Gate
+from training.contract.config.recipe import Gate
 
 # Below this a standard error says too little about itself to decide anything.
 MIN_PROMPTS = 10

@@ -26,11 +26,11 @@ from model_registry.files import (
     put_files,
     scratch,
 )
-from model_registry.records import tags_of
-from model_registry.versions import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
+from model_registry.mlflow_types import tags_of
+from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from training.contract.errors import RegistryError, UnknownModel
-from training.contract.fingerprint import fingerprint, short
-from training.contract.locks import locked
+from training.contract.identity.fingerprint import fingerprint, short
+from training.contract.system.locks import locked
 
 _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<number>[0-9]+))")
 

@@ -32,8 +32,8 @@ from model_registry.connection import (
     shown,
     unrepeated,
 )
-from model_registry.records import DatasetUsed, flatten, is_finite, tags_of
-from model_registry.run import RunPlan, TrackedRun
+from model_registry.mlflow_types import DatasetUsed, flatten, is_finite, tags_of
+from model_registry.tracked_run import RunPlan, TrackedRun
 from training.contract.errors import RegistryError, UsageError
 
 KEY_TAG = "pedigree.key"

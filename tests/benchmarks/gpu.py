@@ -50,10 +50,10 @@ from tests.benchmarks.workload import (
     reference_job,
     training_settings,
 )
-from training.contract.events import read_events
-from training.contract.job import Job
-from training.contract.store import Artifact, Store
-from training.data.tokenized import Pairs
+from training.contract.protocol.events import read_events
+from training.contract.protocol.job import Job
+from training.contract.store.store import Artifact, Store
+from training.data.tokenization.pair_dataset import Pairs
 
 Told = dict[str, Any]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from training.model.attention import by_segment, in_one_call
-from training.model.prefix import Plan, TokenSequence, build_row
+from training.model.attention.packed_attention import by_segment, in_one_call
+from training.model.attention.shared_prefix import Plan, TokenSequence, build_row
 
 HEADS, KV_HEADS, HEAD = 16, 4, 64
 LENGTHS = [(700, 300, 120), (90, 40, 500), (256, 128, 128, 7)]  # a prompt and its responses, some tokens each

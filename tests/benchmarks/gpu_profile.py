@@ -16,11 +16,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from training import main
-from training.agreement import Flags
-from training.contract.imports import import_uncollected
-from training.contract.job import Job
+from training.contract.protocol.job import Job
+from training.contract.system.imports import import_uncollected
 from training.distributed import group
-from training.stepper import Stepper, StepResult
+from training.loop.rank_sync import Flags
+from training.loop.train_step import Stepper, StepResult
 
 FIRST, STEPS = 6, 2
 # What the name of a kernel contains, and what it is for; the first that fits.

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from training.contract.hash_cache import HashCache
-from training.contract.weights import weights_fingerprint, weights_identity
+from training.contract.identity.hash_cache import HashCache
+from training.contract.identity.model_identity import weights_fingerprint, weights_identity
 
 LAYERS, ROWS, COLUMNS = 64, 2048, 4096  # 2 GiB in float32
 

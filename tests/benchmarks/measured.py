@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tests.benchmarks.setting import cpu_seconds, peak_mb
 from training import main
-from training.contract.imports import import_uncollected
-from training.contract.job import Job
+from training.contract.protocol.job import Job
+from training.contract.system.imports import import_uncollected
 from training.distributed import group
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.contract.memo import Memo
-from training.contract.store import Store
+from training.contract.store.logprob_cache import Memo
+from training.contract.store.store import Store
 
 RULE = "a" * 64
 SEQUENCES, TOKENS = 10_000_000, 4
@@ -25,8 +25,8 @@ LOOKUP = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
-from training.contract.memo import Memo
-from training.contract.store import Store
+from training.contract.store.logprob_cache import Memo
+from training.contract.store.store import Store
 
 def anonymous_mebibytes():
     lines = Path("/proc/self/status").read_text().splitlines()

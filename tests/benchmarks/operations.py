@@ -20,11 +20,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 from tests.benchmarks.workload import batches, training_settings
-from training.data.tokenized import SIDES, Pairs
-from training.model.head import head_of
-from training.model.logprobs import response_logprobs
-from training.model.prefix import Row, TokenSequence, build_row
-from training.model.tiles import Budget, token_logprobs
+from training.data.tokenization.pair_dataset import SIDES, Pairs
+from training.model.attention.shared_prefix import Row, TokenSequence, build_row
+from training.model.logprobs.head import head_of
+from training.model.logprobs.logprob_tiles import Budget, token_logprobs
+from training.model.logprobs.response_logprobs import response_logprobs
 
 CPU = torch.device("cpu")
 

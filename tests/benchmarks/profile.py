@@ -25,12 +25,13 @@ from tests.benchmarks.setting import machine, run, table
 from tests.benchmarks.training import arguments_of
 from tests.benchmarks.workload import policy_job, prepare, reference_job
 from training import main as entry
-from training.agreement import Flags
-from training.contract.job import Job
-from training.contract.store import Store
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
 from training.distributed import group
-from training.model import attention, logprobs
-from training.stepper import Stepper, StepResult
+from training.loop.rank_sync import Flags
+from training.loop.train_step import Stepper, StepResult
+from training.model.attention import packed_attention
+from training.model.logprobs.response_logprobs import response_logprobs
 
 # How names of operators and of ranges begin, and what they count as; the first of them that fits, from the inside out.
 HEADINGS = {
@@ -99,8 +100,8 @@ def profile_steps(job: Job) -> Counter[str]:
         return taken
 
     Stepper.step = watched  # type: ignore[method-assign, assignment]
-    logprobs.build_row = ranged("lay out", logprobs.build_row)  # type: ignore[attr-defined]
-    AttentionInterface.register(attention.SHARED_PREFIX, ranged("attention", attention.attend))
+    response_logprobs.build_row = ranged("lay out", response_logprobs.build_row)  # type: ignore[attr-defined]
+    AttentionInterface.register(packed_attention.SHARED_PREFIX, ranged("attention", packed_attention.attend))
     with group("cpu") as alone:
         entry.make(job, alone)
     return found

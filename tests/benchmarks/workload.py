@@ -21,14 +21,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.benchmarks.setting import BATCH, BETA, CLIP, MAX_LENGTH, RATE
 from tests.training.workshop import Workshop
-from training.contract.fingerprint import fingerprint, sequence_key
-from training.contract.job import Job
-from training.contract.manifest import Derivation
-from training.contract.recipe import Compute, Dtype, Reference, Tokenization, Training
-from training.contract.store import Artifact, Made, Store
-from training.data.packing import Batches, train_items
-from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
-from training.objective import pair_tokens
+from training.contract.config.recipe import Compute, Dtype, Reference, Tokenization, Training
+from training.contract.identity.fingerprint import fingerprint, sequence_key
+from training.contract.protocol.job import Job
+from training.contract.store.manifest import Derivation
+from training.contract.store.store import Artifact, Made, Store
+from training.data.tokenization.batch_sampler import Batches, train_items
+from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
+from training.loop.objective import pair_tokens
 
 PAIRS = 64
 CHATML = (

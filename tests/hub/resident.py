@@ -20,14 +20,14 @@ from huggingface_hub import constants
 
 from tests.workflows.in_process import services_in
 from training.contract.errors import PedigreeError
-from training.contract.events import Event
-from training.contract.hub import asking_once
-from workflows import resources
-from workflows.execution import materialize
-from workflows.lineage import status
-from workflows.plan import plan
-from workflows.recipes import LoadedRecipe, load_recipe
-from workflows.verify import verify
+from training.contract.files.hub import asking_once
+from training.contract.protocol.events import Event
+from workflows.commands.plan import plan
+from workflows.commands.run import materialize
+from workflows.commands.verify import verify
+from workflows.orchestration import resources
+from workflows.recipes.discovery import LoadedRecipe, load_recipe
+from workflows.state.status import status
 
 
 def answer(question: dict[str, Any], home: Path, instance: dg.DagsterInstance) -> dict[str, Any]:

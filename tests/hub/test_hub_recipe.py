@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load, save
 from transformers import AutoModelForCausalLM
 
-from assets.graph import GRAPH
+from assets.pipeline.graph import GRAPH
 from tests.hub.conftest import TOKEN, Resident, environment
 from tests.hub.server import Fault, Hub
 from tests.workflows.homes import PEDIGREE

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from assets.graph import GRAPH
+from assets.pipeline.graph import GRAPH
 from tests.hub.conftest import Resident
 from tests.hub.server import Fault, Hub
 from tests.hub.test_hub_recipe import folder_files, lines

@@ -36,7 +36,7 @@ from model_registry.connection import (
 )
 from model_registry.registry import Registry
 from training.contract.errors import RegistryAway, RegistryError, StoreError
-from training.contract.locks import is_held
+from training.contract.system.locks import is_held
 
 Away = Callable[..., str]
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"

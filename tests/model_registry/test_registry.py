@@ -17,12 +17,12 @@ from mlflow import MlflowClient
 
 from model_registry.connection import connect
 from model_registry.files import link_or_copy, local_path
-from model_registry.records import DatasetUsed
+from model_registry.mlflow_types import DatasetUsed
+from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
-from model_registry.versions import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from training.contract.errors import RegistryError, UnknownModel
-from training.contract.weights import weights_identity
+from training.contract.identity.model_identity import weights_identity
 
 IDENTITY = {"pedigree.policy": "a" * 64}
 # Loads by the champion's address, in a process of its own and from another folder, as a user would.

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from assets.locate import locate_champion
+from assets.inputs.resolve import locate_champion
 from model_registry.files import VersionFiles
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from tests.workflows.homes import ATTRIBUTES, flip
+from training.contract.config.recipe import Recipe
 from training.contract.errors import RegistryAway, RegistryError
-from training.contract.events import EventWriter, Follower, read_events
-from training.contract.recipe import Recipe
-from training.contract.weights import weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.protocol.events import EventWriter, Follower, read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.system]
 ABOUT: dict[str, Any] = {"experiment": "remote", "name": "policy", "params": {"seed": 0}, "tags": {}}

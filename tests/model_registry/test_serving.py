@@ -23,7 +23,7 @@ from model_registry.files import local_path
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from tests.workflows.homes import PEDIGREE, Home
-from workflows.servers import free_port
+from workflows.servers.web_servers import free_port
 
 pytestmark = pytest.mark.system
 QUESTION: Any = [{"role": "user", "content": "tell me"}]

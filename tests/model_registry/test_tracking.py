@@ -18,8 +18,8 @@ import pytest
 from mlflow import MlflowClient
 from sqlalchemy import make_url
 
-from model_registry.records import DatasetUsed
-from model_registry.run import Points
+from model_registry.mlflow_types import DatasetUsed
+from model_registry.tracked_run import Points
 from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
 from training.contract.errors import UsageError
 

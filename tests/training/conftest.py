@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.training.worlds import TinyWorld, build_world
-from training.contract.job import Job
+from training.contract.protocol.job import Job
 
 
 @pytest.fixture(autouse=True, scope="session")

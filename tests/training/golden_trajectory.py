@@ -22,11 +22,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from tests.training.worlds import build_world
-from training.contract.events import EventWriter, read_events
-from training.contract.job import Job
-from training.contract.recipe import Training
+from training.contract.config.recipe import Training
+from training.contract.protocol.events import EventWriter, read_events
+from training.contract.protocol.job import Job
 from training.distributed import ALONE
-from training.loop import run
+from training.jobs.policy import run
 
 FILE = Path(__file__).parent / "golden" / "trajectory.json"
 SERIES = ("loss", "rewards/margins", "grad_norm")

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.training.runs import settings
 from tests.training.worlds import TinyWorld
-from training.contract.events import Event, Follower
-from training.contract.job import Input, Job, JobKind
-from training.contract.manifest import Derivation
-from training.contract.recipe import Compute, SupervisedTuning
-from training.contract.stamps import artifact_stamps, model_stamps
-from training.contract.store import Artifact, Made, Store
-from training.contract.weights import weights_fingerprint, weights_identity
+from training.contract.config.recipe import Compute, SupervisedTuning
+from training.contract.identity.file_stamps import artifact_stamps, model_stamps
+from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.protocol.events import Event, Follower
+from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.store.manifest import Derivation
+from training.contract.store.store import Artifact, Made, Store
 
 SETTINGS: dict[JobKind, dict[str, Any]] = {
     "policy": settings(max_steps=60),

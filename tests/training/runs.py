@@ -13,14 +13,14 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from training.contract.events import EventWriter, read_events
-from training.contract.job import Job
-from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Training
-from training.contract.store import Artifact, Made, Store
-from training.data.packing import epoch_order
+from training.contract.config.recipe import Training
+from training.contract.protocol.events import EventWriter, read_events
+from training.contract.protocol.job import Job
+from training.contract.store.logprob_table import LogProbTable
+from training.contract.store.store import Artifact, Made, Store
+from training.data.tokenization.batch_sampler import epoch_order
 from training.distributed import ALONE, Group
-from training.loop import run
+from training.jobs.policy import run
 
 SIDES = ("chosen", "rejected")
 BETA, RATE, CLIP = 0.5, 3e-3, 1.0

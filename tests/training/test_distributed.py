@@ -14,9 +14,9 @@ import torch
 
 import training
 from tests.training.workshop import Workshop
+from training.contract.config.recipe import Compute
 from training.contract.errors import TrainingError
-from training.contract.job import Job
-from training.contract.recipe import Compute
+from training.contract.protocol.job import Job
 from training.distributed import ALONE, demand_alike, group
 from training.launch.launcher import run_job
 from training.launch.local import LocalLauncher

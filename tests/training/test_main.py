@@ -17,9 +17,9 @@ from tests.training.runs import settings
 from tests.training.workshop import Workshop, locations_of
 from tests.training.worlds import TinyWorld
 from training.contract.errors import TrainingError
-from training.contract.events import read_events
-from training.contract.job import SUPERVISOR, Failure, Job, JobKind
-from training.contract.store import Store
+from training.contract.protocol.events import read_events
+from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
+from training.contract.store.store import Store
 from training.main import WORK, _explained, main
 
 PAIR = {

@@ -5,11 +5,12 @@ import platform
 
 import torch
 
-from training import loop, main
-from training.contract.events import EventWriter
-from training.contract.job import Job
-from training.contract.store import Store
+from training import main
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
 from training.distributed import ALONE
+from training.jobs import policy
 from training.provenance import device_name, provenance
 
 
@@ -39,7 +40,7 @@ def test_a_run_that_is_taken_up_again_adds_its_seconds_to_those_before(tiny_worl
     """A second attempt resumes after the last step: it loads once more, and trains no step."""
     settings = {"max_steps": 2, "batch_size": 8, "optimizer": {"learning_rate": 1e-3}}
     job: Job = tiny_world.job("policy", settings, checkpoint_every=2)
-    loop.run(job, ALONE, EventWriter(job.events))
+    policy.run(job, ALONE, EventWriter(job.events))
     before = json.loads(next(job.checkpoints.rglob("step-00000002/manifest.json")).read_text())["details"]["seconds"]
-    again = loop.run(job, ALONE, EventWriter(job.events, keep=True)).details["seconds"]
+    again = policy.run(job, ALONE, EventWriter(job.events, keep=True)).details["seconds"]
     assert again["loading"] > before["loading"] and again["training"] == before["training"]

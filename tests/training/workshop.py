@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from training import main
-from training.contract.hashing import hash_file
-from training.contract.job import Input, Job, JobKind
-from training.contract.manifest import Derivation
-from training.contract.recipe import Compute
-from training.contract.recipe_files import DataFile, data_files
-from training.contract.store import Artifact, Made, Store
-from training.contract.tokenizer_files import class_fields, tokenizer_files
+from training.contract.config.recipe import Compute
+from training.contract.files.local_files import DataFile, data_files
+from training.contract.identity.file_hashing import hash_file
+from training.contract.identity.tokenizer_files import class_fields, tokenizer_files
+from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.store.manifest import Derivation
+from training.contract.store.store import Artifact, Made, Store
 from training.distributed import ALONE
 
 ON_CPU = Compute(device="cpu")

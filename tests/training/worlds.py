@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from training.contract.fingerprint import KEY_BYTES
-from training.contract.job import Input, Job, JobKind
-from training.contract.logprob_table import LogProbTable
-from training.contract.recipe import Compute
-from training.data.tokenized import PAIRS_FILE, PAIRS_SCHEMA, SIDES
+from training.contract.config.recipe import Compute
+from training.contract.identity.fingerprint import KEY_BYTES
+from training.contract.protocol.job import Input, Job, JobKind
+from training.contract.store.logprob_table import LogProbTable
+from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, SIDES
 
 VOCABULARY = 64
 Examples = list[dict[str, Any]]

@@ -12,7 +12,7 @@ import dagster as dg
 import pytest
 from filelock import FileLock
 
-from assets.graph import GRAPH
+from assets.pipeline.graph import GRAPH
 from tests.workflows import talk
 from tests.workflows.homes import ATTRIBUTES, PAIRS, Home, Looker, looker, write_recipe
 from tests.workflows.ticks import Conditions

@@ -17,10 +17,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-import assets.graph
-import training.contract.software
-from assets.graph import GRAPH
-from training.contract import memo
+import assets.pipeline.graph
+import training.contract.identity.software
+from assets.pipeline.graph import GRAPH
+from training.contract.store import logprob_cache
 
 
 @dataclass
@@ -88,7 +88,7 @@ def code_version(asset: str, version: str = "another") -> Edit:
 
 def another_scoring(world: World) -> None:
     """What a release does whose forward pass gives other figures: the constant, and what is read from it on import."""
-    for module in (memo, assets.graph):
+    for module in (logprob_cache, assets.pipeline.graph):
         world.patch.setattr(module, "SCORING_VERSION", "another")
 
 
@@ -317,17 +317,17 @@ def software(name: str) -> Edit:
     """A version of a library that is called otherwise, and does the same."""
 
     def edit(world: World) -> None:
-        known = training.contract.software._version
+        known = training.contract.identity.software._version
         called = {name: "99.0.0"}
         world.patch.setattr(
-            training.contract.software, "_version", lambda library: called.get(library) or known(library)
+            training.contract.identity.software, "_version", lambda library: called.get(library) or known(library)
         )
 
     return edit
 
 
 def another_device(world: World) -> None:
-    world.patch.setattr(training.contract.software, "accelerator", lambda device: "NVIDIA H100 80GB HBM3")
+    world.patch.setattr(training.contract.identity.software, "accelerator", lambda device: "NVIDIA H100 80GB HBM3")
 
 
 # What a process stands in

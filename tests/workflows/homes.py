@@ -14,11 +14,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from assets.materialized import Materialization, latest_of
-from assets.pipeline import Pipeline, Services
-from workflows import cli
-from workflows.recipes import load_recipe
-from workflows.resources import build_services
+from assets.lineage.history import Materialization, latest_of
+from assets.pipeline.pipeline import Pipeline, Services
+from workflows.cli.main import main
+from workflows.orchestration.resources import build_services
+from workflows.recipes.discovery import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PEDIGREE = str(Path(sys.executable).with_name("pedigree"))
@@ -64,7 +64,7 @@ class Home:
             patch.setenv("PEDIGREE_HOME", str(self.path))
             patch.setenv("DAGSTER_HOME", str(self.path / "dagster"))
             patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-            return CliRunner().invoke(cli.main, arguments)
+            return CliRunner().invoke(main, arguments)
 
     def look(self, *arguments: str) -> Any:
         """What the command prints with --json in this process."""

@@ -21,18 +21,18 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import model_registry.files
-from assets.graph import GRAPH
-from assets.pipeline import Services
+from assets.pipeline.graph import GRAPH
+from assets.pipeline.pipeline import Services
 from model_registry.connection import connect
-from model_registry.package import package
+from model_registry.package_model import package
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from tests.workflows.homes import write_recipe
 from training import main
-from training.contract.job import Job
-from training.contract.store import Store
-from workflows.execution import materialize
-from workflows.recipes import load_recipe
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
+from workflows.commands.run import materialize
+from workflows.recipes.discovery import load_recipe
 
 PAIRS = 24
 

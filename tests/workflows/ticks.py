@@ -2,11 +2,11 @@
 
 import dagster as dg
 
-from assets.graph import GRAPH
-from assets.materialized import input_version_tag
+from assets.lineage.history import input_version_tag
+from assets.pipeline.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, latest
-from workflows.recipes import load_recipe
-from workflows.resources import services
+from workflows.orchestration.resources import services
+from workflows.recipes.discovery import load_recipe
 
 OTHER_BETA = {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}}
 ABOVE_POLICY = ("raw_preferences", "tokenized_pairs", "reference_logprobs")  # in the order of the graph

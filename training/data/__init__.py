@@ -1,0 +1,1 @@
+"""From preference files to tokenized pairs and batches."""

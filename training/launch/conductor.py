@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from training.contract.errors import NodesError
-from training.contract.hashing import hash_file
-from training.contract.job import Failure, Job
+from training.contract.identity.file_hashing import hash_file
+from training.contract.protocol.job import Failure, Job
 from training.launch.local import LocalHandle, LocalLauncher, start_process
 from training.launch.node import Order, Word, software
 from training.launch.nodes_file import Nodes, take_nodes

@@ -14,10 +14,10 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
-from training.contract.durable import free_bytes, write_error
 from training.contract.errors import JobFailed
-from training.contract.events import Event, Follower
-from training.contract.job import Failure, Job
+from training.contract.protocol.events import Event, Follower
+from training.contract.protocol.job import Failure, Job
+from training.contract.system.atomic_io import free_bytes, write_error
 
 _POLL_SECONDS = 0.1
 _LOG_LINES = 20

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from training.contract.job import RENDEZVOUS, Job
-from training.contract.machine import cores
+from training.contract.protocol.job import RENDEZVOUS, Job
+from training.contract.system.cgroups import cores
 
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -22,11 +22,11 @@ import platform
 import sys
 from pathlib import Path
 
+from training.contract.config.fields import Frozen
 from training.contract.errors import NodesError
-from training.contract.fields import Frozen
-from training.contract.fingerprint import short
-from training.contract.job import Job
-from training.contract.software import library_versions, source_digest
+from training.contract.identity.fingerprint import short
+from training.contract.identity.software import library_versions, source_digest
+from training.contract.protocol.job import Job
 from training.launch.local import environment, torchrun
 from training.launch.meeting import interface_of, meet
 from training.launch.supervisor import CANCELLED, restore_signals, supervise

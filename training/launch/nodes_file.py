@@ -32,8 +32,8 @@ from pydantic import (
     model_validator,
 )
 
+from training.contract.config.fields import Frozen, Section
 from training.contract.errors import NodesError
-from training.contract.fields import Frozen, Section
 
 NODES_FILE = "nodes.yaml"
 _HOST = "{host}"

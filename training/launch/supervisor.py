@@ -19,9 +19,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from training.contract.job import SUPERVISOR
-from training.contract.lifetime import die_with_parent
-from training.launch.processes import adopt_orphans, end_descendants
+from training.contract.protocol.job import SUPERVISOR
+from training.contract.system.process import die_with_parent
+from training.launch.process_tree import adopt_orphans, end_descendants
 
 CANCELLED = 128 + signal.SIGTERM
 _LOOK_SECONDS = 0.5

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from training.contract.loss import Term
+from training.contract.config.loss import Term
 from training.losses.inputs import BatchContext, LossInputs, difference
 from training.losses.pairwise import smoothed
 

@@ -21,7 +21,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from training.contract.loss import Divergence, Loss
+from training.contract.config.loss import Divergence, Loss
 
 # e^30 is 1e13: far beyond any useful gradient, and its square still fits float32.
 _LARGEST_EXPONENT = 30.0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from training.contract.loss import Term
+from training.contract.config.loss import Term
 from training.losses.inputs import BatchContext, LossInputs, bounded_exp, difference
 
 # A mean log-prob of a token that is nearer to 0 is rounding: logits are float32, whose spacing at 8 is 2^-20.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.contract.loss import Loss, LossType, Term
+from training.contract.config.loss import Loss, LossType, Term
 from training.losses import batchwise, pairwise
 from training.losses.batchwise import RunningMean, batch_context
 from training.losses.inputs import BatchContext, LossInputs, PairLogProbs, difference

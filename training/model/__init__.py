@@ -1,0 +1,1 @@
+"""Language models: loading, adapters, attention, and log-probs of responses."""

@@ -27,19 +27,19 @@ from torch.nn import Module, Parameter
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from training.contract.config.recipe import Adapter
 from training.contract.errors import ModelError
-from training.contract.fingerprint import short
-from training.contract.input_files import reading
-from training.contract.job import Input
-from training.contract.recipe import Adapter
-from training.contract.weights import (
+from training.contract.identity.fingerprint import short
+from training.contract.identity.model_identity import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_fingerprint,
     weights_fingerprint,
     weights_identity,
 )
-from training.model.body import takes_only_text, text_modules
+from training.contract.protocol.input_files import reading
+from training.contract.protocol.job import Input
+from training.model.backbone import takes_only_text, text_modules
 from training.model.load import load_model, save_model
 
 # peft's name of a model's one adapter, part of its parameters' names; and the prefix of their names in files.

@@ -29,9 +29,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 from training.contract.errors import ModelError
-from training.contract.input_files import reading
-from training.contract.tensor_file import read_places
-from training.contract.weights import PROCESSORS, weight_files
+from training.contract.identity.model_identity import PROCESSORS, weight_files
+from training.contract.identity.safetensors_file import read_places
+from training.contract.protocol.input_files import reading
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MAPS = Path("/proc/self/maps")

@@ -1,0 +1,1 @@
+"""Weights and gradients on one process or many."""

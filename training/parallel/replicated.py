@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from training.distributed_muon import Turns
-from training.parallel.buckets import Buckets
-from training.parallel.layout import Layout
-from training.parallel.masters import Masters
-from training.parallel.models import TrainableModel
-from training.parallel.turns import TurnsOfCopies
-from training.pieces import LocalRows
+from training.checkpoint.tensor_slices import LocalRows
+from training.optim.distributed_muon import Turns
+from training.parallel.gradient_buckets import Buckets
+from training.parallel.matrix_ownership import TurnsOfCopies
+from training.parallel.model_specs import TrainableModel
+from training.parallel.placement import Layout
+from training.parallel.train_state import Masters
 
 
 class Replicated(Masters):

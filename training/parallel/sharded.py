@@ -1,4 +1,4 @@
-"""Each tensor in shards over the ranks of a group (training.parallel.layout): FSDP2, and HSDP, several such groups.
+"""Each tensor in shards over the ranks of a group (training.parallel.placement): FSDP2, and HSDP, several such groups.
 
 Masters are the float32 shards. FSDP rounds what it gathers to the dtypes of a model that was loaded in the trained precision,
 and sums gradients in float32: over the ranks of a group in each backward pass, so that no rank ever holds a whole gradient, and
@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from training.checkpoint.tensor_slices import LocalRows
 from training.contract.errors import ModelError
-from training.distributed_muon import Turns
-from training.model.body import architecture, text_config
-from training.parallel.layout import Layout
-from training.parallel.masters import Masters
-from training.parallel.models import TrainableModel
-from training.parallel.turns import TurnsOfShards
-from training.pieces import LocalRows
+from training.model.backbone import architecture, text_config
+from training.optim.distributed_muon import Turns
+from training.parallel.matrix_ownership import TurnsOfShards
+from training.parallel.model_specs import TrainableModel
+from training.parallel.placement import Layout
+from training.parallel.train_state import Masters
 
 
 class Sharded(Masters):

@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.training import workshop as general
-from training.contract.job import Job, JobKind
-from training.contract.nulls import without_nulls
-from training.contract.recipe_files import DataFile
-from training.contract.store import Artifact
-from training.data.tokenized import Pairs
+from training.contract.files.arrow_rows import without_nulls
+from training.contract.files.local_files import DataFile
+from training.contract.protocol.job import Job, JobKind
+from training.contract.store.store import Artifact
+from training.data.tokenization.pair_dataset import Pairs
 
 CHATML = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\\n' }}"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import training
-from training.contract.job import Job
-from training.contract.recipe import Compute
+from training.contract.config.recipe import Compute
+from training.contract.protocol.job import Job
 
 PROGRAMS = Path(__file__).parent / "programs"
 # The programs, and the package that is tested.

@@ -3,8 +3,8 @@
 import time
 from pathlib import Path
 
-from training.contract.events import Event, read_events
-from training.contract.job import Job
+from training.contract.protocol.events import Event, read_events
+from training.contract.protocol.job import Job
 
 
 def alive(pids: list[int]) -> list[int]:

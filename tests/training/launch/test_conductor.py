@@ -15,11 +15,11 @@ import pytest
 
 import training
 from tests.training.launch.living import alive, all_gone, first_event
+from training.contract.config.recipe import Training
 from training.contract.errors import JobFailed, NodesError
-from training.contract.events import Event, read_events
-from training.contract.job import Failure, Job
-from training.contract.recipe import Training
-from training.contract.store import Store
+from training.contract.protocol.events import Event, read_events
+from training.contract.protocol.job import Failure, Job
+from training.contract.store.store import Store
 from training.launch.conductor import NodesLauncher
 from training.launch.launcher import run_job, write_job
 from training.launch.nodes_file import take_nodes
@@ -27,7 +27,7 @@ from training.launch.nodes_file import take_nodes
 IMPATIENT = """
 import sys
 from pathlib import Path
-from training.contract.job import Job
+from training.contract.protocol.job import Job
 from training.launch import conductor
 from training.launch.nodes_file import Nodes
 
@@ -211,7 +211,7 @@ def test_another_version_of_the_package_is_refused(
 ):
     copy = tmp_path / "other" / "training"
     shutil.copytree(Path(training.__file__).parent, copy)
-    with open(copy / "loop.py", "a") as file:
+    with open(copy / "main.py", "a") as file:
         file.write("\n")
     message = failure(nodes_file([], [*ssh, f"PYTHONPATH={copy.parent}"]), make_job("status", nodes=2))
     assert "the software differs from that where the job was launched: the source of Pedigree " in message

@@ -11,10 +11,10 @@ import pytest
 
 from tests.training.launch.living import alive
 from training.contract.errors import JobFailed
-from training.contract.events import Event, EventWriter
-from training.contract.job import Job
-from training.contract.locks import is_held
-from training.contract.store import Store
+from training.contract.protocol.events import Event, EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
+from training.contract.system.locks import is_held
 from training.launch.launcher import run_job, write_job
 from training.launch.local import LocalLauncher
 

@@ -14,9 +14,9 @@ import pytest
 
 from tests.training.launch.living import alive, all_gone, first_event
 from training.contract.errors import JobFailed
-from training.contract.events import Event
-from training.contract.job import Job
-from training.contract.store import Store
+from training.contract.protocol.events import Event
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
 from training.launch.launcher import run_job, write_job
 from training.launch.local import LocalLauncher, environment
 

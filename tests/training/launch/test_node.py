@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from training.contract.job import Input, Job
+from training.contract.protocol.job import Input, Job
 from training.launch.node import Order, software
 
 MakeJob = Callable[..., Job]

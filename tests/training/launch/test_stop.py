@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from training.contract.events import read_events
-from training.contract.job import Job
-from training.contract.recipe import Training
+from training.contract.config.recipe import Training
+from training.contract.protocol.events import read_events
+from training.contract.protocol.job import Job
 from training.launch.launcher import write_job
 from training.launch.local import LocalLauncher
 

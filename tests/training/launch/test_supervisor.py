@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from training.contract.locks import is_held, locked
+from training.contract.system.locks import is_held, locked
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 SIGNALLED_IN_A_FORK = f"""

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from training.contract.loss import Loss
+from training.contract.config.loss import Loss
 from training.losses.inputs import PairLogProbs
 from training.losses.preference import PairLosses, preference_loss
-from training.model.logprobs import LogProbs
+from training.model.logprobs.response_logprobs import LogProbs
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from training.contract.loss import Loss, LossType
+from training.contract.config.loss import Loss, LossType
 from training.losses.batchwise import RunningMean, batch_context
 from training.losses.inputs import LossInputs, PairLogProbs, bounded_exp
 from training.losses.preference import LOSSES, PairLosses, preference_loss

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
 
-from training.model.prefix import TokenSequence
+from training.model.attention.shared_prefix import TokenSequence
 
 VOCABULARY = 97
 WINDOW = 6

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from tests.training.model.architectures import GPT2, alone, build, gradients, groups
+from training.contract.config.recipe import Adapter
 from training.contract.errors import ModelError
-from training.contract.job import Input
-from training.contract.recipe import Adapter
-from training.contract.weights import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.contract.identity.model_identity import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.contract.protocol.job import Input
 from training.model.adapter import (
     adapter_parameters,
     add_adapter,
@@ -28,10 +28,10 @@ from training.model.adapter import (
     train_mode,
     write_merged,
 )
-from training.model.head import head_of
 from training.model.load import load_model, save_model
-from training.model.logprobs import response_logprobs
-from training.model.prepare import demand_trainable
+from training.model.logprobs.head import head_of
+from training.model.logprobs.response_logprobs import response_logprobs
+from training.model.training_setup import demand_trainable
 
 CPU = torch.device("cpu")
 SEQUENCES = [sequence for group in groups() for sequence in group]

@@ -28,9 +28,9 @@ from tests.training.model.architectures import (
     groups,
 )
 from training import distributed
-from training.model.body import body_of, freeze_other_parts, position_limit, takes_only_text
-from training.model.logprobs import response_logprobs
-from training.model.sharing import VERIFIED, why_not_shared
+from training.model.attention.prefix_support import VERIFIED, why_not_shared
+from training.model.backbone import body_of, freeze_other_parts, position_limit, takes_only_text
+from training.model.logprobs.response_logprobs import response_logprobs
 
 
 @pytest.mark.parametrize(("kind", "changes"), [pytest.param(k, c, id=f"{k}, {what}") for k, what, c in VARIANTS])

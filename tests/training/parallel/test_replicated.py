@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from training.contract.recipe import Adapter, Dtype
+from training.checkpoint.tensor_slices import LocalRows
+from training.contract.config.recipe import Adapter, Dtype
 from training.distributed import ALONE
-from training.parallel.layout import Layout
-from training.parallel.models import TrainableModel
+from training.parallel.model_specs import TrainableModel
+from training.parallel.placement import Layout
 from training.parallel.replicated import Replicated
-from training.pieces import LocalRows
 
 
 def masters(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replicated:

@@ -18,12 +18,12 @@ from tests.training import runs
 from tests.training.model.architectures import build
 from tests.training.runs import losses, on_two_ranks, published, told
 from tests.training.worlds import build_world, write_reference
-from training.agreement import Flags
 from training.contract.errors import TrainingError
-from training.contract.events import EventWriter
-from training.contract.store import Artifact
+from training.contract.protocol.events import EventWriter
+from training.contract.store.store import Artifact
 from training.distributed import Group
-from training.loop import _Tuning
+from training.jobs.policy import _Tuning
+from training.loop.rank_sync import Flags
 
 pytestmark = pytest.mark.slow
 

@@ -26,11 +26,12 @@ from typing import Any
 
 import torch
 
-from training import loop, main
-from training.contract.events import EventWriter
-from training.contract.job import RENDEZVOUS, Job
-from training.contract.store import Made
+from training import main
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import RENDEZVOUS, Job
+from training.contract.store.store import Made
 from training.distributed import Group
+from training.jobs import policy
 
 
 class EndingEvents(EventWriter):
@@ -79,7 +80,7 @@ def ended_early(end: dict[str, Any]) -> Any:
     if "touch" in end:
         sys.addaudithook(killing_after(end["touch"]))
 
-    train = loop.run
+    train = policy.run
 
     def run(job: Job, group: Group, events: EventWriter) -> Made:
         ends = {
@@ -118,7 +119,7 @@ def rank(request: dict[str, Any], number: int, rendezvous: Path) -> None:
         os.environ |= {"RANK": str(number), "WORLD_SIZE": str(world), RENDEZVOUS: str(rendezvous)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world // request["nodes"]), "GLOO_SOCKET_IFNAME": "lo"}
     if request["end"] and number == request["end"].get("rank", 0):
-        loop.run = ended_early(request["end"])
+        policy.run = ended_early(request["end"])
     os._exit(main.main(Path(request["job"])))
 
 

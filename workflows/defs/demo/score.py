@@ -6,10 +6,10 @@ The evaluation holds the greedy answers of both models. An answer is right if it
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from assets.materialized import History
+from assets.lineage.history import History
+from workflows.cli.progress import at_work
 from workflows.defs.demo.make import right_answers
-from workflows.progress import at_work
-from workflows.recipes import load_recipe
+from workflows.recipes.discovery import load_recipe
 
 HERE = Path(__file__).parent
 

@@ -6,8 +6,8 @@ The other arguments are the module that ranks run and the file that lists the no
 import sys
 from pathlib import Path
 
-from training.contract.job import Job
-from training.contract.store import Store
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
 from training.launch.conductor import NodesLauncher
 from training.launch.launcher import run_job
 

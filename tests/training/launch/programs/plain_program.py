@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from training.contract.events import EventWriter
-from training.contract.job import Failure, Job
-from training.launch.processes import ancestors
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Failure, Job
+from training.launch.process_tree import ancestors
 
 # Ignores SIGTERM, in a session of its own, and its parent is gone: what a signal to a process group would miss.
 _STUBBORN_ORPHAN = (

@@ -14,9 +14,9 @@ import torch
 
 from training import main
 from training.contract.errors import TrainingError
-from training.contract.events import EventWriter
-from training.contract.job import Job
-from training.contract.store import Made
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.store import Made
 from training.distributed import Group, mesh_of
 
 

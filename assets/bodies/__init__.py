@@ -1,0 +1,1 @@
+"""What each asset does when it is materialized."""

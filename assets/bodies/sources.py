@@ -1,0 +1,48 @@
+"""The two assets that stand for the world outside: preference data and the base model.
+
+They copy nothing. Materializing one looks at the files (or asks the hub, and downloads a model) and records what was there;
+its data version is the fingerprint of the contents. They are ordinary assets, not Dagster's observable source assets: one
+run holds either observations or materializations, and a retraining has to begin by looking.
+"""
+
+import dagster as dg
+
+from assets.execution.asset_context import Step
+from assets.execution.job_log import with_log
+from assets.execution.materialize import realize_found
+from assets.inputs.current import find_data, find_model, named_files
+from assets.inputs.model_ref import base_model_of
+from assets.inputs.version_repair import put_back_named
+from assets.views.metadata import table
+from training.contract.identity.fingerprint import short
+
+
+def preference_source(step: Step) -> dg.MaterializeResult:
+    found = find_data(step.pipeline)
+    made = realize_found(step, found)
+    rows = made.artifact.details["rows"]
+    files = [
+        {**entry, "name": name, "rows": rows.get(name), "sha256": short(entry["sha256"])}
+        for name, entry in named_files(found.identity).items()
+    ]
+    return made.result(
+        {
+            "sources": dg.MetadataValue.json([source.settings for source in found.sources]),
+            "files": table(files, ("name", "bytes", "rows", "sha256")),
+        }
+    )
+
+
+def base_model(step: Step) -> dg.MaterializeResult:
+    put_back_named(step.services, step.pipeline, base_model_of(step.pipeline.recipe))
+    found = find_model(step.pipeline, with_log(step.services, step.context.log, "base_model"))
+    made = realize_found(step, found)
+    assert found.located is not None
+    commit = found.located.commit
+    return made.result(
+        {
+            "model": dg.MetadataValue.path(str(found.located.folder)),
+            "config": dg.MetadataValue.json(found.located.identity["config"]),
+            **({} if commit is None else {"commit": commit}),
+        }
+    )

@@ -1,0 +1,1 @@
+"""How an asset gets its artifact: from the store, or from a job."""

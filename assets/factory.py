@@ -1,0 +1,76 @@
+"""The Dagster assets of a pipeline: declared by `GRAPH` and the checks, materialized by one body each."""
+
+import time
+from collections.abc import Callable
+
+import dagster as dg
+
+from assets.bodies import data, evaluation, policy, reference, release, sources, specs
+from assets.bodies.automation import ON_CONTENT
+from assets.bodies.checks import check_specs
+from assets.execution.asset_context import Step
+from assets.execution.interruption import ending_in_words
+from assets.execution.job_log import with_log
+from assets.execution.run_liveness import sign
+from assets.execution.stopped_runs import note_code_versions
+from assets.inputs.name_claims import claim_name
+from assets.inputs.recipe_location import written_where_named
+from assets.pipeline.graph import GRAPH
+from assets.pipeline.pipeline import Pipeline, Services, emitting
+from training.contract.identity.file_hashing import telling
+
+_OWNER = "team:preference-tuning"
+_BODIES: dict[str, Callable[[Step], dg.MaterializeResult]] = {
+    "preference_source": sources.preference_source,
+    "base_model": sources.base_model,
+    "tokenization_spec": specs.tokenization_spec,
+    "training_spec": specs.frozen_section,
+    "evaluation_spec": specs.frozen_section,
+    "release_spec": specs.release_spec,
+    "raw_preferences": data.raw_preferences,
+    "tokenized_pairs": data.tokenized_pairs,
+    "reference_model": reference.reference_model,
+    "reference_logprobs": reference.reference_logprobs,
+    "policy": policy.policy,
+    "evaluation": evaluation.evaluation,
+    "released_model": release.released_model,
+}
+
+
+def declare_assets(pipeline: Pipeline) -> list[dg.AssetsDefinition]:
+    """The assets of `pipeline`, in the order of the graph."""
+    return [_declare(pipeline, asset) for asset in GRAPH]
+
+
+def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
+    node, recipe = GRAPH[asset], pipeline.recipe
+
+    @dg.asset(
+        key=pipeline.key(asset),
+        deps=[pipeline.key(name) for name in node.inputs(recipe)],
+        group_name=node.group,
+        kinds=set(node.kinds),
+        owners=[_OWNER],
+        description=node.description,
+        code_version=node.code_version(recipe),
+        check_specs=check_specs(pipeline, asset),
+        automation_condition=ON_CONTENT if recipe.automation.on_change else None,
+        pool=node.pool,
+    )
+    def materialize(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> dg.MaterializeResult:
+        sign(context.instance, context.run, services.home)
+        note_code_versions(context)
+        claim_name(services.home, pipeline)
+        step = Step(pipeline, services, context)
+        started = time.monotonic()
+        hashing = emitting(with_log(services, context.log, asset).listener, asset)
+        with ending_in_words(step), telling(hashing), written_where_named(pipeline):
+            made = _BODIES[asset](step)
+        return dg.MaterializeResult(
+            metadata={**(made.metadata or {}), "seconds": round(time.monotonic() - started, 3)},
+            check_results=made.check_results,
+            data_version=made.data_version,
+            tags=step.provenance(),
+        )
+
+    return materialize

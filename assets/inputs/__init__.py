@@ -1,0 +1,1 @@
+"""The files, models and data sets that a recipe names."""

@@ -1,0 +1,1 @@
+"""What Dagster recorded of an asset, and what changed since."""

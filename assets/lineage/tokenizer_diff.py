@@ -1,0 +1,121 @@
+"""How a tokenizer and its chat template differ, in words: as they were frozen, and as the files are now.
+
+The frozen tokenizer was saved by transformers, which writes some parts differently from the file it came from. So only
+what both have in common is compared: the id of each text, the merges, and the special tokens. Where none of these differs
+but the bytes of a file do, the file is named.
+"""
+
+import difflib
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from assets.inputs.resolve import LocatedTokenizer
+from training.contract.store.store import Artifact
+
+_SHOWN_TOKENS = 3
+_SHOWN_LINES = 4
+_ROLES = ("bos_token", "eos_token", "unk_token")
+_TEMPLATE_FILES = {"template", "chat_template.jinja", "chat_template.json", "tokenizer_config.json"}
+
+
+def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[str]) -> Iterator[str]:
+    """How `now` differs from the frozen tokenization spec `before`; `differing`: the files whose bytes differ."""
+    try:
+        template = list(_template_changes(before.json("spec.json")["template"], template_text(now)))
+        tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        template, tokens = [], []  # a file of another form: the job will say whether it loads
+    yield from template
+    yield from tokens
+    if tokens:
+        return
+    for name in sorted(differing - _TEMPLATE_FILES if template else differing):
+        yield "chat template file differs, its text does not" if name == "template" else f"{name} differs"
+
+
+def template_text(tokenizer: LocatedTokenizer) -> str | None:
+    """The chat template in use: the recipe's file, else the tokenizer's own, the default one of several."""
+    if tokenizer.chat_template is not None:
+        return tokenizer.chat_template.read_text(encoding="utf-8", errors="replace")
+    jinja = tokenizer.folder / "chat_template.jinja"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8", errors="replace")
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = json_object(tokenizer.folder / name).get("chat_template")
+        if isinstance(found, list):
+            found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
+        if isinstance(found, str):
+            return found
+    return None
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    ids: Mapping[str, int]
+    merges: list[Any]
+    special: Mapping[str, str]
+
+    @classmethod
+    def read(cls, folder: Path) -> "_Tokens":
+        serialized, config = json_object(folder / "tokenizer.json"), json_object(folder / "tokenizer_config.json")
+        model = serialized.get("model", {})
+        vocabulary = model.get("vocab", {})
+        if isinstance(vocabulary, list):  # Unigram: pieces with their scores, in the order of their ids
+            vocabulary = {piece: id_ for id_, (piece, _) in enumerate(vocabulary)}
+        added = {token["content"]: token["id"] for token in serialized.get("added_tokens", [])}
+        declared = {token["content"]: int(id_) for id_, token in config.get("added_tokens_decoder", {}).items()}
+        merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+        special = {**json_object(folder / "special_tokens_map.json"), **config}
+        return cls(
+            {**vocabulary, **declared, **added}, merges, {r: t for r in _ROLES if (t := _content(special.get(r)))}
+        )
+
+
+def _template_changes(before: str | None, now: str | None) -> Iterator[str]:
+    """Where the texts first differ, with a few lines of both around it."""
+    if before == now:
+        return
+    old, new = (before or "").splitlines(), (now or "").splitlines()
+    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(old, new, strict=False)))
+    body = itertools.islice(difflib.unified_diff(old, new, n=0, lineterm=""), 2, None)  # two lines name the files
+    lines = [line for line in body if not line.startswith("@@")]
+    more = [f"... {len(lines) - _SHOWN_LINES} lines more"] if len(lines) > _SHOWN_LINES else []
+    shown = [f"    {line}" for line in (*lines[:_SHOWN_LINES], *more)]
+    yield "\n".join([f"chat template changed: line {same + 1}", *shown])
+
+
+def _token_changes(before: _Tokens, now: _Tokens) -> Iterator[str]:
+    yield from _listed("gained token", sorted(now.ids.keys() - before.ids.keys()))
+    yield from _listed("lost token", sorted(before.ids.keys() - now.ids.keys()))
+    moved = sorted(text for text in before.ids.keys() & now.ids.keys() if before.ids[text] != now.ids[text])
+    yield from _listed("moved token", [f"{text} (id {before.ids[text]} -> {now.ids[text]})" for text in moved])
+    if before.merges != now.merges:
+        yield f"tokenizer merges changed ({len(before.merges):,} -> {len(now.merges):,})"
+    for role in _ROLES:
+        old, new = before.special.get(role), now.special.get(role)
+        if old is not None and new is not None and (old, before.ids.get(old)) != (new, now.ids.get(new)):
+            yield f"tokenizer {role} {old} (id {before.ids.get(old)}) -> {new} (id {now.ids.get(new)})"
+
+
+def _listed(what: str, texts: list[str]) -> Iterator[str]:
+    if len(texts) <= _SHOWN_TOKENS:
+        yield from (f"tokenizer {what} {text}" for text in texts)
+    else:
+        yield f"tokenizer {what}s: {len(texts):,}, first {', '.join(texts[:_SHOWN_TOKENS])}"
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,107 @@
+"""A recipe, a lineage, a data set and a job's events in the terms of MLflow, within its limits.
+
+MLflow takes names of at most 250 characters out of a small alphabet, parameters of 6,000 characters, tags of 8,000 and
+data set digests of 36. A longer value is cut and says so, with its length and sha256; nothing is refused, since a
+recipe that trains must also be one that can be logged.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
+
+from training.contract.protocol.events import Event
+
+NAME_CHARACTERS = 250
+PARAM_CHARACTERS = 6000
+TAG_CHARACTERS = 8000
+DIGEST_CHARACTERS = 36
+_NOT_IN_NAMES = re.compile(r"[^\w.\- ]")
+_NOT_METRICS = {"event", "time", "step"}
+
+
+@dataclass(frozen=True)
+class DatasetUsed:
+    """The pairs a policy was trained on: `fingerprint` identifies them, `rows` counts them by split."""
+
+    name: str
+    fingerprint: str
+    source: str
+    rows: Mapping[str, int]
+
+
+def flatten(params: Mapping[str, Any]) -> dict[str, str]:
+    """Nested settings as text by dotted name: `{"loss": {"beta": 0.1}}` -> `{"loss.beta": "0.1"}`.
+
+    A list of plain values stays one parameter; a list that holds sections is numbered (`data.sources.0.path`).
+    """
+    return dict(_leaves("", params)) if params else {}
+
+
+def tags_of(tags: Mapping[str, Any]) -> dict[str, str]:
+    return {_name(name): fit(_text(value), TAG_CHARACTERS) for name, value in tags.items()}
+
+
+def metrics_of(event: Event) -> list[Metric]:
+    """The metrics of a `step` or `eval` event, non-finite ones included; none of any other event.
+
+    Their timestamp is the event's own, so the same event logged twice is the same point.
+    """
+    if event["event"] not in ("step", "eval"):
+        return []
+    moment = round(event["time"] * 1000)
+    return [
+        Metric(name, float(value), moment, event["step"])
+        for name, value in event.items()
+        if name not in _NOT_METRICS and _is_number(value)
+    ]
+
+
+def is_finite(metric: Metric) -> bool:
+    return math.isfinite(metric.value)
+
+
+def dataset_input(used: DatasetUsed) -> DatasetInput:
+    dataset = Dataset(
+        name=used.name,
+        digest=used.fingerprint[:DIGEST_CHARACTERS],
+        source_type="local",
+        source=json.dumps({"uri": used.source}, ensure_ascii=False),
+        profile=json.dumps({"num_rows": sum(used.rows.values()), **used.rows}),
+    )
+    return DatasetInput(dataset, tags=[InputTag("mlflow.data.context", "training")])
+
+
+def fit(text: str, limit: int) -> str:
+    """`text`, cut to `limit` characters where it is longer, with its full length and sha256 at the end."""
+    if len(text) <= limit:
+        return text
+    ending = f"... ({len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()})"
+    return text[: limit - len(ending)] + ending
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        children = [(str(key), child) for key, child in value.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(child, Mapping | list | tuple) for child in value):
+        children = [(str(index), child) for index, child in enumerate(value)]
+    else:
+        return [(_name(name), fit(_text(value), PARAM_CHARACTERS))]
+    return [leaf for key, child in children for leaf in _leaves(f"{name}.{key}" if name else key, child)]
+
+
+def _name(name: str) -> str:
+    return _NOT_IN_NAMES.sub("_", name)[:NAME_CHARACTERS]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,79 @@
+"""Where each check draws its line, by numbers on both sides of it; that its details are there, every run of a recipe shows."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from assets.bodies import checks
+from assets.pipeline.graph import derive
+from training.contract.store.manifest import Manifest
+from training.contract.store.store import Artifact
+
+WON = {"eval/rewards/accuracies": 0.6}
+FIRST = {"first_prefix_violation": "", "first_left_out": ""}
+NONE_SHOWN: dict[str, Any] = {"quarantine_examples": []}
+
+
+def artifact(**details: Any) -> Artifact:
+    how = derive("policy", {}, {})
+    manifest = Manifest(
+        kind="policy", fingerprint="f" * 64, made_from=how, libraries={}, created="", files={}, details=details
+    )
+    return Artifact(Path(), manifest, how, details)
+
+
+@pytest.mark.parametrize(
+    ("check", "details", "more", "passes"),
+    [
+        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 4}} | NONE_SHOWN, [0.25], True),
+        (checks.quarantine, {"counts": {"rows_read": 16, "quarantined": 5}} | NONE_SHOWN, [0.25], False),
+        (checks.quarantine, {"counts": {"rows_read": 0, "quarantined": 0}} | NONE_SHOWN, [0.25], False),
+        (checks.responses, {"empty_masks": 0}, [], True),
+        (checks.responses, {"empty_masks": 1}, [], False),
+        (checks.prefix, {"prefix_violations": 4, "counts": {"pairs": 12}} | FIRST, [0.25], True),
+        (checks.prefix, {"prefix_violations": 4, "counts": {"pairs": 11}} | FIRST, [0.25], False),
+        (checks.prefix, {"prefix_violations": 0, "counts": {"pairs": 0}} | FIRST, [0.25], True),
+        (checks.complete, {"left_out": 4, "counts": {"pairs": 12}} | FIRST, [0.25], True),
+        (checks.complete, {"left_out": 4, "counts": {"pairs": 11}} | FIRST, [0.25], False),
+        (checks.complete, {"left_out": 0, "counts": {"pairs": 0}} | FIRST, [0.25], True),
+        (checks.splits, {"shared_prompts": 0}, [], True),
+        (checks.splits, {"shared_prompts": 1}, [], False),
+        (checks.coverage, {"pairs": 9, "finite": 9}, [9], True),
+        (checks.coverage, {"pairs": 9, "finite": 8}, [9], False),
+        (checks.coverage, {"pairs": 9, "finite": 9}, [10], False),
+        (checks.step0, {"step0_loss": 0.5, "step0_expected": 0.75, "step0_allowed": 0.25}, [], True),
+        (checks.step0, {"step0_loss": 1.5, "step0_expected": 0.75, "step0_allowed": 0.5}, [], False),
+        (checks.step0, {"step0_loss": 0.0, "step0_expected": 0.75, "step0_allowed": 0.5}, [], False),
+        (checks.step0, {"step0_loss": math.nan, "step0_expected": 0.75, "step0_allowed": 0.5}, [], False),
+        (checks.rewards, {"rewards_finite": True}, [], True),
+        (checks.rewards, {"rewards_finite": False}, [], False),
+        (checks.accuracy, {"interval": [0.51, 0.7], "metrics": WON}, [], True),
+        (checks.accuracy, {"interval": [0.5, 0.7], "metrics": WON}, [], False),
+    ],
+)
+def test_a_check_passes_up_to_its_limit(check, details, more, passes):
+    found = check(artifact(**details), *more)
+    assert found.passed is passes
+    warns = found.check_name == checks.ACCURACY
+    assert found.severity == (dg.AssetCheckSeverity.WARN if warns else dg.AssetCheckSeverity.ERROR)
+
+
+def test_the_first_row_in_quarantine_is_told_with_its_place_and_where_the_others_are():
+    row = {"source": "rows.jsonl", "line": 21, "reason": "wrong type", "detail": "`chosen` is int, expected text"}
+    found = checks.quarantine(artifact(counts={"rows_read": 16, "quarantined": 5}, quarantine_examples=[row]), 0.25)
+    assert found.description == (
+        "5 of 16 rows (31.2%) are in quarantine, at most 25.0% are allowed by data.max_quarantined; they are in "
+        "quarantine.parquet with the reasons, the first is rows.jsonl, line 21: wrong type, `chosen` is int, expected text"
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "name"), [(checks.prefix, "first_prefix_violation"), (checks.complete, "first_left_out")]
+)
+def test_the_first_pair_that_is_left_out_is_told_where_it_is_known(check, name):
+    counts = {"prefix_violations": 4, "left_out": 4, "counts": {"pairs": 11}}
+    described = [check(artifact(**counts, **more), 0.25).description for more in ({name: "row 7, no"}, {name: ""})]
+    assert [text.endswith("by data.max_quarantined. The first: row 7, no") for text in described] == [True, False]

@@ -1,0 +1,69 @@
+"""How far a policy is from its reference, by tables written by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from assets.bodies import checks
+from assets.bodies.policy_difference import Difference, difference
+from training.contract.store.manifest import Derivation
+from training.contract.store.store import Artifact, Made, Store
+
+
+def evaluation(place: Path, columns: dict[str, Any], answers: list[tuple[str, str]]) -> Artifact:
+    store = Store(place / "store")
+    with store.staging() as staging:
+        pq.write_table(pa.table(columns), staging / "pairs.parquet")
+        samples = [{"before": before, "after": after} for before, after in answers]
+        (staging / "samples.json").write_text(json.dumps(samples))
+        how = Derivation(kind="evaluation", code_version="1", inputs={}, settings={})
+        return store.publish(staging, how, Made("e" * 64, {}))
+
+
+def test_difference_is_by_token_and_by_pair(tmp_path: Path) -> None:
+    """Two pairs, by hand: moves of +2 over 4 tokens, -1 over 2, -3 over 3 and 0 over 8, so (.5 + .5 + 1 + 0) / 4 nats a token.
+
+    The margins are 2 - (-3) and -1 - 0, in the mean 2.
+    """
+    columns = {
+        "row": [0, 1],
+        "chosen_tokens": [4, 2],
+        "rejected_tokens": [3, 8],
+        "policy_chosen_logprob": [-8.0, -6.0],
+        "reference_chosen_logprob": [-10.0, -5.0],
+        "policy_rejected_logprob": [-12.0, -20.0],
+        "reference_rejected_logprob": [-9.0, -20.0],
+    }
+    found = difference(evaluation(tmp_path, columns, [("a", "a"), ("a", "b"), ("c", "")]))
+    assert found == Difference(shift=0.5, margin=2.0, changed=2, samples=3)
+
+
+@pytest.mark.parametrize(
+    ("shift", "margin", "changed", "samples", "passes"),
+    [
+        (0.0099, 0.19, 1, 8, False),
+        (0.0099, -0.19, 0, 0, False),
+        (0.0101, 0.0, 0, 8, True),
+        (0.0, 0.21, 0, 8, True),
+        (0.0, -0.21, 0, 0, True),  # it learned the opposite, but it learned
+        (0.0, 0.0, 2, 8, True),
+    ],
+)
+def test_check_warns_only_if_all_of_it_is_near_zero(
+    shift: float, margin: float, changed: int, samples: int, passes: bool
+) -> None:
+    found = checks.differs(Difference(shift, margin, changed, samples))
+    assert (found.passed, found.severity) == (passes, dg.AssetCheckSeverity.WARN)
+
+
+def test_check_tells_the_figures() -> None:
+    assert checks.differs(Difference(1.84e-5, 0.0048, 0, 8)).description == (
+        "the policy hardly differs from the reference model: held-out log-probs moved by 1.8e-05 nats a token, margins between "
+        "chosen and rejected by 0.0048 nats, and 0 of 8 sampled answers changed. It took too few steps, or its learning rate "
+        "is too low"
+    )

@@ -1,0 +1,81 @@
+"""What a recipe, a lineage and events become in MLflow's terms: hand-derived, and held against MLflow's own validation."""
+
+import hashlib
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+from mlflow.entities import Param, RunTag
+from mlflow.utils.validation import _validate_batch_log_data, _validate_dataset_inputs
+
+from model_registry.mlflow_types import DatasetUsed, dataset_input, fit, flatten, is_finite, metrics_of, tags_of
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=300), children, max_size=3),
+    max_leaves=10,
+)
+
+
+def test_settings_become_dotted_names():
+    recipe = {
+        "data": {"sources": [{"path": "a.jsonl", "hub": None}, {"path": "b.jsonl"}], "validation_fraction": 0.1},
+        "tokenization": {"template_kwargs": {}, "train_on": "last_response"},
+        "training": {"optimizer": {"learning_rate": 5e-7, "betas": [0.9, 0.999]}, "max_steps": None, "resume": True},
+    }
+    assert flatten(recipe) == {
+        "data.sources.0.path": "a.jsonl",
+        "data.sources.0.hub": "null",
+        "data.sources.1.path": "b.jsonl",
+        "data.validation_fraction": "0.1",
+        "tokenization.template_kwargs": "{}",
+        "tokenization.train_on": "last_response",
+        "training.optimizer.learning_rate": "5e-07",
+        "training.optimizer.betas": "[0.9, 0.999]",
+        "training.max_steps": "null",
+        "training.resume": "true",
+    }
+
+
+@given(st.dictionaries(st.text(max_size=300), json_values, max_size=3))
+def test_mlflow_accepts_whatever_a_recipe_may_hold(recipe: dict[str, object]):
+    _validate_batch_log_data([], [Param(*item) for item in flatten({"recipe": recipe}).items()], [])
+    assert flatten({}) == {}
+    _validate_batch_log_data(
+        [], [], [RunTag(*item) for item in tags_of({"tag." + key: recipe[key] for key in recipe}).items()]
+    )
+
+
+def test_a_value_that_is_too_long_is_cut_and_says_so():
+    text = "é" * 7000
+    cut = flatten({"template": text})["template"]
+    assert len(cut) == 6000
+    assert cut.endswith(f"é... (7,000 characters, sha256 {hashlib.sha256(text.encode()).hexdigest()})")
+    assert fit("x" * 6000, 6000) == "x" * 6000
+
+
+def test_step_and_eval_events_give_metrics_under_their_own_names():
+    step = {"event": "step", "time": 12.3456, "step": 3, "loss": 0.5, "rewards/chosen": -1, "note": "x", "flag": True}
+    assert [(m.key, m.value, m.timestamp, m.step) for m in metrics_of(step)] == [
+        ("loss", 0.5, 12346, 3),
+        ("rewards/chosen", -1.0, 12346, 3),
+    ]
+    assert [m.key for m in metrics_of({"event": "eval", "time": 1.0, "step": 3, "eval/loss": 0.5})] == ["eval/loss"]
+    assert metrics_of({"event": "progress", "time": 1.0, "done": 1, "total": 2, "unit": "steps"}) == []
+    assert metrics_of({"event": "note", "time": 1.0, "text": "x"}) == []
+
+
+def test_values_that_are_not_finite_are_recognised():
+    metrics = metrics_of({"event": "step", "time": 1.0, "step": 1, "a": math.nan, "b": -math.inf, "c": 0.0})
+    assert [is_finite(metric) for metric in metrics] == [False, False, True]
+
+
+def test_a_data_set_is_known_by_its_fingerprint():
+    fingerprint = hashlib.sha256(b"pairs").hexdigest()
+    used = dataset_input(DatasetUsed("demo", fingerprint, "preferences.jsonl", {"train": 90, "validation": 10}))
+    _validate_dataset_inputs([used])
+    assert used.dataset.digest == fingerprint[:36]
+    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]
+    assert json.loads(used.dataset.profile) == {"num_rows": 100, "train": 90, "validation": 10}
+    assert json.loads(used.dataset.source) == {"uri": "preferences.jsonl"}

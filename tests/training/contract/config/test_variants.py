@@ -1,0 +1,124 @@
+"""A recipe's file: what its variants are, against the rules of JSON Merge Patch and by hand."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from training.contract.config.recipe import Automation, Recipe
+from training.contract.config.variants import RecipeFile, merged
+
+OWN: dict[str, Any] = {
+    "data": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}], "validation_fraction": 0.2},
+    "reference": {"model": "./base", "sft": {"epochs": 2}},
+    "training": {
+        "loss": {"type": "robust", "beta": 0.3, "label_smoothing": 0.1},
+        "optimizer": {"learning_rate": "5e-7", "betas": [0.9, 0.95]},
+        "adapter": {"rank": 8},
+    },
+    "release": {"model_name": "demo", "gate": {"min_accuracy": 0.6}},
+    "automation": {"cron": "0 6 * * 1", "timezone": "Europe/Berlin"},
+}
+
+
+def variant(changes: dict[str, Any]) -> Recipe:
+    return RecipeFile.model_validate({**OWN, "variants": {"x": changes}}).resolved()["x"]
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "result"),
+    [
+        ({"a": "b"}, {"a": "c"}, {"a": "c"}),
+        ({"a": "b"}, {"b": "c"}, {"a": "b", "b": "c"}),
+        ({"a": "b"}, {"a": None}, {}),
+        ({"a": "b", "b": "c"}, {"a": None}, {"b": "c"}),
+        ({"a": ["b"]}, {"a": "c"}, {"a": "c"}),
+        ({"a": "c"}, {"a": ["b"]}, {"a": ["b"]}),
+        ({"a": {"b": "c"}}, {"a": {"b": "d"}}, {"a": {"b": "d"}}),
+        ({"a": [{"b": "c"}]}, {"a": [1]}, {"a": [1]}),
+        (["a", "b"], ["c", "d"], ["c", "d"]),
+        ({"a": "b"}, ["c"], ["c"]),
+        ({"a": "foo"}, "bar", "bar"),
+        ({"e": None}, {"a": 1}, {"e": None, "a": 1}),
+        ([1, 2], {"a": "b"}, {"a": "b"}),
+    ],
+)
+def test_changes_are_made_as_in_appendix_a_of_rfc_7396(section, changes, result):
+    """The examples of the RFC, less the three in which null meets a field that is not there."""
+    assert merged(section, changes) == result
+
+
+def test_nothing_is_changed_in_place():
+    section = {"a": {"b": 1}}
+    merged(section, {"a": {"b": 2, "c": 3}})
+    assert section == {"a": {"b": 1}}
+
+
+def test_the_recipe_of_a_file_is_what_it_is_without_variants():
+    file = RecipeFile.model_validate({**OWN, "variants": {"x": {"training": {"seed": 1}}}})
+    assert file.recipe == Recipe.model_validate(OWN)
+    assert type(file.recipe) is Recipe and "variants" not in file.recipe.model_dump()
+
+
+def test_a_variant_differs_where_it_says_so():
+    """Sections are merged: beta, smoothing and the learning rate stay; the list of sources is another list."""
+    found = variant({"training": {"loss": {"beta": 0.5}, "seed": 7}, "data": {"sources": [{"path": "c.jsonl"}]}})
+    own = Recipe.model_validate(OWN)
+    assert found.training.loss == own.training.loss.model_copy(update={"beta": 0.5})
+    assert (found.training.seed, found.training.optimizer) == (7, own.training.optimizer)
+    assert [source.path for source in found.data.sources] == ["c.jsonl"]
+    assert found.data.validation_fraction == 0.2
+    assert (found.tokenization, found.reference, found.compute) == (own.tokenization, own.reference, own.compute)
+
+
+def test_null_takes_a_field_away_and_its_default_counts():
+    found = variant({"training": {"loss": {"type": "hinge", "label_smoothing": None}, "adapter": None}})
+    assert (found.training.loss.type, found.training.loss.beta) == ("hinge", 0.3)
+    assert found.training.adapter is None and found.training.optimizer.model_dump()["betas"] == (0.9, 0.95)
+    assert variant({"training": None}).training == Recipe.model_fields["training"].default
+
+
+def test_a_variant_is_not_automated_and_has_its_own_model_unless_it_says_otherwise():
+    plain = variant({})
+    assert (plain.automation.cron, plain.automation.on_change) == (None, False)
+    assert (plain.release.model_name, plain.release.gate.min_accuracy) == ("demo-x", 0.6)
+    said = variant({"release": {"model_name": "demo"}, "automation": {"cron": "0 7 * * 1", "on_change": True}})
+    assert (said.release.model_name, said.automation.cron, said.automation.on_change) == ("demo", "0 7 * * 1", True)
+
+
+def test_null_never_turns_the_automation_of_a_variant_on():
+    """The default of a recipe's `on_change` is true, and a variant would be trained unasked if that were what null gives."""
+    for changes in ({"automation": None}, {"automation": {"timezone": None}}):
+        assert variant(changes).automation == Automation(on_change=False)
+    with pytest.raises(ValidationError, match="on_change"):
+        variant({"automation": {"on_change": None}})
+
+
+def test_a_schedule_of_a_variant_is_in_the_time_zone_of_the_recipe():
+    assert variant({"automation": {"cron": "0 7 * * 1"}}).automation.timezone == "Europe/Berlin"
+
+
+@pytest.mark.parametrize(
+    ("variants", "place"),
+    [
+        ({"x": {"training": {"los": {}}}}, ("variants", "x", "training", "los")),
+        ({"x": {"training": {"los": None}}}, ("variants", "x", "training", "los")),
+        ({"x": {"training": {"loss": {"type": "hinge"}}}}, ("variants", "x", "training", "loss")),
+        ({"x": {"release": {"model_name": None}}}, ("variants", "x", "release", "model_name")),
+        ({"x": {"variants": {"y": {}}}}, ("variants", "x", "variants")),
+        ({"x": {"automation": 3}}, ("variants", "x", "automation")),
+        ({"x": None}, ("variants", "x")),
+        ({"x": {}, "a b": {}}, ("variants", "a b", "[key]")),
+        ([{"x": {}}], ("variants",)),
+    ],
+)
+def test_a_fault_has_the_path_that_it_has_in_the_file(variants, place):
+    with pytest.raises(ValidationError) as error:
+        RecipeFile.model_validate({**OWN, "variants": variants})
+    assert [fault["loc"] for fault in error.value.errors()] == [place]
+
+
+def test_a_fault_of_the_recipe_is_told_once():
+    with pytest.raises(ValidationError) as error:
+        RecipeFile.model_validate({**OWN, "evaluation": {"sample": 1}, "variants": {"x": {}, "y": {}}})
+    assert [fault["loc"] for fault in error.value.errors()] == [("evaluation", "sample")]

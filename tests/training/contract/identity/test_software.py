@@ -1,0 +1,32 @@
+"""The digest of a package's source."""
+
+import hashlib
+import shutil
+from pathlib import Path
+
+import training
+from training.contract.identity.software import source_digest
+
+
+def test_another_byte_in_a_source_file_is_another_digest_and_nothing_else_is(tmp_path: Path):
+    """Of a copy of the package: what Python leaves beside the sources does not count, a name does."""
+    package = Path(training.__file__).parent
+    copies = [shutil.copytree(package, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__")) for name in "abc"]
+    (copies[0] / "__pycache__").mkdir()
+    (copies[0] / "__pycache__" / "losses.pyc").write_bytes(b"bytecode")
+    (copies[1] / "main.py").write_bytes((package / "main.py").read_bytes() + b"\n")
+    (copies[2] / "main.py").rename(copies[2] / "circle.py")
+    digests = [source_digest(copy) for copy in copies]
+    assert digests[0] == source_digest()
+    assert len(set(digests)) == 3
+
+
+def test_the_digest_is_that_of_names_and_bytes(tmp_path: Path):
+    """By hand: each name and each file, length first, after the kind."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "x.py").write_bytes(b"two")
+    (tmp_path / "a.py").write_bytes(b"one")
+    expected = hashlib.sha256(b'[1,"source"]')
+    for part in (b"a.py", b"one", b"b/x.py", b"two"):
+        expected.update(len(part).to_bytes(8, "big") + part)
+    assert source_digest(tmp_path) == expected.hexdigest()

@@ -1,0 +1,293 @@
+"""The store under everything that goes wrong: two writers, killed writers, full disks, damaged files."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
+from training.contract.identity.hash_cache import HashCache
+from training.contract.store.manifest import MANIFEST, Derivation
+from training.contract.store.store import Artifact, Made, Store
+from training.contract.system.atomic_io import write_durably
+
+KIND, FINGERPRINT = "policy", "f" * 64
+
+
+def derivation(version: str = "1") -> Derivation:
+    return Derivation(kind=KIND, code_version=version, inputs={}, settings={})
+
+
+def publish(
+    store: Store, text: str = "hello", version: str = "1", fingerprint: str = FINGERPRINT, **details: object
+) -> Artifact:
+    with store.staging() as staging:
+        (staging / "part").mkdir()
+        (staging / "part" / "text.txt").write_text(text)
+        return store.publish(staging, derivation(version), Made(fingerprint, details))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+def test_what_is_published_is_found_by_key_and_by_fingerprint(store):
+    published = publish(store, pairs=3)
+    for found in (store.find(KIND, derivation().key), store.open(KIND, FINGERPRINT), published):
+        assert found is not None and found.fingerprint == FINGERPRINT and found.details == {"pairs": 3}
+        assert found.file("part/text.txt").read_text() == "hello" and found.derivation == derivation()
+    assert store.fingerprints(KIND) == [FINGERPRINT]
+    assert list((store.root / "staging").iterdir()) == []
+
+
+def test_who_only_looks_leaves_the_hashes_to_a_cache(store, tmp_path):
+    """Without it a status would read every artifact to its end, each time."""
+    published, cache = publish(store), tmp_path / "hashes.json"
+    assert store.find(KIND, derivation().key, cache=HashCache(cache, settle_seconds=0)) is not None
+    assert str(published.file("part/text.txt")) in cache.read_text()
+
+
+def test_what_another_store_published_is_adopted_whole_or_not_at_all(store, tmp_path):
+    published = publish(store, pairs=3)
+    other = Store(tmp_path / "other")
+
+    def adopt(fingerprint: str, text: str = "hello") -> Artifact:
+        with other.staging() as staging:
+            copy = shutil.copytree(published.folder, staging / "copy")
+            (copy / "part" / "text.txt").write_text(text)
+            return other.adopt(copy, KIND, fingerprint)
+
+    for fingerprint, text in (("e" * 64, "hello"), (FINGERPRINT, "jello")):
+        with pytest.raises(CorruptArtifact, match=r"manifest\.json is of policy ffffffffffff|part/text\.txt"):
+            adopt(fingerprint, text)
+        assert other.fingerprints(KIND) == []
+    for _ in range(2):
+        found = adopt(FINGERPRINT)
+        assert found.manifest == published.manifest == other.open(KIND, FINGERPRINT).manifest
+    assert other.find(KIND, derivation().key) is None
+    assert list((other.root / "staging").iterdir()) == []
+
+
+def test_what_was_never_made_is_not_found(store):
+    assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == []
+    with pytest.raises(StoreError, match=r"no policy ffffffffffff .*materialize"):
+        store.open(KIND, FINGERPRINT)
+
+
+def test_two_ways_to_one_content_share_its_files_and_keep_their_own_details(store):
+    first, second = publish(store, version="1", way="first"), publish(store, version="2", way="second")
+    assert first.folder == second.folder
+    assert (second.details, second.derivation) == ({"way": "second"}, derivation("2"))
+    assert store.find(KIND, derivation("1").key).details == {"way": "first"}
+    assert store.find(KIND, derivation("2").key).details == {"way": "second"}
+    assert store.find(KIND, derivation("2").key).derivation.code_version == "2"
+
+
+def test_the_manifest_says_what_it_was_made_from_and_with(store):
+    manifest = json.loads((publish(store).folder / MANIFEST).read_text())
+    assert manifest["made_from"] == derivation().model_dump(mode="json")
+    assert {"python", "numpy", "torch"} <= set(manifest["libraries"])
+
+
+def test_a_flipped_bit_is_seen_on_open(store):
+    path = publish(store).file("part/text.txt")
+    path.write_text("hellp")
+    with pytest.raises(CorruptArtifact, match=r"text\.txt has sha256"):
+        store.find(KIND, derivation().key)
+    assert store.find(KIND, derivation().key, hashes=False) is not None
+
+
+def test_an_artifact_in_anothers_place_is_refused(store):
+    folder = publish(store).folder
+    for kind, fingerprint in ((KIND, "e" * 64), ("merged", FINGERPRINT)):
+        shutil.copytree(folder, store.folder(kind, fingerprint))
+        with pytest.raises(CorruptArtifact, match=f"expected {kind} {fingerprint[:12]}"):
+            store.open(kind, fingerprint)
+
+
+def test_a_link_is_not_published(store):
+    with store.staging() as staging:
+        (staging / "weights").symlink_to("/etc/hostname")
+        with pytest.raises(CorruptArtifact, match="weights is not a plain file"):
+            store.publish(staging, derivation(), Made(FINGERPRINT))
+    assert store.find(KIND, derivation().key) is None
+
+
+def test_an_artifact_set_aside_is_kept_and_can_be_made_again(store):
+    publish(store).file("part/text.txt").write_text("hellp")
+    place = store.set_aside(KIND, FINGERPRINT)
+    assert (place / "part" / "text.txt").read_text() == "hellp"
+    assert store.find(KIND, derivation().key) is None
+    publish(store)
+    assert store.find(KIND, derivation().key) is not None
+
+
+def flip_bit(folder: Path) -> None:
+    (folder / "part" / "text.txt").write_text("hellp")
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def lose_everything(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def lead_nowhere(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("damage", [flip_bit, lose_manifest, lose_everything, lead_nowhere])
+def test_publishing_again_repairs_what_is_broken(store, damage):
+    damage(publish(store).folder)
+    publish(store, version="2")
+    for version in ("1", "2"):
+        assert store.find(KIND, derivation(version).key).file("part/text.txt").read_text() == "hello"
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"null", b'{"fingerprint": "../../etc"}', b"\xff"])
+def test_a_record_of_another_form_is_refused_by_name(store, content):
+    publish(store)
+    (record,) = (store.root / "keys" / KIND).iterdir()
+    record.write_bytes(content)
+    with pytest.raises(CorruptArtifact, match=record.name):
+        store.find(KIND, derivation().key)
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, mended):
+    """A figure of its details, and the record of another derivation under its name; the manifest names the first way only.
+
+    The first way once gave something else, and beside that lies an artifact that cannot be read: the latest is believed.
+    """
+    before = publish(store, fingerprint="e" * 64, accuracy=0.5)
+    old = before.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
+    (before.folder / MANIFEST).write_bytes(old.sealed())
+    lose_everything(publish(store, fingerprint="d" * 64, version="3").folder)
+    for way in ("1", "2"):
+        publish(store, version=way, accuracy=0.25)
+    first, second = (store.root / "keys" / KIND / f"{derivation(way).key}.json" for way in ("1", "2"))
+    record, other = (first, second) if mended else (second, first)
+    whole = record.read_bytes()
+    for content in (whole.replace(b"0.25", b"0.75"), other.read_bytes()):
+        record.write_bytes(content)
+        with pytest.raises(CorruptRecord, match=record.name):
+            store.find(KIND, record.stem)
+        assert store.mend_record(KIND, record.stem).read_bytes() == content
+        assert record.exists() == mended and (not mended or record.read_bytes() == whole)
+
+
+def test_what_another_user_may_not_touch_is_used_all_the_same(store, monkeypatch):
+    """An artifact's folder from a backup, say, belongs to whoever put it there."""
+    publish(store)
+
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(os, "utime", refused)
+    assert store.reuse(KIND, derivation().key).fingerprint == FINGERPRINT
+    assert publish(store, version="2").fingerprint == FINGERPRINT
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [("fsync", errno.ENOSPC), ("fsync", errno.EDQUOT), ("rename", errno.EDQUOT)]
+)
+def test_a_full_disk_is_told_with_the_place_and_leaves_nothing(store, monkeypatch, call, number):
+    """The disk, or the user's quota, refuses to keep what was written, with the operating system's own error."""
+    publish(store, fingerprint="e" * 64, version="0")
+
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, call, full)
+    told = rf"cannot publish policy in .*store \([\d,]+ bytes free\): .*{os.strerror(number)}; make room and run again"
+    with pytest.raises(StoreError, match=told):
+        publish(store)
+    monkeypatch.undo()
+    assert store.find(KIND, derivation().key) is None and store.fingerprints(KIND) == ["e" * 64]
+    assert list((store.root / "staging").iterdir()) == []
+    with pytest.raises(FileNotFoundError), store.staging() as staging:  # what is no matter of room stays what it is
+        (staging / "nowhere").read_bytes()
+    publish(store)
+
+
+def test_a_store_of_another_user_is_told_with_what_to_do(store, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(StoreError, match=r"cannot publish policy in .*: .*Permission denied; .* umask 002"):
+        publish(store)
+
+
+PUBLISHER = """
+import sys, time
+from pathlib import Path
+from training.contract.store.manifest import Derivation
+from training.contract.store.store import Made, Store
+
+store, start = Store(Path(sys.argv[1])), float(sys.argv[2])
+with store.staging() as staging:
+    for name in "abcdefgh":
+        (staging / name).write_bytes(name.encode() * 100_000)
+    time.sleep(max(0.0, start - time.time()))
+    store.publish(staging, Derivation(kind="policy", code_version="1", inputs={}, settings={}), Made("f" * 64))
+"""
+
+
+def test_two_processes_that_publish_at_once_leave_one_artifact(store):
+    command = [sys.executable, "-c", PUBLISHER, str(store.root), str(time.time() + 1.5)]
+    publishers = [subprocess.Popen(command) for _ in range(2)]
+    assert [p.wait(60) for p in publishers] == [0, 0]
+    assert store.fingerprints(KIND) == [FINGERPRINT]
+    artifact = store.find(KIND, derivation().key)
+    assert artifact is not None and set(artifact.manifest.files) == set("abcdefgh")
+    assert list((store.root / "staging").iterdir()) == [] and not (store.root / "corrupt").exists()
+
+
+LOCKER = """
+import sys
+from pathlib import Path
+from training.contract.store.store import Store
+with Store(Path(sys.argv[1])).lock("policy", "k"):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_key_has_one_writer_and_its_death_frees_it(store):
+    def locker() -> "subprocess.Popen[str]":
+        arguments = [sys.executable, "-c", LOCKER, str(store.root)]
+        return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    first = locker()
+    assert first.stdout is not None and first.stdout.readline() == "locked\n"
+    second = locker()
+    time.sleep(0.7)
+    assert second.stdout is not None
+    os.set_blocking(second.stdout.fileno(), False)
+    assert not second.stdout.readline(), "two writers hold one key"
+    first.kill()
+    os.set_blocking(second.stdout.fileno(), True)
+    assert second.stdout.readline() == "locked\n"
+    second.communicate()
+    first.communicate()
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "record.json"
+    write_durably(path, b"before")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        write_durably(path, b"after")
+    assert path.read_bytes() == b"before" and list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,399 @@
+"""Each format by hand-made rows: the pair a person would read out of it, or the reason why there is none."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from training.contract.config.data_source import FieldName
+from training.contract.errors import DataError
+from training.contract.files.local_files import DataFile
+from training.data.formats import ranked_responses
+from training.data.formats.formats import FORMATS
+from training.data.formats.quarantine import Quarantined, Reason
+from training.data.reading.format_detection import detect
+from training.data.reading.readers import read_records
+
+ASK = {"role": "user", "content": "Why?"}
+GOOD, BAD = {"role": "assistant", "content": "Because."}, {"role": "assistant", "content": "No idea."}
+PAIR = ([ASK], [GOOD], [BAD])
+
+SAME_PAIR: dict[str, list[dict[str, Any]]] = {
+    "conversational": [
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD], "tools": "[]", "images": [], "chat_template_kwargs": {},
+         "score_chosen": 9.0},
+        {"prompt": "Why?", "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]}],
+         "chosen": [{**GOOD, "tool_calls": None}], "rejected": BAD},
+    ],
+    "implicit_prompt": [{"chosen": [ASK, GOOD], "rejected": [ASK, BAD]}],
+    "strings": [
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"system": "", "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": "Why?", "question": "As it was asked at first", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": None, "question": "Why?", "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": [ASK], "chosen": "Because.", "rejected": "No idea."},
+        {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea.", "response_1": "Yes.", "response_2": "So."},
+    ],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": "Why?"}], "chosen": {"from": "gpt", "value": "Because."},
+         "rejected": {"from": "gpt", "value": "No idea."}},
+        {"conversations": [{"from": "user", "value": "Why?"}], "chosen": [{"from": "assistant", "value": "Because."}],
+         "rejected": [{"from": "assistant", "value": "No idea."}]},
+    ],
+    "hh": [
+        {"chosen": "\n\nHuman: Why?\n\nAssistant: Because.", "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."},
+        {"prompt": "\n\nHuman: Why?\n\nAssistant:", "chosen": " Because.", "rejected": " No idea."},
+        *({"prompt": prompt, "chosen": "\n\nHuman: Why?\n\nAssistant: Because.",
+           "rejected": "\n\nHuman: Why?\n\nAssistant: No idea."} for prompt in ("Why?", "\n\nHuman: Why?\n\nAssistant:")),
+    ],
+    "alpaca": [
+        {"instruction": "Why?", "input": "", "chosen": "Because.", "rejected": "No idea.", "output": "x"},
+        {"instruction": "Why?", "input": None, "chosen": "Because.", "rejected": "No idea."},
+    ],
+    "openai": [{"input": {"messages": [ASK]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]}],
+    "messages": [
+        {"messages": [ASK], "chosen": GOOD, "rejected": BAD},
+        {"messages": [ASK], "chosen": [GOOD], "rejected": [BAD], "prompt": None, "question": "As it was asked at first"},
+        {"messages": [ASK], "chosen": "Because.", "rejected": "No idea."},
+        {"messages": [ASK, GOOD], "chosen": [GOOD], "rejected": BAD},
+    ],
+    "ms_swift": [
+        {"messages": [ASK, GOOD], "rejected_response": "No idea."},
+        {"messages": [ASK, GOOD], "rejected_response": "No idea.", "rejected_messages": None, "images": []},
+        {"messages": [ASK, GOOD], "rejected_response": [BAD]},
+        {"messages": [ASK, GOOD], "rejected_messages": [ASK, BAD]},
+    ],
+    "comparison": [
+        {"instruction": "Why?", "input": "", "response1": "No idea.", "response2": "Because.",
+         "annotator1": 2, "annotator2": 1, "annotator3": 2},
+        {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1"},
+        {"prompt": None, "instruction": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1"},
+        {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "winner": "response1"},
+        {"prompt": "Why?", "response_0": "Because.", "response_1": "No idea.", "better_response_id": 0},
+        {"prompt": "Why?", "response_a": "No idea.", "response_b": "Because.", "winner": "model_b"},
+        {"prompt": "Why?", "response1": "Because.", "response2": "No idea.", "preference": 1.0},
+        {"prompt": [ASK], "response1": "No idea.", "response2": "Because.", "overall_preference": 2},
+        {"prompt": "Why?", "response_1": "Because.", "response_2": "No idea.", "preference_strength": -1.0},
+        {"prompt": "Why?", "response_a": [GOOD], "response_b": [BAD], "winner": "a"},
+        {"question": "Why?", "response1": "Because.", "response2": "No idea.", "label": "1.0"},
+        {"instruction": "Why?", "response1": [GOOD], "response2": [BAD], "label": 1},
+        {"prompt": "Why?", "response_0": None, "response_1": "Because.", "response_2": "No idea.", "label": 1},
+        {"response_0": [ASK, BAD], "response_1": [ASK, GOOD], "label": 1},
+        {"conversation_a": [ASK, BAD], "conversation_b": [ASK, GOOD], "winner": "model_b"},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in SAME_PAIR.items() for row in rows])
+def test_every_format_reads_the_same_pair(name, row):
+    pair = FORMATS[name].convert(row)
+    assert (list(pair.prompt), list(pair.chosen), list(pair.rejected)) == PAIR
+    assert detect([row], "here") == name
+
+
+class Consulted(dict[str, Any]):
+    """A row that remembers which of its fields it was asked for by name."""
+
+    def __init__(self, row: dict[str, Any]):
+        super().__init__(row)
+        self.names: set[str] = set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+
+def test_every_field_that_a_format_reads_may_be_in_a_column_of_another_name():
+    """Those of labels, of which a row has one, stand in the module's own list; each annotator's is named by its number."""
+    consulted = {*ranked_responses.LABELS, *ranked_responses.SIGNED_LABELS}
+    for name, rows in SAME_PAIR.items():
+        for row in map(Consulted, rows):
+            FORMATS[name].convert(row)
+            consulted |= row.names
+    assert {name for name in consulted if not name.startswith("annotator")} == {*get_args(FieldName)}
+
+
+def test_all_formats_of_the_recipe_are_here_and_tested():
+    assert set(FORMATS) == set(SAME_PAIR)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "prompt"),
+    [
+        ("alpaca", {"instruction": "Fix it.", "input": "freind", "chosen": "a", "rejected": "b"}, ["Fix it.\n\nfreind"]),
+        ("alpaca", {"instruction": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
+        ("strings", {"prompt": "C", "history": [["A", "B"]], "chosen": "a", "rejected": "b"}, ["A", "B", "C"]),
+        ("comparison", {"instruction": "C", "history": [["A", "B"]], "response1": "a", "response2": "b", "label": 1},
+         ["A", "B", "C"]),
+        ("conversational", {"prompt": None, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["Why?"]),
+        ("conversational", {"system": "S ", "prompt": [{"role": "system", "content": "S"}, ASK], "chosen": [GOOD],
+         "rejected": [BAD]}, ["S", "Why?"]),
+        ("strings", {"prompt": "C", "input": "d", "chosen": "a", "rejected": "b"}, ["C"]),
+        ("strings", {"system": "Be kind.", "prompt": "C", "chosen": "a", "rejected": "b"}, ["Be kind.", "C"]),
+        ("conversational", {"system": "S", "prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}, ["S", "Why?"]),
+        ("implicit_prompt", {"system": "S", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["S", "Why?"]),
+        ("sharegpt", {
+            "system": "S", "conversations": [{"from": "system", "value": "S"}, {"from": "human", "value": "C"}],
+            "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"}},
+         ["S", "C"]),
+        ("ms_swift", {"messages": [ASK, BAD, ASK, GOOD], "rejected_response": "No.", "system": "S"},
+         ["S", "Why?", "No idea.", "Why?"]),
+        ("ms_swift", {"messages": [ASK, BAD, ASK, GOOD], "rejected_messages": [ASK, BAD, ASK, BAD]},
+         ["Why?", "No idea.", "Why?"]),
+        ("messages", {"messages": [ASK, BAD, ASK], "chosen": GOOD, "rejected": BAD}, ["Why?", "No idea.", "Why?"]),
+        ("messages", {"messages": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["Why?"]),
+        ("messages", {"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, ["Why?"]),
+        ("conversational", {"prompt": [{"role": "system", "content": ""}, ASK], "chosen": [GOOD], "rejected": [BAD]},
+         ["", "Why?"]),
+        ("hh", {
+            "chosen": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: a",
+            "rejected": "\n\nHuman:  A\t\n\nAssistant: B\n\nand more\n\nHuman: C\n\nAssistant: b"},
+         [" A\t", "B\n\nand more", "C"]),
+    ],
+)  # fmt: skip
+def test_what_belongs_to_the_prompt(name, row, prompt):
+    assert [turn["content"] for turn in FORMATS[name].convert(row).prompt] == prompt
+
+
+def _conversation(prompt=(ASK,), chosen=(GOOD,), rejected=(BAD,)):
+    return {"prompt": list(prompt), "chosen": list(chosen), "rejected": list(rejected)}
+
+
+def _said(role, content):
+    return {"role": role, "content": content}
+
+
+UNUSABLE = [
+    ("conversational", {"prompt": [ASK], "chosen": [GOOD]}, Reason.MISSING_FIELD),
+    ("conversational", {"prompt": [ASK], "chosen": [GOOD], "rejected": None}, Reason.MISSING_FIELD),
+    ("conversational", _conversation(chosen=[{"role": "assistant"}]), Reason.MISSING_FIELD),
+    ("conversational", {"prompt": 7, "chosen": [GOOD], "rejected": [BAD]}, Reason.WRONG_TYPE),
+    ("conversational", _conversation(chosen=["Because."]), Reason.WRONG_TYPE),
+    ("conversational", _conversation(chosen=[_said("assistant", 7)]), Reason.WRONG_TYPE),
+    ("conversational", _conversation(chosen=[GOOD, GOOD]), Reason.WRONG_TYPE),
+    ("conversational", _conversation(prompt=[]), Reason.EMPTY_PROMPT),
+    ("conversational", _conversation(prompt=[_said("user", " \n")]), Reason.EMPTY_PROMPT),
+    ("conversational", _conversation(chosen=[]), Reason.EMPTY_RESPONSE),
+    ("conversational", _conversation(rejected=[_said("assistant", "")]), Reason.EMPTY_RESPONSE),
+    ("conversational", _conversation(rejected=[GOOD]), Reason.IDENTICAL),
+    ("conversational", _conversation(rejected=[ASK]), Reason.RESPONSE_ROLE),
+    ("conversational", _conversation(prompt=[ASK, GOOD]), Reason.PROMPT_ROLE),
+    ("conversational", _conversation(prompt=[_said("system", "x")]), Reason.PROMPT_ROLE),
+    ("conversational", _conversation(prompt=[_said("developer", "x")]), Reason.PROMPT_ROLE),
+    ("conversational", _conversation(prompt=[_said("robot", "x")]), Reason.UNKNOWN_ROLE),
+    ("conversational", _conversation(prompt=[_said("user", [{"type": "image_url"}])]), Reason.UNSUPPORTED_FIELD),
+    ("conversational", _conversation(prompt=[_said("user", "a\0b")]), Reason.NUL),
+    ("conversational", _conversation(prompt=[_said("user", "a\ud800b")]), Reason.BAD_UNICODE),
+    ("strings", {"prompt": "Why?", "chosen": "x" * 5_000_000, "rejected": "No."}, Reason.ENORMOUS),
+    ("conversational", {"prompt": "Other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [_said("user", "Who?"), BAD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD, ASK, BAD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD, ASK, BAD], "rejected": [ASK, BAD, ASK, GOOD]}, Reason.PROMPTS_DIFFER),
+    ("implicit_prompt", {"chosen": [ASK, GOOD], "rejected": [ASK, GOOD]}, Reason.IDENTICAL),
+    ("implicit_prompt", {"chosen": [GOOD], "rejected": [BAD]}, Reason.EMPTY_PROMPT),
+    ("hh", {"chosen": "Human: hi", "rejected": "\n\nHuman: hi\n\nAssistant: a"}, Reason.BAD_TRANSCRIPT),
+    (
+        "hh",
+        {"chosen": "\n\nHuman: A\n\nAssistant: a", "rejected": "\n\nHuman: B\n\nAssistant: b"},
+        Reason.PROMPTS_DIFFER,
+    ),
+    ("hh", {"chosen": "\n\nHuman: A\n\nAssistant:", "rejected": "\n\nHuman: A\n\nAssistant: b"}, Reason.EMPTY_RESPONSE),
+    ("openai", {"input": [ASK], "preferred_output": [GOOD], "non_preferred_output": [BAD]}, Reason.WRONG_TYPE),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "robot", "value": "x"}], "chosen": {}, "rejected": {}},
+        Reason.UNKNOWN_ROLE,
+    ),
+    ("openai", SAME_PAIR["openai"][0] | {"input": {"messages": [ASK], "functions": [{}]}}, Reason.UNSUPPORTED_FIELD),
+    ("implicit_prompt", SAME_PAIR["implicit_prompt"][0] | {"functions": "[{}]"}, Reason.UNSUPPORTED_FIELD),
+    ("conversational", _conversation() | {"chat_template_kwargs": {"tools": []}}, Reason.UNSUPPORTED_FIELD),
+    (
+        "conversational",
+        _conversation() | {"chat_template_kwargs": {"continue_final_message": True}},
+        Reason.UNSUPPORTED_FIELD,
+    ),
+    ("conversational", _conversation() | {"chat_template_kwargs": [True]}, Reason.WRONG_TYPE),
+    ("conversational", _conversation() | {"chat_template_kwargs": "{thinking}"}, Reason.BAD_JSON),
+    ("alpaca", {"instruction": "A", "history": ["B"], "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
+    ("alpaca", {"instruction": "A", "history": 3, "chosen": "a", "rejected": "b"}, Reason.WRONG_TYPE),
+    ("alpaca", {"input": "A", "chosen": "a", "rejected": "b"}, Reason.MISSING_FIELD),
+    ("strings", {"prompt": "A", "chosen": "a", "rejected": "b", "audio": {"path": "a.wav"}}, Reason.UNSUPPORTED_FIELD),
+    (
+        "implicit_prompt",
+        {"chosen": [ASK, GOOD | {"function_calls": "f()"}], "rejected": [ASK, BAD]},
+        Reason.UNSUPPORTED_FIELD,
+    ),
+    ("hh", {"prompt": "\n\nHuman: Why?", "chosen": " a", "rejected": " b"}, Reason.PROMPTS_DIFFER),
+    ("messages", {"messages": [ASK, BAD], "chosen": GOOD, "rejected": BAD}, Reason.PROMPT_ROLE),
+    ("messages", {"messages": [ASK, BAD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, Reason.PROMPTS_DIFFER),
+    ("messages", {"messages": [GOOD], "chosen": GOOD, "rejected": BAD}, Reason.EMPTY_PROMPT),
+    ("messages", {"messages": [ASK], "chosen": GOOD, "rejected": ASK}, Reason.RESPONSE_ROLE),
+    ("messages", {"messages": "Why?", "chosen": GOOD, "rejected": BAD}, Reason.WRONG_TYPE),
+    ("ms_swift", {"messages": [ASK], "rejected_response": "No idea."}, Reason.RESPONSE_ROLE),
+    ("ms_swift", {"messages": [], "rejected_response": "No idea."}, Reason.EMPTY_PROMPT),
+    ("ms_swift", {"messages": [GOOD], "rejected_response": "No idea."}, Reason.EMPTY_PROMPT),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_response": "Because."}, Reason.IDENTICAL),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_response": ""}, Reason.EMPTY_RESPONSE),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_response": None}, Reason.MISSING_FIELD),
+    ("ms_swift", {"messages": [ASK, GOOD], "rejected_messages": [_said("user", "Who?"), BAD]}, Reason.PROMPTS_DIFFER),
+    (
+        "ms_swift",
+        {"messages": [ASK, GOOD], "rejected_response": "No.", "rejected_messages": [ASK, BAD]},
+        Reason.UNSUPPORTED_FIELD,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "reason"), UNUSABLE)
+def test_a_row_that_is_no_pair_says_why(name, row, reason):
+    with pytest.raises(Quarantined) as caught:
+        FORMATS[name].convert(row)
+    assert caught.value.reason is reason
+    assert caught.value.detail
+
+
+def test_clean_text_with_a_nul_tells_its_position():
+    """By hand: `a` is at 0, `é` at 1, and the NUL at 2."""
+    with pytest.raises(Quarantined) as caught:
+        FORMATS["strings"].convert({"prompt": "Why?", "chosen": "aé\0b", "rejected": "No."})
+    assert str(caught.value) == "NUL character: `chosen` has a NUL character at position 2; take it out of the text"
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ({"annotator1": 1, "annotator2": 2, "annotator3": 0}, Reason.TIE),  # nobody has two of three
+        ({"annotator1": 0, "annotator2": 0, "annotator3": 1}, Reason.TIE),  # the majority says tie
+        ({"annotator1": 1, "annotator2": 2}, Reason.TIE),  # one of two is no majority
+        ({"winner": "tie"}, Reason.TIE),
+        ({"winner": "both_bad"}, Reason.TIE),
+        ({"overall_preference": 10**400}, Reason.UNKNOWN_LABEL),
+        ({"overall_preference": 0}, Reason.TIE),
+        ({"overall_preference": "much better"}, Reason.UNKNOWN_LABEL),
+        ({"overall_preference": True}, Reason.UNKNOWN_LABEL),
+        ({"overall_preference": float("nan")}, Reason.UNKNOWN_LABEL),
+        ({"label": 3}, Reason.UNKNOWN_LABEL),
+        ({"label": None}, Reason.MISSING_FIELD),
+        ({}, Reason.MISSING_FIELD),
+    ],
+)
+def test_a_comparison_without_a_winner_is_no_pair(labels, reason):
+    with pytest.raises(Quarantined) as caught:
+        FORMATS["comparison"].convert({"instruction": "A", "response1": "a", "response2": "b", **labels})
+    assert caught.value.reason is reason
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("implicit_prompt", {"messages": [ASK, GOOD], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}),
+        ("conversational", {"messages": [ASK, GOOD], "prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}),
+        ("conversational", {"messages": [ASK, GOOD], "prompt": "Why?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}),
+        ("strings", {"messages": [ASK, GOOD], "prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}),
+        ("alpaca", {"messages": [ASK], "instruction": "Why?", "chosen": "Because.", "rejected": "No idea."}),
+        ("hh", {**SAME_PAIR["hh"][0], "messages": [ASK]}),
+        ("sharegpt", {**SAME_PAIR["sharegpt"][0], "messages": [ASK]}),
+        ("strings", {**SAME_PAIR["strings"][0], "messages": [ASK, GOOD], "rejected_response": "No."}),
+        ("comparison", {**SAME_PAIR["comparison"][1], "messages": [ASK, GOOD], "rejected_response": "No."}),
+    ],
+)
+def test_detect_rows_that_were_read_without_messages_are_read_as_before(name, row):
+    """UltraFeedback has the chosen conversation in `messages` too: the other fields say the same pair without it."""
+    assert detect([row], "here") == name
+    pair = FORMATS[name].convert(row)
+    assert (list(pair.prompt), list(pair.chosen), list(pair.rejected)) == PAIR
+
+
+def test_a_text_in_which_speakers_occur_is_no_transcript():
+    assert (
+        detect([{"prompt": "Write a play.", "chosen": "Act 1\n\nHuman: Hi.", "rejected": "No."}], "here") == "strings"
+    )
+
+
+@pytest.mark.parametrize("chosen", ["response_2", "model_b", 2, "B"])
+def test_the_name_of_a_response_is_not_taken_for_an_answer(chosen):
+    row = {
+        "prompt": "Why?",
+        "response_1": "No idea.",
+        "response_2": "Because.",
+        "chosen": chosen,
+        "rejected": "response_1",
+    }
+    assert detect([row], "here") == "comparison"
+    with pytest.raises(Quarantined, match="there is no label"):
+        FORMATS["comparison"].convert(row)
+
+
+def test_detection_follows_most_rows_and_says_what_it_considered():
+    strings = SAME_PAIR["strings"][0]
+    for odd in ({"a": 1}, *(rows[0] for rows in SAME_PAIR.values())):
+        assert detect([odd, strings, strings], "here") == "strings"
+    with pytest.raises(DataError) as caught:
+        detect([{"question_text": "x", "answer": "y"}], "data.jsonl")
+    for word in ("data.jsonl", "question_text (text), answer (text)", *FORMATS, "`columns: {"):
+        assert word in str(caught.value)
+
+
+HELLO = "\n\nHuman: Hello.\n\nAssistant:"
+BROKEN_AMONG_OTHERS = [
+    ("sharegpt", SAME_PAIR["sharegpt"][0], SAME_PAIR["sharegpt"][0] | {"conversations": None}),
+    (
+        "hh",
+        {"prompt": HELLO, "chosen": "Hi.", "rejected": "No."},
+        {"prompt": "Hi.", "chosen": "Hi.", "rejected": "No."},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "broken"), BROKEN_AMONG_OTHERS, ids=[name for name, *_ in BROKEN_AMONG_OTHERS])
+def test_a_row_that_lacks_what_tells_its_format_does_not_decide_for_the_others(name, row, broken):
+    """A wider format fits all of them; of transcripts it would take the names of the speakers for what they say."""
+    assert detect([broken], "here") != name == detect([row], "here")
+    assert detect([broken, row, row], "here") == name
+    assert detect([broken, broken, row], "here") != name
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("file", "format"), [("ms-swift.jsonl", "ms_swift"), ("axolotl.jsonl", "messages")])
+def test_detect_rows_of_other_tools_are_read_without_configuration(shared_data: Path, file, format):
+    """By hand: four rows of either tool, which ask for what is in a hall."""
+    place = shared_data.parent / "cases" / "07-messages-and-rejected" / file
+    rows = [record.value for record in read_records(DataFile(name=file, path=place))]
+    assert detect(rows, file) == format
+    for hall, row in enumerate(rows):
+        pair = FORMATS[format].convert(row)
+        assert [turn["content"] for turn in (*pair.prompt, *pair.chosen, *pair.rejected)] == [
+            f"What is in hall {hall}?", f"Hall {hall} has the café.", f"I do not know {hall}.",
+        ]  # fmt: skip
+    assert len(rows) == 4
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(
+    ("file", "format"),
+    [
+        ("conversational-explicit-prompt.jsonl", "conversational"),
+        ("conversational-implicit-prompt.jsonl", "implicit_prompt"),
+    ],
+)
+def test_two_spellings_of_published_rows_give_the_same_pairs(shared_data: Path, file, format):
+    """The two files hold the same 300 rows in two forms; the first is the schema itself, so it is the oracle."""
+    schemas = shared_data / "schemas"
+    wanted = [json.loads(line) for line in (schemas / "conversational-explicit-prompt.jsonl").open("rb")]
+    rows = [json.loads(line) for line in (schemas / file).open("rb")]
+    assert detect(rows[:32], file) == format
+    for row, expected in zip(rows, wanted, strict=True):
+        pair = FORMATS[format].convert(row)
+        assert [list(pair.prompt), list(pair.chosen), list(pair.rejected)] == list(expected.values())

@@ -1,0 +1,165 @@
+"""Tuning an adapter: against a loop written with peft and torch, killed and taken up again, and what comes of it."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.training.runs import SIDES, losses, naive_losses, published, settings, timeless, told, tune
+from training.contract.config.recipe import Adapter
+from training.contract.identity.model_identity import adapter_fingerprint
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Input, Job
+from training.contract.store.store import Made
+from training.distributed import ALONE
+from training.jobs import merge_adapter
+from training.model.adapter import add_adapter
+from training.parallel.model_specs import TrainableModel
+from training.parallel.placement import Layout
+from training.parallel.replicated import Replicated
+
+CPU = torch.device("cpu")
+SEED = 0
+RANK, ALPHA = 4, 8
+TARGETS = ["q_proj", "v_proj", "down_proj", "lm_head"]
+
+
+def with_adapter(**changes: Any) -> dict[str, Any]:
+    adapter = {"rank": RANK, "alpha": ALPHA, "target_modules": TARGETS, **changes.pop("adapter", {})}
+    return settings(adapter=adapter, **changes)
+
+
+def peft_model(world: Any) -> torch.nn.Module:
+    base = AutoModelForCausalLM.from_pretrained(world.model)
+    torch.manual_seed(SEED)
+    return get_peft_model(base, LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=TARGETS))
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("steps", [1, 12])
+def test_it_trains_as_a_loop_of_peft_and_torch_does(tiny_world, steps: int):
+    """Losses, and the adapter itself."""
+    optimizer = {"learning_rate": 3e-3, "weight_decay": 0.1}
+    job = tiny_world.job("policy", with_adapter(max_steps=steps, optimizer=optimizer, adapter={"export": "adapter"}))
+    tune(job)
+    model = peft_model(tiny_world)
+    expected = list(naive_losses(tiny_world, steps, model))
+    assert losses(job) == pytest.approx(expected, abs=1e-5)
+    assert expected[0] == pytest.approx(math.log(2), abs=1e-6)
+    ours = tensors(job.staging)
+    theirs = {name.replace(".default.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+    assert ours.keys() == theirs.keys()
+    worst = max(float((ours[name] - theirs[name].detach()).abs().max()) for name in ours)
+    assert worst < (1e-5 if steps == 1 else 1e-3)
+
+
+def test_only_the_adapter_has_gradients_state_and_a_place_in_checkpoints(tiny_world):
+    job = tiny_world.job("policy", with_adapter(max_steps=2), checkpoint_every=2)
+    tune(job)
+    [file] = job.checkpoints.rglob("*.safetensors")
+    saved: dict[str, set[str]] = {state: set() for state in ("weights", "exp_avg", "exp_avg_sq", "step")}
+    for piece in load_file(file):
+        state, name = piece.rpartition("@")[0].split("/", 1)
+        saved[state].add(name)
+    assert len(saved["weights"]) == 2 * (2 * 3 + 1), "A and B of three layers in each of two blocks, and the head"
+    assert all(".lora_" in name for name in saved["weights"])
+    assert all(names == saved["weights"] for names in saved.values())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_masters_of_an_adapter_are_float32(tiny_world, precision: Any):
+    masters = Replicated(TrainableModel(tiny_world.model, precision, Adapter(rank=RANK), SEED), Layout(ALONE, copies=1))
+    drawn = AutoModelForCausalLM.from_pretrained(tiny_world.model)
+    add_adapter(drawn, Adapter(rank=RANK), SEED)
+    assert all(torch.equal(p, drawn.get_parameter(n)) for n, p in masters.parameters.items()), "as drawn, not rounded"
+    assert {p.dtype for p in masters.parameters.values()} == {torch.float32}
+    assert len(masters.gradient_N) == sum(p.numel() for p in masters.parameters.values())
+    assert {str(p.dtype) for p in masters.model.parameters()} == {f"torch.{precision}"}
+    with torch.no_grad():
+        for master in masters.parameters.values():
+            master.add_(2**-12)
+    masters.update_model()
+    assert all(
+        torch.equal(masters.model.get_parameter(n), p.to(masters.model.dtype)) for n, p in masters.parameters.items()
+    )
+
+
+def test_bfloat16_learns_like_float32(tiny_world):
+    exact, rounded = (tiny_world.job("policy", with_adapter(precision=p), p) for p in ("float32", "bfloat16"))
+    tune(exact)
+    tune(rounded)
+    assert losses(rounded) == pytest.approx(losses(exact), abs=0.05)
+    assert load_file(rounded.staging / "model.safetensors")["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_the_same_recipe_gives_the_same_bits_and_dropout_is_on_in_training_only(tiny_world):
+    recipe = with_adapter(adapter={"dropout": 0.5})
+    first, again = (tiny_world.job("policy", recipe, name) for name in ("first", "again"))
+    assert tune(first).fingerprint == tune(again).fingerprint
+    plain = tiny_world.job("policy", with_adapter(), "plain")
+    tune(plain)
+    assert losses(first)[0] == pytest.approx(math.log(2), abs=1e-5), "what is dropped goes through B, which is zero"
+    assert losses(first)[1:] != pytest.approx(losses(plain)[1:], abs=1e-4)
+    assert told(first, "eval")[0]["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+@pytest.fixture
+def exported(tiny_world) -> dict[str, tuple[Job, Made]]:
+    """One recipe, exported in both ways."""
+    jobs = {
+        export: tiny_world.job("policy", with_adapter(adapter={"export": export}), export)
+        for export in ("merged", "adapter")
+    }
+    return {export: (job, tune(job)) for export, job in jobs.items()}
+
+
+def test_both_exports_are_the_policy_that_was_evaluated(tiny_world, exported):
+    """The last eval event, computed again with plain transformers and peft from what was written."""
+    merged, alone = (exported[export][0] for export in ("merged", "adapter"))
+    assert losses(merged) == losses(alone)
+    models = [
+        AutoModelForCausalLM.from_pretrained(merged.staging),
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_world.model), alone.staging),
+    ]
+    for model in models:
+        with torch.no_grad():
+            logps = [float(tiny_world.plain_logprob(model.eval(), e, SIDES[0])) for e in tiny_world.split("validation")]
+        assert sum(logps) / len(logps) == pytest.approx(told(alone, "eval")[-1]["eval/logps/chosen"], abs=1e-4)
+
+
+def test_an_exported_adapter_is_small_and_merged_later_gives_the_merged_export(exported):
+    """To the last bit: both have the same fingerprint."""
+    (merged, of_merged), (alone, of_alone) = exported["merged"], exported["adapter"]
+    assert {p.name for p in alone.staging.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    assert (alone.staging / "tokenizer_config.json").is_file() and not (alone.staging / "config.json").exists()
+    reference = alone.inputs["reference_model"]
+    assert of_alone.fingerprint == adapter_fingerprint(alone.staging, reference.fingerprint)
+    policy = Input(kind="policy", fingerprint=of_alone.fingerprint, folder=alone.staging)
+    inputs = {"policy": policy, "reference_model": reference}
+    job = alone.model_copy(update={"kind": "merge", "artifact": "merged_policy", "inputs": inputs, "settings": {}})
+    job.staging.mkdir(parents=True)
+    assert merge_adapter.run(job, ALONE, EventWriter(None)).fingerprint == of_merged.fingerprint
+    ours, theirs = (load_file(j.staging / "model.safetensors") for j in (job, merged))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+
+
+@pytest.mark.slow
+def test_killed_and_taken_up_again_it_is_the_same_to_the_last_bit(tiny_world, forker):
+    """SIGKILL after the first checkpoint at least; adapter and events then equal those of a run that nobody disturbed."""
+    recipe = with_adapter(max_steps=12, adapter={"dropout": 0.2, "export": "adapter"})
+    compute = {"checkpoint_every": 3, "evaluate_every": 5}
+    calm, killed = (tiny_world.job("policy", recipe, name, **compute) for name in ("calm", "killed"))
+    assert forker.run(killed, saved=8) == [-9] and len(losses(killed)) == 8
+    made = [published(job, forker.run(job)) for job in (calm, killed)]
+    assert any(e["text"].startswith("resumed from the checkpoint of step ") for e in told(killed, "note"))
+    assert timeless(told(killed, "step", "eval")) == timeless(told(calm, "step", "eval"))
+    files = [(policy.folder / "adapter_model.safetensors").read_bytes() for policy in made]
+    assert files[0] == files[1]

@@ -1,0 +1,587 @@
+"""The evaluation job on real pairs, against formulas and greedy decoding written out by hand."""
+
+import bisect
+import copy
+import itertools
+import json
+import math
+import operator
+import re
+import shutil
+import statistics
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from tests.training.model.architectures import build
+from tests.training.runs import published
+from tests.training.workshop import Workshop, locations_of
+from training.contract.config.loss import Loss
+from training.contract.config.recipe import Compute
+from training.contract.errors import CorruptArtifact, DataError, ModelError, TemplateError, TrainingError
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Failure, Job
+from training.contract.store.logprob_table import LogProbTable
+from training.contract.store.store import Artifact
+from training.data.templates.tokenizer import load_tokenizer
+from training.data.tokenization.pair_dataset import Pairs
+from training.distributed import ALONE
+from training.evaluation.generate import answers, greedy, spread_prompts, stop_tokens
+from training.evaluation.report import Report, Sample, WorstPair, render
+from training.jobs import evaluation as evaluation_job
+from training.main import main
+from training.model.load import load_model
+from training.scoring.accuracy import Accuracy, accuracy, wilson_interval
+from training.scoring.pairs import score_pairs
+
+BETA = 0.2
+SETTINGS = {"samples": 3, "max_new_tokens": 12, "loss": {"type": "sigmoid", "beta": BETA, "label_smoothing": 0.0}}
+HOSTILE = "</td><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }} & \"quoted\" 'too'"
+
+
+class World:
+    """Forty real pairs, a third held out; tiny-chat as the reference, and a policy beside it."""
+
+    def __init__(self, root: Path, data: Path, workshop: Any) -> None:
+        self.workshop, self.model = workshop, data / "models" / "tiny-chat"
+        lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[:2000:50]
+        hostile = {side: [{"role": "assistant", "content": f"{side} {HOSTILE}"}] for side in ("chosen", "rejected")}
+        rows = [json.loads(line) for line in lines]
+        rows += [{"prompt": [{"role": "user", "content": f"{n} {HOSTILE}"}], **hostile} for n in range(6)]
+        long = [{"role": "user", "content": "long " * 2000}]
+        rows.insert(0, {**rows[0], "prompt": long})  # is dropped, so that positions are not rows
+        (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.policy = root / "policy"
+        self._write_policy()
+        self.pairs = self.tokenized(workshop.read(root / "rows.jsonl", 0.4))
+        inputs = {"tokenized_pairs": self.pairs, "reference_model": self.model}
+        job = workshop.job("reference", "reference_logprobs", inputs, {"dtype": "float32"})
+        self.table = workshop.do(job)
+
+    def _write_policy(self) -> None:
+        model = load_model(self.model, "float32", ALONE.device)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 0.1 * torch.randn_like(parameter) * parameter.std().nan_to_num()
+        model.save_pretrained(self.policy)
+
+    def tokenized(self, raw: Artifact) -> Artifact:
+        rules = {"train_on": "last_response", "max_length": 900, "over_length": "drop", "template_kwargs": {}}
+        return self.workshop.tokenize(raw, self.model, rules)
+
+    def inputs(self, policy: Path | None = None) -> dict[str, Artifact | Path]:
+        return {
+            "policy": policy or self.policy,
+            "reference_logprobs": self.table,
+            "tokenized_pairs": self.pairs,
+            "reference_model": self.model,
+        }
+
+    def job(self, policy: Path | None = None, **settings: Any) -> Job:
+        return self.workshop.job("evaluation", "evaluation", self.inputs(policy), {**SETTINGS, **settings})
+
+    def evaluate(self, policy: Path | None = None, **settings: Any) -> Artifact:
+        return self.workshop.do(self.job(policy, **settings))
+
+
+@pytest.fixture(scope="module")
+def world(shared_data, tmp_path_factory) -> World:
+    root = tmp_path_factory.mktemp("evaluation")
+    return World(root, shared_data, Workshop(root))
+
+
+@pytest.fixture(scope="module")
+def evaluation(world) -> Artifact:
+    return world.evaluate()
+
+
+def float64_tokens(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(input_ids=ids[None]).logits[0, :-1]
+    tokens = logits.log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
+    return tokens[mask[1:]]
+
+
+def float64_logprob(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor) -> float:
+    return float(float64_tokens(model, ids, mask).sum())
+
+
+@pytest.fixture(scope="module")
+def expected(world) -> list[dict[str, float]]:
+    """Every held-out pair by the paper's formulas, in float64, a sequence at a time."""
+    data = Pairs.open(world.pairs.folder)
+    policy = AutoModelForCausalLM.from_pretrained(world.policy, dtype=torch.float64).eval()
+    frozen = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float64).eval()
+    rows = []
+    for index in data.indices("validation"):
+        values = {"row": float(data.rows[index])}
+        for side in ("chosen", "rejected"):
+            sequence = data.sequence(index, side)
+            values[f"{side}_tokens"] = int(sequence.mask_T.sum())
+            values[f"policy_{side}_logprob"] = float64_logprob(policy, sequence.ids_T, sequence.mask_T)
+            values[f"reference_{side}_logprob"] = float64_logprob(frozen, sequence.ids_T, sequence.mask_T)
+            values[f"reward_{side}"] = BETA * (values[f"policy_{side}_logprob"] - values[f"reference_{side}_logprob"])
+        values["margin"] = values["reward_chosen"] - values["reward_rejected"]
+        values["loss"] = math.log1p(math.exp(-values["margin"]))
+        rows.append(values)
+    return rows
+
+
+@pytest.mark.shared
+def test_every_pair_is_that_of_the_papers_formulas(evaluation, expected):
+    rows = pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
+    assert len(rows) == len(expected) > 10
+    for row, values in zip(rows, expected, strict=True):
+        assert row == pytest.approx(row | values, abs=1e-3)
+    assert np.std([row["margin"] for row in rows]) > 0.1, "the policy differs from its reference"
+
+
+@pytest.mark.shared
+def test_the_keys_join_evaluations_of_one_data_set(world, evaluation):
+    data, rows = Pairs.open(world.pairs.folder), pq.read_table(evaluation.file("pairs.parquet")).to_pylist()
+    held_out = data.indices("validation")
+    for side in ("chosen", "rejected"):
+        assert [bytes.fromhex(row[f"{side}_key"]) for row in rows] == [k.tobytes() for k in data.keys(side)[held_out]]
+
+
+@pytest.mark.shared
+def test_the_metrics_are_means_over_the_pairs(evaluation, expected):
+    def mean(name: str) -> float:
+        return sum(values[name] for values in expected) / len(expected)
+
+    def accuracy(kind: Callable[[float, float], bool]) -> float:
+        won = [v["margin"] > 0 for v in expected if kind(v["chosen_tokens"], v["rejected_tokens"])]
+        return sum(won) / len(won)
+
+    won = sum(values["margin"] > 0 for values in expected)
+    metrics = evaluation.json("metrics.json")
+    assert metrics == pytest.approx(
+        {
+            "eval/loss": mean("loss"),
+            "eval/rewards/chosen": mean("reward_chosen"),
+            "eval/rewards/rejected": mean("reward_rejected"),
+            "eval/rewards/margins": mean("margin"),
+            "eval/rewards/accuracies": won / len(expected),
+            "eval/logps/chosen": mean("policy_chosen_logprob"),
+            "eval/logps/rejected": mean("policy_rejected_logprob"),
+            "eval/accuracies/chosen_longer": accuracy(operator.gt),
+            "eval/accuracies/chosen_shorter": accuracy(operator.lt),
+            "eval/accuracies/same_length": accuracy(operator.eq),
+            "eval/pairs": len(expected),
+        },
+        abs=1e-3,
+    )
+    assert evaluation.details["metrics"] == metrics
+    assert evaluation.details["interval"] == list(wilson_interval(won / len(expected), len(expected)))
+
+
+@pytest.mark.shared
+def test_sources_with_names_have_metrics_of_their_own(world, evaluation, expected, tmp_path):
+    """The same rows from four files: two of one name, one of another, one of none. Nothing else of the evaluation changes."""
+    lines = (world.workshop.folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    cuts, names = (0, 11, 20, 30, len(lines)), ("old", "new", None, "old")
+    for n, (start, end) in enumerate(itertools.pairwise(cuts)):
+        (tmp_path / f"{n}.jsonl").write_text("".join(lines[start:end]))
+    settings = {"formats": ["auto"] * 4, "held_out": [False] * 4, "names": list(names)}
+    settings |= {"validation_fraction": 0.4, "duplicates": "keep"}
+    where = locations_of([{"path": str(tmp_path / f"{n}.jsonl")} for n in range(4)])
+    job = world.workshop.job("preferences", "raw_preferences", world.workshop.source(), settings, where)
+    raw = world.workshop.do(job)
+    assert world.tokenized(raw).fingerprint == world.pairs.fingerprint
+    inputs = {**world.inputs(), "raw_preferences": raw}
+    named = world.workshop.do(world.workshop.job("evaluation", "evaluation", inputs, SETTINGS))
+    held_out = [(names[bisect.bisect_right(cuts, values["row"]) - 1], values) for values in expected]
+    own = {name: [values for of, values in held_out if of == name] for name in ("new", "old")}
+    assert all(len(rows) > 2 for rows in own.values()) and sum(map(len, own.values())) < len(expected)
+    assert named.details["metrics"] == pytest.approx(
+        evaluation.details["metrics"]
+        | {
+            f"eval/sources/{name}/{metric}": value
+            for name, rows in own.items()
+            for metric, value in {
+                "loss": statistics.fmean(values["loss"] for values in rows),
+                "rewards/margins": statistics.fmean(values["margin"] for values in rows),
+                "rewards/accuracies": statistics.fmean(values["margin"] > 0 for values in rows),
+                "pairs": len(rows),
+            }.items()
+        },
+        abs=1e-3,
+    )
+    table, before = (pq.read_table(made.file("pairs.parquet")) for made in (named, evaluation))
+    assert table["source_name"].to_pylist() == [name for name, _ in held_out]
+    assert table.drop_columns("source_name").equals(before)
+    assert [row["source"] for row in named.details["sources"]] == ["new", "old"]
+    shown = lines_of(named.file("report.html").read_text()).replace("\n", "|")
+    for name, rows in own.items():
+        won = statistics.fmean(values["margin"] > 0 for values in rows)
+        assert f"|{name}|{len(rows)}|{100 * won:.1f}%|" in shown
+    assert "Accuracy by source|" in shown and "|chosen longer|" in shown
+
+
+def greedy_by_hand(model: PreTrainedModel, prompt: list[int], stop: int, length: int) -> list[int]:
+    ids = list(prompt)
+    while len(ids) < len(prompt) + length and (len(ids) == len(prompt) or ids[-1] != stop):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.shared
+def test_samples_are_the_most_likely_tokens_before_and_after(world, evaluation):
+    data = Pairs.open(world.pairs.folder)
+    tokenizer = load_tokenizer(world.model)
+    row_of = {int(row): index for index, row in enumerate(data.rows)}
+    samples = evaluation.json("samples.json")
+    assert len(samples) == 3 and all(sample["before"] != sample["after"] for sample in samples)
+    for sample in samples:
+        prompt = data.prompt_ids(row_of[sample["row"]])
+        assert sample["prompt"] == tokenizer.decode(prompt, skip_special_tokens=True)
+        for when, folder in (("before", world.model), ("after", world.policy)):
+            model = load_model(folder, "float32", ALONE.device)
+            tokens = greedy_by_hand(model, prompt, tokenizer.eos_token_id, 12)
+            assert sample[when] == tokenizer.decode(tokens, skip_special_tokens=True)
+        assert "<|im_end|>" not in sample["chosen"] and sample["chosen"]
+    shown = [dict(sample) for sample in evaluation.details["samples"]]
+    prompts = [sample.pop("prompt") for sample in shown]
+    assert all(len(prompt) <= 500 for prompt in prompts)
+    assert all(
+        prompt.rpartition("user: ")[2] in sample["prompt"] for prompt, sample in zip(prompts, samples, strict=True)
+    )
+    assert shown == [
+        {
+            "row": sample["row"],
+            **{name: sample[name][:500] for name in ("before", "after", "chosen")},
+        }
+        for sample in samples
+    ]
+    assert max(len(sample["prompt"]) for sample in samples) > 500
+
+
+@pytest.mark.shared
+def test_generation_stops_at_the_end_of_a_turn(world):
+    """tiny-chat answers a greeting within a few dozen tokens; what it says ends where it says so."""
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
+    prompt = tokenizer("<|im_start|>user\nThanks!<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    tokens = greedy(model, prompt, stop_tokens(model.config, tokenizer, {"eos_token_ids": [2]}), 300)
+    assert tokens == greedy_by_hand(model, prompt, tokenizer.eos_token_id, 300)
+    assert 1 < len(tokens) < 300 and tokens[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.shared
+def test_answers_stop_where_the_released_model_does(world):
+    """By tiny-chat's vocabulary, of which 0 to 2 are the control tokens. The tokenizer's own end has no say."""
+    tokenizer = load_tokenizer(world.model)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)
+    config = LlamaConfig(eos_token_id=[7, 5])
+    assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": []}) == [9]
+    assert stop_tokens(config, tokenizer, {"eos_token_ids": [9], "eos_tokens": ["<|im_end|>"]}) == [2, 9]
+    assert stop_tokens(config, tokenizer, {"eos_token_ids": []}) == []
+    assert stop_tokens(config, tokenizer, {}) == [5, 7]  # a spec that was frozen before it said so
+    with pytest.raises(TemplateError, match=r"`release\.eos_tokens` has 'nothing of it'"):
+        stop_tokens(config, tokenizer, {"eos_tokens": ["nothing of it"]})
+
+
+@pytest.mark.shared
+def test_generation_settings_of_the_model_blur_nothing(world):
+    model = load_model(world.model, "float32", ALONE.device)
+    prompt = list(range(100, 120))
+    plain = greedy(model, prompt, [2], 10)
+    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=9.0, num_beams=3)
+    assert greedy(model, prompt, [2], 10) == plain
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize(("length", "left"), [(1020, 4), (1024, 0), (1030, 0)])
+def test_a_prompt_that_fills_the_model_gets_what_is_left(world, length, left):
+    model, tokenizer = load_model(world.model, "float32", ALONE.device), load_tokenizer(world.model)
+    assert len(greedy(model, [300] * length, [], 50)) == left
+    assert len(answers(model, [[300] * length], [], tokenizer, 50, ALONE)) == 1
+
+
+@pytest.mark.shared
+def test_sampled_prompts_are_distinct_and_spread(world):
+    data = Pairs.open(world.pairs.folder)
+    twice = np.repeat(data.indices("validation"), 2)
+    everything = spread_prompts(data, twice, 1000)
+    assert everything == sorted(set(twice.tolist())), "each prompt once"
+    five = spread_prompts(data, twice, 5)
+    assert five == [everything[n * len(everything) // 5] for n in range(5)]
+    assert spread_prompts(data, twice, 0) == []
+
+
+@pytest.mark.shared
+def test_the_reference_itself_has_no_margin(world):
+    """ln 2 on every pair, no reward, no accuracy: ties are no success."""
+    metrics = world.evaluate(policy=world.model, samples=0).details["metrics"]
+    assert metrics["eval/loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert metrics["eval/rewards/margins"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.shared
+def test_a_policy_whose_forward_pass_is_not_the_models_own_is_refused(world, tmp_path):
+    build("gemma3_text", {"use_bidirectional_attention": True, "vocab_size": 2048}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="differ from those of its own forward pass"):
+        world.evaluate(policy=tmp_path)
+
+
+@pytest.mark.shared
+def test_equal_evaluations_have_one_fingerprint_and_others_another(world, evaluation):
+    assert world.evaluate().fingerprint == evaluation.fingerprint
+    assert world.evaluate(loss={"type": "sigmoid", "beta": 0.3}).fingerprint != evaluation.fingerprint
+    assert world.evaluate(samples=2).fingerprint != evaluation.fingerprint
+
+
+@pytest.mark.shared
+def test_tails_of_the_longer_responses_come_from_the_memo(world):
+    """LD-DPO by hand, in float64: tokens beyond the length of the other response count 0.3 times. Nothing is scored again."""
+    data = Pairs.open(world.pairs.folder)
+    models = [AutoModelForCausalLM.from_pretrained(m, dtype=torch.float64).eval() for m in (world.policy, world.model)]
+    expected = []
+    for index in data.indices("validation"):
+        sequences = [data.sequence(index, side) for side in ("chosen", "rejected")]
+        policy, frozen = ([float64_tokens(m, s.ids_T, s.mask_T) for s in sequences] for m in models)
+        common = min(map(len, policy))
+        ratios = [p - f for p, f in zip(policy, frozen, strict=True)]
+        chosen, rejected = (float(ratio[:common].sum() + 0.3 * ratio[common:].sum()) for ratio in ratios)
+        expected.append(math.log1p(math.exp(-BETA * (chosen - rejected))))
+    made = world.evaluate(loss={"beta": BETA, "ld_alpha": 0.3})
+    found = pq.read_table(made.file("pairs.parquet"))["loss"].to_pylist()
+    assert found == pytest.approx(expected, abs=1e-4)
+    events = world.job(loss={"beta": BETA, "ld_alpha": 0.3}).events.read_text()
+    assert "scoring them again" not in events
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (2, "fsdp"), (3, "fsdp")])
+def test_several_ranks_give_the_same_bits(world, evaluation, tmp_path, forker, ranks, parallel):
+    """Scores and texts: three prompts are one each for three ranks, or answered by all together where weights are shared."""
+    compute = Compute(device="cpu", parallel=parallel)
+    changes = {"store": tmp_path / "store", "folder": tmp_path / "job", "compute": compute}
+    job = world.job().model_copy(update=changes)
+    job.write()
+    assert published(job, forker.run(job, ranks)).fingerprint == evaluation.fingerprint
+
+
+def tiny_held_out(world: Any, table: LogProbTable, policy: PreTrainedModel) -> Any:
+    data = Pairs.open(world.pairs)
+    return score_pairs(policy, data, data.indices("validation"), table, Loss(), ALONE, EventWriter(None))
+
+
+def test_a_policy_that_gives_no_number_is_refused_with_a_row(tiny_world):
+    policy = load_model(tiny_world.model, "float32", ALONE.device)
+    policy.model.norm.weight.data[:] = torch.nan
+    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    with pytest.raises(TrainingError, match=r"14 of 14 held-out responses .* first one of row 138"):
+        tiny_held_out(tiny_world, table, policy)
+
+
+def test_a_table_over_other_tokens_is_refused_with_a_row(tiny_world):
+    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    wrong = copy.deepcopy(table)
+    wrong.tokens_P2[40, 1] += 1
+    with pytest.raises(CorruptArtifact, match=r"row 140 is over \d+ tokens"):
+        tiny_held_out(tiny_world, wrong, load_model(tiny_world.model, "float32", ALONE.device))
+
+
+def test_without_held_out_pairs_it_names_the_field_to_change(tiny_world):
+    data = Pairs(Pairs.open(tiny_world.pairs)._table.slice(0, 38))
+    with pytest.raises(DataError, match=r"38 tokenized pairs .*data\.validation_fraction"):
+        evaluation_job.held_out_positions(data)
+
+
+def test_pairs_of_one_prompt_do_not_narrow_the_interval(tiny_world):
+    """Seven held-out pairs of seven prompts, each three times: that says no more than once, and less of how alike they are."""
+    data, policy = Pairs.open(tiny_world.pairs), load_model(tiny_world.model, "float32", ALONE.device)
+    with torch.no_grad():
+        policy.lm_head.weight += 0.1 * torch.randn(
+            policy.lm_head.weight.shape, generator=torch.Generator().manual_seed(0)
+        )
+    table, positions = LogProbTable.read(tiny_world.reference, len(tiny_world.examples)), data.indices("validation")
+    once, thrice = (
+        score_pairs(policy, data, np.repeat(positions, times), table, Loss(), ALONE, EventWriter(None))
+        for times in (1, 3)
+    )
+    assert 0 < once.accuracy().share < 1
+    whole = (thrice.accuracy(), once.accuracy())
+    for again, found in (
+        whole,
+        *((thrice.accuracy_by_length()[kind], by) for kind, by in once.accuracy_by_length().items()),
+    ):
+        assert (again.pairs, again.prompts, again.share) == (3 * found.pairs, found.pairs, found.share)
+        assert again.interval[0] <= found.interval[0] + 1e-9 and again.interval[1] >= found.interval[1] - 1e-9
+    more = {"eval/pairs": 21, "eval/prompts": 7}
+    assert thrice.metrics() == pytest.approx(once.metrics() | more) and "eval/prompts" not in once.metrics()
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page, as a browser would take them apart."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: set[str] = set()
+        self.text: list[str] = []
+        self.addresses: list[str | None] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.addresses += [value for name, value in attrs if name in ("src", "href", "action", "data")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def lines_of(page: str) -> str:
+    return "\n".join(text.strip() for text in Page(page).text if text.strip())
+
+
+def of_own_prompts(won: int, pairs: int) -> Accuracy:
+    return accuracy(np.arange(pairs) < won, np.arange(pairs))
+
+
+def page_of(**changes: Any) -> str:
+    report: dict[str, Any] = {
+        "policy": "abc",
+        "reference": "def",
+        "pairs": "123",
+        "metrics": {"eval/loss": 0.6931},
+        "accuracy": of_own_prompts(2, 4),
+        "by_length": {"chosen longer": of_own_prompts(2, 3), "same length": of_own_prompts(0, 1)},
+        "by_source": {},
+        "margins": [-1.0, 0.25, 0.5, -0.1],
+        "samples": [Sample(1, "p", "b", "a", "c")],
+        "worst": [WorstPair(7, 2.5, -1.0, "p", "c", "r")],
+    }
+    return render(Report(**{**report, **changes}))
+
+
+def test_no_text_of_the_data_becomes_part_of_the_page():
+    sample, worst = Sample(1, *[HOSTILE] * 4), WorstPair(7, 2.5, -1.0, *[HOSTILE] * 3)
+    page = Page(
+        page_of(
+            policy=HOSTILE,
+            samples=[sample],
+            worst=[worst],
+            metrics={HOSTILE: 1.0},
+            by_source={HOSTILE: of_own_prompts(1, 1)},
+        )
+    )
+    harmless = Page(page_of(metrics={"x": 1.0}, by_source={"x": of_own_prompts(1, 1)}))
+    assert page.tags == harmless.tags and page.attributes == harmless.attributes
+    assert "script" not in page.tags and not any(name.startswith("on") for name in page.attributes)
+    assert "".join(page.text).count(HOSTILE) == 11, "and all of it can be read"
+
+
+@pytest.mark.shared
+def test_the_report_needs_nothing_else_and_shows_what_was_found(evaluation):
+    page = Page(evaluation.file("report.html").read_text())
+    text = "".join(page.text)
+    assert page.addresses == [] and "script" not in page.tags and "url(" not in text and "@import" not in text
+    metrics = evaluation.details["metrics"]
+    assert f"{metrics['eval/loss']:.4f}" in text and f"{100 * metrics['eval/rewards/accuracies']:.1f}%" in text
+    assert all(f"{100 * end:.1f}%" in text for end in evaluation.details["interval"])
+    assert all(sample["after"] in text for sample in evaluation.json("samples.json"))
+    worst = max(pq.read_table(evaluation.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])
+    assert f"{worst['loss']:,.4f}" in text
+
+
+def in_words(messages: list[dict[str, str]]) -> str:
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
+@pytest.mark.shared
+def test_people_read_the_messages_and_decoded_tokens_where_these_are_gone(world, tmp_path):
+    """The rows as they were written are the oracle. tiny-chat has ChatML, whose decoded prompts begin with `user`."""
+    lines = [json.loads(line) for line in (world.workshop.folder / "rows.jsonl").read_text().splitlines()]
+    shutil.copytree(world.workshop.store, tmp_path / "store")
+    changes = {"store": tmp_path / "store", "folder": tmp_path / "job"}
+    job = world.job(samples=4).model_copy(update=changes)
+    made = world.workshop.do(job)
+    frozen = made.json("samples.json")
+    assert all(sample["prompt"].startswith(("user\n", "system\n")) for sample in frozen)
+    for shown, sample in zip(made.details["samples"], frozen, strict=True):
+        said = in_words(lines[sample["row"]]["prompt"])
+        assert shown == {**sample, "prompt": said[-500:]} | {n: sample[n][:500] for n in ("before", "after", "chosen")}
+    page = Page(made.file("report.html").read_text())
+    worst = max(pq.read_table(made.file("pairs.parquet")).to_pylist(), key=lambda row: row["loss"])["row"]
+    for text in (in_words(lines[worst]["prompt"])[-500:], lines[worst]["rejected"][-1]["content"][:500]):
+        assert text in page.text
+    assert not any(re.match(r"(user|system)\n", text) for text in page.text)
+
+    shutil.rmtree(tmp_path / "store" / "evaluation")
+    shutil.rmtree(tmp_path / "store" / "raw_preferences")
+    again = world.workshop.do(job)
+    assert again.fingerprint == made.fingerprint
+    assert [sample["prompt"] for sample in again.details["samples"]] == [sample["prompt"][-500:] for sample in frozen]
+
+
+SHOWN = """\
+Policy|abc|against reference|def|on the held-out pairs of|123|.|The policy gives the preferred response the higher reward in
+50.0%|of 4 pairs; 95% interval|15.0% to 85.0%.|Metrics|eval/loss|0.6931|eval/pairs|4,000|Accuracy by length
+Pairs|Number|Accuracy|95% interval|chosen longer|3|66.7%|20.8% to 93.9%|same length|1|0.0%|0.0% to 79.3%|Margins
+The tallest bar stands for 2 pairs.|-10.0000 to -9.0000: 2 pairs|0.0000 to 1.0000: 1 pairs|30.0000 to 31.0000: 1 pairs
+-10.0000|0|31.0000|Samples|Row|Prompt|Before (reference)|After (policy)|Chosen in the data|5|ask|was|is|good
+Row|Loss|Margin|Prompt|Chosen|Rejected|7|2.5000|-1.0000|ask|good|bad"""
+
+
+def test_the_report_shows_each_number_in_its_place():
+    """Of 2 of 3, with z^2 = 3.8415: (2/3 + z^2/6 -+ z sqrt(2/27 + z^2/36)) / (1 + z^2/3) = 0.208 and 0.939. The histogram spans
+    40 in bins of 1, and one more for the last edge: 41 in 720 points, of which a bar fills nine tenths; the highest has 180."""
+    page = page_of(
+        metrics={"eval/loss": 0.6931, "eval/pairs": 4000},
+        margins=[-10.0, -10.0, 0.5, 30.0],
+        samples=[Sample(5, "ask", "was", "is", "good")],
+        worst=[WorstPair(7, 2.5, -1.0, "ask", "good", "bad")],
+    )
+    shown = lines_of(page).replace("label. The", "label.\nThe").replace("\n", "|")
+    for line in SHOWN.splitlines():
+        assert line in shown
+    bars = re.findall(r'<rect x="(.*?)" y="(.*?)" width="(.*?)" height="(.*?)"\s+class="(\w+)"', page)
+    expected = [(0, 0, 180, "bad"), (10, 90, 90, "good"), (40, 90, 90, "good")]
+    assert [(*map(float, bar[:4]), bar[4]) for bar in bars] == [
+        (round(at * 720 / 41, 2), top, round(0.9 * 720 / 41, 2), high, side) for at, top, high, side in expected
+    ]
+    zero = round(10 * 720 / 41, 2)
+    assert f'<line x1="{zero}" x2="{zero}"' in page and f'<text x="{zero}"' in page
+    by_source = lines_of(page_of(by_source={"old_set": of_own_prompts(1, 4)})).replace("\n", "|")
+    assert "Accuracy by source|Pairs|Number|Accuracy|95% interval|old_set|4|25.0%|4.6% to 69.9%|" in by_source
+    assert "by source" not in lines_of(page)
+    shared = lines_of(page_of(accuracy=accuracy(np.arange(4) < 2, np.array([0, 1, 1, 2])))).replace("\n", " ")
+    assert "50.0% of 4 pairs, which have 3 prompts; 95% interval" in shared
+    assert "The recipe asks for none" in lines_of(page_of(samples=[])) and "Before" not in lines_of(page_of(samples=[]))
+    assert "content=\"default-src 'none'; style-src 'unsafe-inline'\"" in page
+
+
+@given(st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=5))
+@example([-0.9])  # 40 times a 40th of it is 1e-16 less in floats
+@example(list(np.linspace(-1, 1, 500)))
+def test_the_histogram_shows_every_pair_on_its_side_of_zero(margins):
+    bars = re.findall(r'class="(good|bad)"><title>.*?: (\d+) pairs', page_of(margins=margins))
+    assert sum(int(count) for _, count in bars) == len(margins)
+    assert sum(int(count) for side, count in bars if side == "bad") == sum(margin < 0 for margin in margins)
+
+
+def test_too_little_memory_to_run_a_model_is_told_with_what_to_do(world):
+    """No address space has room for answers of that length, so torch's own allocator refuses them."""
+    job = world.job(max_new_tokens=10**15)
+    assert main(job.path) == 1
+    failure = Failure.model_validate_json(job.error.read_bytes())
+    assert (
+        failure.message.startswith("evaluation: ") and "can't allocate memory: you tried to allocate" in failure.message
+    )
+    shared = "; share the weights among more processes (`compute.processes_per_node`, with `compute.parallel: fsdp`)"
+    assert failure.message.endswith(shared)

@@ -1,0 +1,467 @@
+"""The reference job on real data, from JSONL to the table, against float64 values by plain transformers."""
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from tests.training.model.architectures import GPT2, build
+from tests.training.runs import published
+from tests.training.workshop import Workshop
+from training.contract.config.recipe import Parallel
+from training.contract.errors import CorruptArtifact, ModelError, TemplateError, TrainingError
+from training.contract.protocol.events import read_events
+from training.contract.protocol.job import Job
+from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_table import TABLE_FILE, LogProbTable
+from training.contract.store.store import Artifact, Store
+from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, Pairs
+from training.jobs import reference_logprobs
+from training.model.logprobs.batch_scoring import Prompts, shared_batches
+from training.scoring import cached_sequences
+
+TOLERANCE = 1e-3  # nats a sequence
+MAX_LENGTH = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Oracle:
+    """The rows of the published values that fit, as artifacts, and those values."""
+
+    workshop: Any
+    data: Path
+    rows: list[dict[str, Any]]
+    raw: Artifact
+
+    @property
+    def model(self) -> Path:
+        return self.data / "models" / "tiny-chat"
+
+    def pairs(self, train_on: str = "last_response") -> Artifact:
+        rules = {"train_on": train_on, "max_length": MAX_LENGTH, "over_length": "error", "template_kwargs": {}}
+        return self.workshop.tokenize(self.raw, self.model, rules)
+
+    def job(self, of: Artifact | Path) -> Job:
+        return self.workshop.job(
+            "reference",
+            "reference_logprobs",
+            {"tokenized_pairs": of, "reference_model": self.model},
+            {"dtype": "float32"},
+        )
+
+
+def fits(row: dict[str, Any]) -> bool:
+    return all(row[side]["n_total"] <= MAX_LENGTH for side in ("chosen", "rejected"))
+
+
+@pytest.fixture(scope="module")
+def oracle(shared_data: Path, tmp_path_factory) -> Oracle:
+    root = tmp_path_factory.mktemp("oracle")
+    rows = [row for row in json.loads((shared_data / "tiny-chat-logps.json").read_text())["rows"] if fits(row)]
+    lines = (shared_data / "preferences-real.jsonl").read_bytes().split(b"\n")
+    (root / "rows.jsonl").write_bytes(b"".join(lines[row["row"]] + b"\n" for row in rows))
+    workshop = Workshop(root)
+    raw = workshop.read(root / "rows.jsonl", 0.3)
+    assert raw.details["counts"]["pairs"] == len(rows) > 300
+    return Oracle(workshop, shared_data, rows, raw)
+
+
+@pytest.fixture(scope="module")
+def last_response(oracle: Oracle) -> tuple[Artifact, Artifact]:
+    of = oracle.pairs()
+    return of, oracle.workshop.do(oracle.job(of))
+
+
+def worst_difference(oracle: Oracle, table: Artifact, field: str, which: Callable[[dict[str, Any]], bool]) -> float:
+    """The greatest difference, in nats a sequence, of the rows `which` names."""
+    found = LogProbTable.read(table.folder, len(oracle.rows))
+    return max(
+        abs(found.logprobs_P2[n, at] - oracle.rows[n][side][field])
+        for n in (n for n, row in enumerate(oracle.rows) if which(row))
+        for at, side in enumerate(("chosen", "rejected"))
+    )
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_table_is_known_by_weights_rule_and_columns_and_stays_so(oracle, last_response):
+    """By hand: the kind, then each item after its length. Another formula would train every policy anew."""
+    _, table = last_response
+    found = LogProbTable.read(table.folder, len(oracle.rows))
+    weights = table.derivation.inputs["reference_model"].fingerprint
+    digest = hashlib.sha256(b'[1,"reference_logprobs"]')
+    columns = [of_side[:, side] for side in (0, 1) for of_side in (found.logprobs_P2, found.tokens_P2)]
+    for item in (weights.encode(), found.rule.encode(), *(column.tobytes() for column in columns)):
+        digest.update(struct.pack(">Q", len(item)) + item)
+    assert table.fingerprint == digest.hexdigest()
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_it_agrees_with_float64_one_sequence_at_a_time(oracle, last_response):
+    _, table = last_response
+    worst = worst_difference(oracle, table, "suffix_logp", lambda row: True)
+    assert worst < TOLERANCE
+    found = LogProbTable.read(table.folder, len(oracle.rows))
+    assert found.tokens_P2[:, 0].tolist() == [r["chosen"]["n_total"] - r["chosen"]["n_prompt"] for r in oracle.rows]
+    assert found.tokens_P2[:, 1].tolist() == [r["rejected"]["n_total"] - r["rejected"]["n_prompt"] for r in oracle.rows]
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_it_agrees_where_the_template_says_what_is_trained(oracle):
+    meta = [json.loads(line) for line in (oracle.data / "preferences-real.meta.jsonl").read_text().splitlines()]
+    table = oracle.workshop.do(oracle.job(oracle.pairs("assistant_turns")))
+    single = [meta[row["row"]]["turns"] == 1 for row in oracle.rows]
+    assert sum(single) > 100
+    assert worst_difference(oracle, table, "mask_logp", lambda row: meta[row["row"]]["turns"] == 1) < TOLERANCE
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_details_and_progress_tell_what_was_done(oracle, last_response):
+    of, table = last_response
+    events = list(read_events(oracle.job(of).events))
+    places = len(oracle.rows) * 2
+    assert {"sequences": places, "hits": 0, "scored": places, "pairs": places // 2, "finite": places // 2}.items() <= (
+        table.details.items()
+    )
+    last = [e for e in events if e["event"] == "progress"][-1]
+    assert last["done"] == last["total"] and last["seconds_left"] == 0
+    assert table.details["tokens"] == sum(
+        r[s]["n_total"] - r[s]["n_prompt"] for r in oracle.rows for s in ("chosen", "rejected")
+    )
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_second_time_everything_is_known_and_the_bits_are_the_same(oracle, last_response):
+    of, table = last_response
+    again = oracle.workshop.do(oracle.job(of))
+    assert (again.details["hits"], again.details["scored"]) == (table.details["sequences"], 0)
+    assert again.fingerprint == table.fingerprint
+
+
+SCORER = """
+import sys
+from pathlib import Path
+import numpy as np
+from training import memoized, reference
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.logprob_cache import Memo
+from training.contract.store.store import Store
+from training.data.tokenization.pair_dataset import Pairs
+from training.distributed import group
+from training.model.load import load_model
+
+job, rule = Job.read(Path(sys.argv[1])), sys.argv[2]
+with group("cpu") as alone:
+    sequences = cached_sequences.DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
+    model = load_model(job.inputs["reference_model"].folder, "float32", alone.device)
+    every, memo = np.arange(len(sequences)), Memo(Store(job.store), rule)
+    cached_sequences.COMMIT_SECONDS = 0
+    cached_sequences.score_missing(model, sequences, every, memo, alone, EventWriter(None))
+"""
+
+
+def start(script: str, job: Job, *arguments: str) -> "subprocess.Popen[str]":
+    path = job.folder / "script.py"
+    path.write_text(script)
+    job.staging.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(path), str(job.path), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def few(last_response: tuple[Artifact, Artifact], tmp_path_factory) -> Path:
+    """The first hundred pairs, as a folder."""
+    folder = tmp_path_factory.mktemp("few")
+    with pa.ipc.open_stream(last_response[0].folder / PAIRS_FILE) as stream:
+        write_pairs(folder, stream.read_all().slice(0, 100))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(oracle: Oracle, few: Path, tmp_path_factory) -> Artifact:
+    return oracle.workshop.do(copy_of(oracle.job(few), tmp_path_factory.mktemp("undisturbed")))
+
+
+def write_pairs(folder: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(folder / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
+        stream.write_table(table)
+
+
+def copy_of(job: Job, root: Path, parallel: Parallel = "auto") -> Job:
+    """The same job with an empty store of its own."""
+    compute = job.compute.model_copy(update={"parallel": parallel})
+    copy = job.model_copy(update={"store": root / "store", "folder": root / "job", "compute": compute})
+    copy.write()
+    return copy
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "parallel"), [(2, "ddp"), (2, "fsdp"), (3, "fsdp")])
+def test_several_ranks_give_the_same_bits_each_with_shards_of_its_own(
+    oracle, few, undisturbed, tmp_path, forker, ranks, parallel
+):
+    """Also where each rank holds a part of the weights, and runs another's batch for company when its own are done."""
+    job = copy_of(oracle.job(few), tmp_path, parallel)
+    assert published(job, forker.run(job, ranks)).fingerprint == undisturbed.fingerprint
+    folders = list((job.store / "memo").glob("*/*"))
+    shards = [{**load_file(f / "index.safetensors"), **load_file(f / "tokens.safetensors")} for f in folders]
+    assert len(shards) == ranks
+    keys = np.concatenate([shard["keys"] for shard in shards])
+    assert len(np.unique(keys, axis=0)) == len(keys) == undisturbed.details["sequences"], "disjoint and complete"
+    assert min(len(s["tokens"]) for s in shards) > 0.6 / ranks * undisturbed.details["tokens"], "comparable parts"
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+def test_a_killed_pass_keeps_what_it_had_and_ends_with_the_same_bits(oracle, few, undisturbed, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    job = copy_of(oracle.job(few), tmp_path)
+    rule, store = undisturbed.details["rule"], Store(job.store)
+    with start(SCORER, job, rule) as killed:
+        while len(store.fingerprints(f"memo/{rule}")) < 3 and killed.poll() is None:
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    kept = len(store.fingerprints(f"memo/{rule}"))
+    resumed = oracle.workshop.do(job)
+    assert 0 < resumed.details["hits"] < resumed.details["sequences"] and kept >= 3
+    assert resumed.fingerprint == undisturbed.fingerprint
+
+
+# What follows needs no shared data: a random model of a few thousand parameters.
+
+
+def rewrite(world: Any, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change the pairs of a tiny world."""
+    change(world.examples)
+    write_pairs(world.pairs, pa.Table.from_pylist(world.examples, schema=PAIRS_SCHEMA))
+
+
+def tiny_job(world: Any, workshop: Any, dtype: str = "float32") -> Job:
+    inputs = {"tokenized_pairs": world.pairs, "reference_model": world.model}
+    return workshop.job("reference", "reference_logprobs", inputs, {"dtype": dtype})
+
+
+@pytest.fixture
+def workshop(tmp_path):
+    return Workshop(tmp_path / "workshop")
+
+
+def test_the_table_is_that_of_plain_transformers(tiny_world, workshop):
+    made = workshop.do(tiny_job(tiny_world, workshop))
+    found = LogProbTable.read(made.folder, len(tiny_world.examples))
+    plain = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    np.testing.assert_allclose(found.logprobs_P2, plain.logprobs_P2, atol=1e-4)
+    np.testing.assert_array_equal(found.tokens_P2, plain.tokens_P2)
+    assert found.dtype == "float32"
+
+
+def test_a_response_in_many_pairs_is_scored_once(tiny_world, workshop):
+    def share(examples: list[dict[str, Any]]) -> None:
+        for field in ("ids", "mask", "key"):
+            for example in examples[:10]:
+                example[f"chosen_{field}"] = examples[0][f"chosen_{field}"]
+            examples[11][f"rejected_{field}"] = examples[0][f"chosen_{field}"]
+
+    rewrite(tiny_world, share)
+    made = workshop.do(tiny_job(tiny_world, workshop))
+    assert made.details["sequences"] == made.details["scored"] == 2 * len(tiny_world.examples) - 10
+    table = LogProbTable.read(made.folder, len(tiny_world.examples))
+    assert len({*table.logprobs_P2[:10, 0], table.logprobs_P2[11, 1]}) == 1
+
+
+def test_new_pairs_cost_only_themselves_and_old_values_keep_their_bits(tiny_world, workshop):
+    everything = list(tiny_world.examples)
+    rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), everything[:40]))
+    first = workshop.do(tiny_job(tiny_world, workshop))
+    before = LogProbTable.read(first.folder, 40)
+    rewrite(tiny_world, lambda examples: examples.__setitem__(slice(None), everything[::-1]))
+    second = workshop.do(tiny_job(tiny_world, workshop))
+    after = LogProbTable.read(second.folder, len(everything))
+    assert (second.details["hits"], second.details["scored"]) == (80, 2 * len(everything) - 80)
+    assert after.logprobs_P2[::-1][:40].tolist() == before.logprobs_P2.tolist()
+
+
+@pytest.mark.parametrize("change", ["dtype", "weights"])
+def test_another_dtype_or_other_weights_know_nothing_of_each_other(tiny_world, workshop, change):
+    workshop.do(tiny_job(tiny_world, workshop))
+    job = tiny_job(tiny_world, workshop, "bfloat16" if change == "dtype" else "float32")
+    if change == "weights":
+        model = job.inputs["reference_model"].model_copy(update={"fingerprint": "1" * 64})
+        job = job.model_copy(update={"inputs": {**job.inputs, "reference_model": model}})
+    assert workshop.do(job).details["hits"] == 0
+
+
+def test_a_broken_shard_is_scored_again_and_said_so(tiny_world, workshop):
+    job = tiny_job(tiny_world, workshop)
+    first = workshop.do(job)
+    (shard,) = (job.store / "memo").glob("*/*/index.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-2] ^= 64
+    shard.write_bytes(content)
+    second = workshop.do(job)
+    assert second.details["hits"] == 0 and second.fingerprint == first.fingerprint
+    assert any("set aside" in e["text"] for e in read_events(job.events) if e["event"] == "note")
+
+
+@pytest.mark.parametrize(("token", "trained"), [(-1, False), (1, True)], ids=["a token less", "one of the prompt"])
+def test_a_count_that_is_not_the_masks_is_refused_with_its_row(tiny_world, workshop, token: int, trained: bool):
+    """As another mask under the same key would make it: a stale cache."""
+    workshop.do(tiny_job(tiny_world, workshop))
+    rewrite(tiny_world, lambda examples: examples[3]["chosen_mask"].__setitem__(token, trained))
+    with pytest.raises(TrainingError, match=r"1 of \d+ sequences .* the chosen response of row 103"):
+        workshop.do(tiny_job(tiny_world, workshop))
+
+
+def test_weights_that_give_no_number_are_refused_and_nothing_is_stored(tiny_world, workshop):
+    """Those of the rarest token: what is named is a response that has it."""
+    weights, examples = load_file(tiny_world.model / "model.safetensors"), tiny_world.examples
+    having = [{token for e in examples for token in e[f"{side}_ids"][:-1]} for side in ("chosen", "rejected")]
+    rare = min(having[0] & having[1], key=lambda t: sum(t in e["chosen_ids"] + e["rejected_ids"] for e in examples))
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].copy()
+    weights["model.embed_tokens.weight"][rare] = np.nan
+    save_file(weights, tiny_world.model / "model.safetensors", metadata={"format": "pt"})
+    job = tiny_job(tiny_world, workshop)
+    with pytest.raises(TrainingError, match="not finite, first in the ") as found:
+        workshop.do(job)
+    named = re.search(r"the (chosen|rejected) response of row (\d+)", str(found.value))
+    assert named is not None and rare in examples[int(named[2]) - 100][f"{named[1]}_ids"][:-1]
+    assert not (job.store / "memo").exists()
+
+
+def test_a_sequence_knows_the_prompt_of_its_own_pair(tiny_world):
+    """Which ends where its mask begins; the two responses of each pair share theirs, and no others do."""
+    sequences = cached_sequences.DistinctSequences.of(Pairs.open(tiny_world.pairs))
+    prompts, read = sequences.prompts(np.arange(len(sequences))), [sequences.read(at) for at in range(len(sequences))]
+    assert prompts.lengths_S.tolist() == [int(sequence.mask_T.int().argmax()) for sequence in read]
+    texts = [tuple(s.ids_T[:end].tolist()) for s, end in zip(read, prompts.lengths_S.tolist(), strict=True)]
+    assert (
+        len(set(texts)) == len(set(zip(texts, prompts.numbers_S.tolist(), strict=True))) == prompts.numbers_S.max() + 1
+    )
+
+
+def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, workshop):
+    vocabulary = json.loads((tiny_world.model / "config.json").read_text())["vocab_size"]
+
+    def spoil(examples: list[dict[str, Any]]) -> None:
+        examples[3]["rejected_ids"][-1] = vocabulary
+
+    rewrite(tiny_world, spoil)
+    Pairs.open(tiny_world.pairs).demand_known_tokens(vocabulary + 1)
+    with pytest.raises(
+        TemplateError, match=f"up to the number {vocabulary}, and the model has embeddings for {vocabulary}: resize"
+    ):
+        workshop.do(tiny_job(tiny_world, workshop))
+
+
+def test_sequences_that_the_model_has_no_positions_for_are_refused_before_it_runs(tiny_world, workshop):
+    longest = Pairs.open(tiny_world.pairs).longest
+    build("gpt2", GPT2 | {"max_position_embeddings": longest - 1}).save_pretrained(tiny_world.model)
+    told = (
+        f"^`tokenization.max_length` allows a sequence of {longest} tokens, and the model has {longest - 1} positions"
+    )
+    with pytest.raises(ModelError, match=told):
+        workshop.do(tiny_job(tiny_world, workshop))
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_sequences_beyond_what_a_model_was_made_for_are_told(tiny_world, workshop, beyond):
+    """Rotary positions go on and on; who trains on those that the base model never met wants to know it."""
+    longest, config = Pairs.open(tiny_world.pairs).longest, tiny_world.model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": longest - beyond}))
+    workshop.do(job := tiny_job(tiny_world, workshop))
+    notes = [event["text"] for event in read_events(job.events) if event["event"] == "note"]
+    told = [note for note in notes if "`max_position_embeddings`" in note]
+    assert len(told) == beyond
+    if beyond:
+        assert told[0].startswith(
+            f"the longest sequence has {longest} tokens, and the model was made for {longest - 1} ("
+        )
+        assert f"`tokenization.max_length: {longest - 1}` keeps them out" in told[0]
+
+
+def test_what_training_will_refuse_is_refused_before_anything_is_scored(tiny_world, workshop):
+    recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
+    job = tiny_job(tiny_world, workshop).model_copy(update={"recipe": recipe})
+    with pytest.raises(ModelError, match="names 'q_prj', and in LlamaForCausalLM there is no layer of that name"):
+        workshop.do(job)
+    assert not (job.store / "memo").exists()
+
+
+def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
+    sequences = cached_sequences.DistinctSequences.of(Pairs.open(tiny_world.pairs))
+    with pytest.raises(TrainingError, match=r"90 of 90 sequences have no reference log-prob"):
+        reference_logprobs.build_table(sequences, Memo(Store(workshop.folder / "store"), "a" * 64), "float32")
+
+
+def random_prompts(count: int) -> tuple[np.ndarray, Prompts]:
+    """Sequences in no order, about four to a prompt, and as many as forty."""
+    random = np.random.default_rng(0)
+    numbers = np.concatenate([np.full(40, 7), random.integers(0, count // 4, size=count - 40)])
+    prompt_lengths = random.integers(1, 500, size=count)[numbers]
+    return prompt_lengths + random.integers(1, 400, size=count), Prompts(numbers, prompt_lengths)
+
+
+def tokens_of(batch: Any, lengths: np.ndarray, prompts: Prompts) -> int:
+    """By definition: every response, and the prompt of each group."""
+    groups = np.split(batch.positions, np.cumsum(batch.sizes)[:-1])
+    assert all(len(set(prompts.numbers_S[group])) == 1 for group in groups)
+    return sum(int((lengths - prompts.lengths_S)[group].sum() + prompts.lengths_S[group[0]]) for group in groups)
+
+
+def test_batches_hold_every_sequence_once_within_the_budget_and_survive_a_kill():
+    """Whole batches taken off the list leave the others as they were: what makes a resumed pass bit for bit the same."""
+    lengths, prompts = random_prompts(500)
+    batches = shared_batches(lengths, prompts, 4096)
+    assert sorted(np.concatenate([b.positions for b in batches])) == list(range(500))
+    costs = [tokens_of(batch, lengths, prompts) for batch in batches]
+    assert max(costs) <= 4096
+    distinct = {int(n): int(length) for n, length in zip(prompts.numbers_S, prompts.lengths_S, strict=True)}
+    least = sum(distinct.values()) + int((lengths - prompts.lengths_S).sum())
+    assert sum(costs) < 1.05 * least, "all responses of a prompt stand together, but for those that do not fit"
+    kept = [b for n, b in enumerate(batches) if n % 3]
+    left = np.sort(np.concatenate([b.positions for b in kept]))
+    again = shared_batches(lengths[left], Prompts(prompts.numbers_S[left], prompts.lengths_S[left]), 4096)
+    assert [(left[b.positions].tolist(), b.sizes) for b in again] == [(b.positions.tolist(), b.sizes) for b in kept]
+
+
+def test_a_group_longer_than_the_budget_is_cut_and_a_sequence_goes_alone():
+    """Prompt of 4; responses of 46, 2, 1, 1 tokens; a budget of 8 holds the prompt and two of the short ones."""
+    lengths, prompts = np.array([6, 50, 5, 5]), Prompts(np.zeros(4, np.int64), np.full(4, 4))
+    found = shared_batches(lengths, prompts, 8)
+    assert [(b.positions.tolist(), b.sizes) for b in found] == [([1], (1,)), ([0, 2], (2,)), ([3], (1,))]
+    nothing = np.array([], dtype=np.int64)
+    assert shared_batches(nothing, Prompts(nothing, nothing)) == []
+
+
+@pytest.mark.parametrize("pairs_now", [44, 46])
+def test_a_table_of_another_length_is_refused(tiny_world, pairs_now):
+    with pytest.raises(CorruptArtifact, match=rf"float64\[45\], expected float64\[{pairs_now}\]"):
+        LogProbTable.read(tiny_world.reference, pairs_now)
+
+
+def test_a_file_that_is_no_table_is_refused_by_name(tiny_world):
+    shutil.copy(tiny_world.model / "model.safetensors", tiny_world.reference / TABLE_FILE)
+    with pytest.raises(CorruptArtifact, match=TABLE_FILE):
+        LogProbTable.read(tiny_world.reference, 45)

@@ -1,0 +1,63 @@
+"""Pairs scored again beside the table: against plain transformers, and against a table that was tampered with."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.training.runs import SIDES
+from training.contract.errors import UsageError
+from training.contract.protocol.events import EventWriter
+from training.contract.store.logprob_table import LogProbTable
+from training.distributed import ALONE
+from training.jobs import rescore
+from training.scoring.reference_check import evenly_spaced
+
+
+def rescored(world: Any, rows: int | list[int]) -> list[dict[str, Any]]:
+    job = world.job("proof", {"rows": rows})
+    rescore.run(job, ALONE, EventWriter(None))
+    found: list[dict[str, Any]] = json.loads((job.staging / "rescored.json").read_text())
+    return found
+
+
+def test_live_values_are_those_of_plain_transformers(tiny_world: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_world.model)
+    for row in rescored(tiny_world, [103, 110, 144]):
+        example = tiny_world.examples[row["row"] - 100]
+        for side in SIDES:
+            expected = float(tiny_world.plain_logprob(model, example, side))
+            assert row[side]["live"] == pytest.approx(expected, abs=1e-4)
+            assert abs(row[side]["live"] - row[side]["stored"]) <= row[side]["allowed"]
+            assert row[side]["allowed"] == pytest.approx(0.001 * sum(example[f"{side}_mask"]) ** 0.5)
+
+
+def test_a_number_of_rows_is_spread_from_the_first_to_the_last(tiny_world: Any) -> None:
+    assert [row["row"] for row in rescored(tiny_world, 5)] == [100, 111, 122, 133, 144]
+    assert len(rescored(tiny_world, 1000)) == 45
+
+
+def test_a_value_that_is_not_the_models_shows(tiny_world: Any) -> None:
+    table = LogProbTable.read(tiny_world.reference, len(tiny_world.examples))
+    table.logprobs_P2[22, 1] += 0.02
+    table.write(tiny_world.reference)
+    wrong = [
+        (row["row"], side)
+        for row in rescored(tiny_world, 45)
+        for side in SIDES
+        if abs(row[side]["live"] - row[side]["stored"]) > row[side]["allowed"]
+    ]
+    assert wrong == [(122, "rejected")]
+
+
+def test_an_unknown_row_is_wrong_use(tiny_world: Any) -> None:
+    with pytest.raises(UsageError, match=r"\[100, 7\].*\[100\]"):
+        rescored(tiny_world, [100, 7])
+
+
+def test_spread() -> None:
+    assert evenly_spaced(np.arange(0), 16).tolist() == []
+    assert evenly_spaced(np.array([4, 7, 9]), 16).tolist() == [4, 7, 9]
+    assert evenly_spaced(np.arange(101), 3).tolist() == [0, 50, 100]

@@ -1,0 +1,171 @@
+"""Killed at any point and taken up again, a run with dropout ends with the bits of one that nobody disturbed.
+
+One job is killed again and again, each time a little later, and goes on from what the attempt before had committed.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.training.runs import published, timeless, told, tune
+from tests.training.worlds import build_world
+from training.contract.config.recipe import Training
+from training.contract.protocol.job import Job
+from training.contract.store.manifest import read_manifest
+from training.contract.store.store import Artifact
+from training.jobs.policy import _Tuning
+
+pytestmark = pytest.mark.slow
+STEPS = 20
+SETTINGS = Training.model_validate(
+    {
+        "loss": {"beta": 0.5},
+        "batch_size": 4,
+        "micro_tokens": 64,
+        "optimizer": {"learning_rate": 3e-3, "weight_decay": 0.1},
+        "max_steps": STEPS,
+        "disable_dropout": False,
+    }
+).model_dump(mode="json")
+COMPUTE = {"checkpoint_every": 3, "evaluate_every": 7}
+
+
+class Killed(BaseException):
+    """Ends an attempt in this process as SIGKILL does: nothing of the run handles it."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return build_world(tmp_path_factory.mktemp("world"), attention_dropout=0.2)
+
+
+@pytest.fixture(scope="module")
+def calm(world: Any, forker: Any) -> Artifact:
+    """The run that nobody disturbed."""
+    job = world.job("policy", SETTINGS, "calm", **COMPUTE)
+    return published(job, forker.run(job))
+
+
+def disturb(forker: Any, job: Job, ends: Iterable[dict[str, float]], world: int = 1) -> Artifact:
+    """End attempt after attempt, until one comes to its end before its time, or all were ended; then finish the work."""
+    killed = 0
+    for end in ends:
+        statuses = forker.run(job, world, **end)
+        assert 1 not in statuses, job.log.read_text()[-3000:]
+        if statuses == [0] * world:
+            break
+        killed += 1
+    else:
+        statuses = forker.run(job, world)
+    assert killed > 0
+    return published(job, statuses)
+
+
+def assert_same(found: Artifact, expected: Artifact) -> None:
+    assert timeless(told(found, "step", "eval")) == timeless(told(expected, "step", "eval"))
+    facts = [json.loads((artifact.folder / "metrics.json").read_text()) for artifact in (found, expected)]
+    for name in ("series", "tokens", "steps", "step0_loss", "eval"):
+        assert facts[0][name] == facts[1][name]
+    assert found.fingerprint == expected.fingerprint
+    files = [(artifact.folder / "model.safetensors").read_bytes() for artifact in (found, expected)]
+    assert files[0] == files[1]
+
+
+def test_killed_at_every_step(world: Any, forker: Any, calm: Artifact):
+    job = world.job("policy", SETTINGS, "steps", **COMPUTE)
+    assert_same(disturb(forker, job, ({"step": step} for step in range(1, STEPS + 1))), calm)
+
+
+@pytest.mark.system
+def test_killed_between_the_operations_of_a_save(world: Any, forker: Any, calm: Artifact):
+    """Opening, renaming and removing of files and folders, one after the other, from those of resuming on."""
+    job = world.job("policy", SETTINGS, "operations", **COMPUTE)
+    assert_same(disturb(forker, job, ({"touch": count} for count in range(1, 60, 3))), calm)
+
+
+@pytest.mark.system
+def test_killed_while_a_file_grows(world: Any, forker: Any, calm: Artifact):
+    """At offsets of a file of some 170,000 bytes: no checkpoint is ever whole, so each attempt begins anew."""
+    job = world.job("policy", SETTINGS, "offsets", **COMPUTE)
+    assert_same(disturb(forker, job, ({"size": size} for size in (9_000, 20_000, 65_537, 131_072, 169_000))), calm)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_two_ranks_are_killed_as_one_is(world: Any, forker: Any, way: str):
+    """And where the last checkpoint is not what it was in a part that only rank 1 reads, both go on from the one before."""
+    names = (f"calm-{way}", f"killed-{way}")
+    calm, job = (world.job("policy", SETTINGS, name, parallel=way, **COMPUTE) for name in names)
+
+    def ends() -> Iterator[dict[str, float]]:
+        yield {"step": 5}
+        yield {"touch": 25}
+        yield {"saved": 17}
+        file = max(job.checkpoints.glob("*/step-????????")) / "rank-00001.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+
+    disturbed = disturb(forker, job, ends(), world=2)
+    assert any("is not used" in note["text"] for note in told(disturbed, "note"))
+    assert_same(disturbed, published(calm, forker.run(calm, 2)))
+
+
+def test_asked_to_stop_when_the_last_step_is_told_it_saves(world: Any, forker: Any, calm: Artifact):
+    """No step is left that could notice it; what is left is to write the policy, which may take long."""
+    job = world.job("policy", SETTINGS, "stopped-late", **(COMPUTE | {"checkpoint_every": 100}))
+    assert forker.run(job, stop=20) == [1]
+    assert "stopped by SIGTERM after step 20 of 20; checkpoint saved" in job.error.read_text()
+    job.error.unlink()
+    assert_same(published(job, forker.run(job)), calm)
+
+
+def test_asked_to_stop_after_a_save_it_keeps_what_it_saved(world: Any, forker: Any, calm: Artifact):
+    """Another save of that step would first remove its checkpoint, the only one; each tells the seconds of those before."""
+    job = world.job("policy", SETTINGS, "stopped-saved", **(COMPUTE | {"checkpoint_every": 20, "keep_checkpoints": 1}))
+    assert forker.run(job, stop=20) == [1]
+    [checkpoint] = job.checkpoints.glob("*/step-????????")
+    assert "checkpoints" not in read_manifest(checkpoint).details["seconds"]
+    job.error.unlink()
+    assert_same(published(job, forker.run(job)), calm)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_asked_to_stop_it_saves_and_says_so(world: Any, forker: Any, ranks: int):
+    """SIGTERM after step 7 is told, where held-out pairs are due: it is noticed in step 8, saved, and nothing is lost."""
+    job = world.job(
+        "policy", SETTINGS, f"stopped-{ranks}", **(COMPUTE | {"checkpoint_every": 100, "evaluate_every": 8})
+    )
+    undisturbed = world.job("policy", SETTINGS, f"undisturbed-{ranks}", **(COMPUTE | {"evaluate_every": 8}))
+    calm = published(undisturbed, forker.run(undisturbed, ranks))
+    assert forker.run(job, ranks, stop=7) == [1] * ranks
+    message = "stopped by SIGTERM after step 8 of 20; checkpoint saved; run again to go on"
+    assert message in job.error.read_text() or "a signal to another rank" in job.error.read_text()
+    assert [p.name for p in job.checkpoints.glob("*/*")] == ["step-00000008"]
+    job.error.unlink()
+    assert_same(published(job, forker.run(job, ranks)), calm)
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_killed_in_an_evaluation_it_goes_on_from_the_checkpoint_of_that_step(
+    world: Any, forker: Any, calm: Artifact, monkeypatch: pytest.MonkeyPatch, told_before: bool
+):
+    """A long one outlasts the grace of a run that is asked to stop; its event may be told already, and then comes once."""
+    job = world.job("policy", SETTINGS, f"evaluating-{told_before}", **(COMPUTE | {"checkpoint_every": 7}))
+    evaluate = _Tuning._evaluate
+
+    def killed(tuning: _Tuning, step: int) -> None:
+        if step == 0 or told_before:
+            evaluate(tuning, step)
+        if step == 7:
+            tuning.trainer._saver.finish()
+            raise Killed
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(_Tuning, "_evaluate", killed)
+        tune(job)
+    found = published(job, forker.run(job))
+    assert "resumed from the checkpoint of step 7" in [note["text"] for note in told(found, "note")]
+    assert_same(found, calm)

@@ -1,0 +1,225 @@
+"""The weights of a base model are rewritten in place while a job reads them: what it makes is right, or the file is named.
+
+Right is what a run made that nobody disturbed. The ranks are real processes: forks in the quick tests, torchrun in the others.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.conftest import Forker
+from tests.training.rewriting import Hand, Place, made, other_weights, phase, step, write_in_place
+from tests.training.worlds import build_world
+from training.contract.errors import JobFailed
+from training.contract.protocol.events import Event, read_events
+from training.contract.protocol.job import Failure, Job, JobKind
+from training.contract.store.store import Artifact
+from training.launch.launcher import run_job
+from training.launch.local import LocalLauncher
+
+Moment = Callable[[Event], bool]
+Run = Callable[[Job], str]  # gives why the job failed; empty if it ended well
+Places = dict[str, Place]
+
+MERGED = {"adapter": {"type": "lora", "rank": 2}}
+EXPORTED = {"adapter": {"type": "lora", "rank": 2, "export": "adapter"}}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    root = tmp_path_factory.mktemp("rewritten")
+    return Place.of(build_world(root / "world"), root / "place")
+
+
+def by_fork(forker: Forker) -> Run:
+    def run(job: Job) -> str:
+        job.error.unlink(missing_ok=True)
+        statuses = forker.run(job, job.processes)
+        return "" if set(statuses) == {0} else Failure.model_validate_json(job.error.read_bytes()).message
+
+    return run
+
+
+def by_launcher(job: Job) -> str:
+    """As `pedigree run` does it."""
+    try:
+        run_job(LocalLauncher(), job, lambda event: None)
+    except JobFailed as error:
+        return str(error)
+    return ""
+
+
+def undisturbed(place: Place, root: Path, run: Run, kind: JobKind, changes: dict[str, Any] | None = None) -> Artifact:
+    job = place.copied_to(root).job(kind, changes)
+    assert run(job) == ""
+    return published(job)
+
+
+def published(job: Job) -> Artifact:
+    found = made(job)
+    assert found is not None
+    return found
+
+
+def disturbed(
+    place: Place, run: Run, kind: JobKind, moment: Moment | None, other: bool, changes: dict[str, Any] | None = None
+) -> tuple[str, Artifact]:
+    """Why the job failed whose base was rewritten at that moment, and what it made, at the latest in a second run.
+
+    Without a moment it is done once the job is described. Weights that are others stay so until the job has ended.
+    """
+    job, right = place.job(kind, changes), place.weights.read_bytes()
+    content = other_weights(place.weights) if other else right
+    if moment is None:
+        write_in_place(place.weights, content)
+        failure = run(job)
+    else:
+        with Hand(job, moment, lambda: write_in_place(place.weights, content)) as hand:
+            failure = run(job)
+        assert hand.acted, job.log.read_text()
+    write_in_place(place.weights, right)
+    if failure:
+        assert made(job) is None and str(place.weights) in failure
+        assert run(place.job(kind, changes)) == ""
+    return failure, published(job)
+
+
+@pytest.fixture(scope="module")
+def calm_policy(place: Place, tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> Artifact:
+    return undisturbed(place, tmp_path_factory.mktemp("calm") / "place", by_fork(forker), "policy")
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["the same bytes", "others"])
+def test_a_policy_is_trained_from_what_was_read(
+    place: Place, calm_policy: Artifact, tmp_path: Path, forker: Forker, other: bool
+) -> None:
+    """Once it is read, the base may become what it will; whoever looks at the events is told."""
+    there = place.copied_to(tmp_path / "place")
+    failure, found = disturbed(there, by_fork(forker), "policy", step(3), other)
+    assert (failure, found.fingerprint) == ("", calm_policy.fingerprint)
+    assert f"{there.weights} changed after it was read: policy is made from what was read" in notes_of(there)
+
+
+def remove(weights: Path) -> None:
+    shutil.rmtree(weights.parent)
+
+
+def replace(weights: Path) -> None:
+    (new := weights.with_name("new")).write_bytes(other_weights(weights))
+    new.replace(weights)
+
+
+@pytest.mark.parametrize("change", [remove, replace])
+def test_a_base_that_is_gone_by_then_is_no_loss(
+    place: Place, calm_policy: Artifact, tmp_path: Path, forker: Forker, change: Callable[[Path], None]
+) -> None:
+    there = place.copied_to(tmp_path / "place")
+    job = there.job("policy")
+    with Hand(job, step(3), lambda: change(there.weights)) as hand:
+        assert by_fork(forker)(job) == ""
+    assert hand.acted and published(job).fingerprint == calm_policy.fingerprint
+    assert any(str(there.weights) in note for note in notes_of(there))
+
+
+def notes_of(place: Place) -> list[str]:
+    return [e["text"] for e in read_events(place.root / "jobs/policy/events.jsonl") if e["event"] == "note"]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("moment", [None, phase("score sequences")], ids=["before it begins", "scoring"])
+def test_log_probs_are_those_of_what_was_hashed(
+    place: Place, tmp_path: Path, forker: Forker, moment: Moment | None
+) -> None:
+    """Or none are kept, so none are found by the next run."""
+    run = by_fork(forker)
+    calm = undisturbed(place, tmp_path / "calm", run, "reference")
+    failure, found = disturbed(place.copied_to(tmp_path / "place"), run, "reference", moment, other=True)
+    assert bool(failure) == (moment is None) and found.fingerprint == calm.fingerprint
+
+
+# What follows takes minutes: each case starts torchrun twice or more.
+
+
+@pytest.fixture(scope="module")
+def places(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    """By what they hold beside pairs, table and base: nothing, a policy, or one that is an adapter."""
+    root, found = tmp_path_factory.mktemp("places"), {"": place}
+    for name, changes in {"policy": {}, "adapter": EXPORTED}.items():
+        policy = undisturbed(place, root / f"of-{name}", by_launcher, "policy", changes)
+        found[name] = place.copied_to(root / name)
+        found[name].publish("policy", policy.folder, policy.fingerprint)
+    yield found
+
+
+@pytest.fixture(scope="module")
+def calm(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Artifact]:
+    """What a job makes that nobody disturbs; each is done once."""
+    root = tmp_path_factory.mktemp("calm")
+    known: dict[str, Artifact] = {}
+
+    def find(there: str, kind: JobKind, changes: dict[str, Any]) -> Artifact:
+        name = f"{there}-{kind}-{len(changes)}"
+        if name not in known:
+            known[name] = undisturbed(places[there], root / name, by_launcher, kind, changes)
+        return known[name]
+
+    return find
+
+
+MOMENTS: dict[str, Moment | None] = {
+    "before it begins": None,
+    "reading": phase("reading pairs"),
+    "looking up": phase("look up"),
+    "loading": phase("loading"),
+    "proof": phase("proof of step 0"),
+    "scoring": phase("score "),
+    "progress": lambda event: event["event"] == "progress",
+    "step 3": step(3),
+    "answers": phase("sample answers"),
+    "merging": phase("merge"),
+    "saving": phase("saving"),
+}
+# Where it happens, what the job is, what its settings change, and when; last what of that comes after all was read.
+CASES: list[tuple[str, JobKind, dict[str, Any], str, str]] = [
+    ("", "policy", {}, "before it begins, reading, loading", "proof, step 3, saving"),
+    ("", "policy", MERGED, "loading, step 3", ""),
+    ("", "reference", {}, "before it begins, looking up, loading", "scoring, progress"),
+    ("", "sft", {}, "loading", "step 3"),
+    ("policy", "evaluation", {}, "before it begins, scoring, answers", ""),
+    ("adapter", "evaluation", {}, "scoring, answers", ""),
+    ("adapter", "merge", {}, "before it begins, merging", ""),
+]
+
+
+def cases() -> Iterator[Any]:
+    for there, kind, changes, before, after in CASES:
+        for moment in filter(None, f"{before}, {after}".split(", ")):
+            was_read = moment in after.split(", ")
+            name = " ".join(filter(None, (there, kind, *changes, moment)))
+            yield pytest.param(there, kind, changes, MOMENTS[moment], was_read, id=name)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("other", [False, True], ids=["the same bytes", "others"])
+@pytest.mark.parametrize(("there", "kind", "changes", "moment", "was_read"), list(cases()))
+def test_at_any_moment_it_is_right_or_refused_by_name(
+    places: Places,
+    calm: Callable[..., Artifact],
+    tmp_path: Path,
+    there: str,
+    kind: JobKind,
+    changes: dict[str, Any],
+    moment: Moment | None,
+    was_read: bool,
+    other: bool,
+) -> None:
+    place = places[there].copied_to(tmp_path / "place")
+    failure, found = disturbed(place, by_launcher, kind, moment, other, changes)
+    assert found.fingerprint == calm(there, kind, changes).fingerprint
+    if was_read or (moment is None and not other):
+        assert failure == ""
+    if moment is None and other:
+        assert "changed after it was hashed" in failure

@@ -1,0 +1,156 @@
+"""Supervised tuning against a naive loop, and taken up again."""
+
+import math
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.training.runs import losses, published, told
+from tests.training.worlds import build_world
+from training.contract.config.recipe import SupervisedTuning
+from training.contract.errors import DataError, ModelError, TemplateError
+from training.contract.identity.model_identity import weights_fingerprint, weights_identity
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.store import Made
+from training.data.tokenization.batch_sampler import epoch_order
+from training.data.tokenization.pair_dataset import PAIRS_SCHEMA
+from training.distributed import ALONE
+from training.jobs.sft import run
+from training.loop import run_state
+
+RATE = 3e-3
+# Adam's first updates are gradient / (|gradient| + eps): with eps 1e-8 the rounding of a gradient near zero decides the
+# sign of a full update, and float32 trajectories part by 6e-5. With 1e-6 what is compared is the computation.
+EPS = 1e-6
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    fields = {
+        "epochs": 2,
+        "batch_size": 8,
+        "micro_tokens": 60,
+        "optimizer": {"learning_rate": RATE, "eps": EPS},
+        "schedule": {"type": "linear", "warmup_ratio": 0.0},
+    }
+    return SupervisedTuning.model_validate(fields | changes).model_dump(mode="json")
+
+
+def tune(job: Job) -> Made:
+    return run(job, ALONE, EventWriter(job.events, keep=True))
+
+
+def naive_losses(world: Any) -> list[float]:
+    """Token-mean negative log-likelihood, one sequence at a time; 5 steps an epoch, linear decay by hand."""
+    model = AutoModelForCausalLM.from_pretrained(world.model)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, eps=EPS)
+    train, found = world.split("train"), []
+    for step in range(10):
+        batch = [train[i] for i in epoch_order(len(train), 0, step // 5)[step % 5 * 8 :][:8]]
+        tokens = sum(sum(example["chosen_mask"]) for example in batch)
+        loss = -sum(world.plain_logprob(model, example, "chosen") for example in batch) / tokens
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / 10)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_losses_are_those_of_a_naive_loop(tiny_world):
+    job = tiny_world.job("sft", settings())
+    made = tune(job)
+    expected = naive_losses(tiny_world)
+    assert expected[-1] < expected[0]
+    assert losses(job) == pytest.approx(expected, abs=1e-5)
+    assert made.fingerprint == weights_fingerprint(weights_identity(job.staging))
+    assert (job.staging / "tokenizer_config.json").is_file()
+    assert made.details["series"]["loss"] == losses(job)
+
+
+def test_bfloat16_tunes_like_float32(tiny_world):
+    """Oracle: the naive loop in float32, which each step's rounding leaves by less than a percent."""
+    job = tiny_world.job("sft", settings(precision="bfloat16"))
+    tune(job)
+    assert losses(job) == pytest.approx(naive_losses(tiny_world), rel=0.01)
+    assert {tensor.dtype for tensor in load_file(job.staging / "model.safetensors").values()} == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_in_shards_it_is_that_of_one_process(tiny_world, forker):
+    """A batch of eight in rows of 60 tokens; the last of an epoch has six pairs, fewer rows than three ranks want."""
+    models = []
+    for ranks, parallel in ((1, "auto"), (2, "fsdp"), (3, "fsdp")):
+        job = tiny_world.job("sft", settings(), f"{parallel}-{ranks}", parallel=parallel)
+        made = published(job, forker.run(job, ranks))
+        models.append((losses(job), load_file(made.folder / "model.safetensors")))
+    (expected, weights), *others = models
+    assert len(expected) == 10
+    for found_losses, found_weights in others:
+        assert found_losses == pytest.approx(expected, abs=1e-5)
+        assert found_weights.keys() == weights.keys()
+        assert max(float((found_weights[n] - tensor).abs().max()) for n, tensor in weights.items()) < 1e-5
+
+
+def test_micro_batches_change_nothing(tiny_world):
+    usual, other = tiny_world.job("sft", settings(), "usual"), tiny_world.job("sft", settings(micro_tokens=1), "other")
+    tune(usual)
+    tune(other)
+    assert losses(other) == pytest.approx(losses(usual), abs=1e-5)
+
+
+def test_step_events_have_rate_and_norm_and_the_curve_begins_and_ends_with_the_run(tiny_world, monkeypatch):
+    """Of five steps a curve of three points has every second one, the first, and the last."""
+    monkeypatch.setattr(run_state, "_CURVE_POINTS", 3)
+    job = tiny_world.job("sft", settings(epochs=1))
+    made = tune(job)
+    steps = told(job)
+    assert made.details["series"]["steps"] == [1, 2, 4, 5]
+    assert made.details["series"]["loss"] == [losses(job)[n - 1] for n in (1, 2, 4, 5)]
+    assert [e["learning_rate"] for e in steps] == pytest.approx([RATE * f for f in (1, 0.8, 0.6, 0.4, 0.2)])
+    assert all(e["grad_norm"] > 0 and math.isfinite(e["loss"]) for e in steps)
+
+
+def test_from_its_checkpoint_it_ends_with_the_same_bits(tiny_world):
+    """A second run over the checkpoints of a first one takes the steps after the last checkpoint again, and only those."""
+    job = tiny_world.job("sft", settings(), checkpoint_every=8)
+    first = tune(job)
+    before, weights = losses(job), load_file(job.staging / "model.safetensors")
+    again = tune(job)
+    assert again.fingerprint == first.fingerprint and losses(job) == before
+    assert all(torch.equal(weights[n], t) for n, t in load_file(job.staging / "model.safetensors").items())
+    notes = [e["text"] for e in told(job, "note")]
+    assert notes == ["resumed from the checkpoint of step 8"]
+
+
+def test_a_batch_that_is_larger_than_the_data_is_told(tiny_world):
+    """38 pairs to train on: an epoch is one step."""
+    job = tiny_world.job("sft", settings(batch_size=1000, epochs=2))
+    tune(job)
+    said = "`batch_size` 1,000 is more than the 38 training pairs: every step takes all of them"
+    assert [e["text"] for e in told(job, "note")] == [said] and len(losses(job)) == 2
+
+
+def test_no_training_data_is_an_error(tmp_path):
+    world = build_world(tmp_path, train=0, validation=3)
+    with pytest.raises(DataError, match="none of the 3 tokenized pairs is in the train split"):
+        tune(world.job("sft", settings()))
+
+
+def test_tokens_the_model_does_not_have_are_refused(tiny_world):
+    tiny_world.examples[3]["chosen_ids"][-1] = 10**6
+    with pa.ipc.new_stream(str(tiny_world.pairs / "pairs.arrow"), PAIRS_SCHEMA) as stream:
+        stream.write_table(pa.Table.from_pylist(tiny_world.examples, PAIRS_SCHEMA))
+    with pytest.raises(TemplateError, match="up to the number 1,000,000, and the model has"):
+        tune(tiny_world.job("sft", settings()))
+
+
+def test_what_training_will_refuse_is_refused_before_tuning(tiny_world):
+    recipe = {"training": {"adapter": {"target_modules": ["q_prj"]}}}
+    with pytest.raises(ModelError, match="names 'q_prj', and in LlamaForCausalLM there is no layer of that name"):
+        tune(tiny_world.job("sft", settings()).model_copy(update={"recipe": recipe}))

@@ -1,0 +1,47 @@
+"""What a run remembers: thinned curves, the last step's metrics, and seconds that outlive an interruption."""
+
+from typing import Any
+
+import pytest
+
+from tests.training.runs import settings, tune
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.distributed import ALONE
+from training.loop.run_state import RunRecord
+
+
+def record_of(job: Job) -> RunRecord:
+    return RunRecord(job, ALONE, EventWriter(None), ("loss",))
+
+
+@pytest.mark.parametrize(("steps", "kept"), [(7, 7), (200, 200), (450, 151)])
+def test_some_two_hundred_values_of_a_curve_are_kept(tiny_world: Any, steps: int, kept: int):
+    """Of 450 steps every third, which are 150 with the last, and the first."""
+    record = record_of(tiny_world.job("policy", settings()))
+    for step in range(1, steps + 1):
+        record.add_step(step, steps, {"loss": 1 / step, "peak_memory_mb": 500.0 - step, "grad_norm": 2.0}, tokens=10)
+    found = record.facts["series"]
+    assert found.keys() == {"steps", "loss"}
+    assert (found["steps"][0], found["steps"][-1], len(found["steps"])) == (1, steps, kept)
+    assert found["loss"] == [1 / step for step in found["steps"]]
+    assert (record.facts["steps"], record.facts["tokens"], record.facts["peak_memory_mb"]) == (steps, 10 * steps, 499.0)
+    assert record.facts["train"]["loss"] == 1 / steps
+
+
+def test_it_goes_on_with_what_was_saved(tiny_world: Any):
+    """The seconds of both attempts count."""
+    before, after = (record_of(tiny_world.job("policy", settings())) for _ in range(2))
+    before.facts |= {"tokens": 70, "seconds": {"training": 5.0, "loading": 2.0}}
+    after.facts["seconds"] = {"loading": 3.0}
+    after.restore(dict(before.facts))
+    assert after.facts["tokens"] == 70
+    assert after.facts["seconds"] == {"training": 5.0, "loading": 5.0}
+    assert after.facts.keys() == before.facts.keys()
+
+
+def test_where_it_goes_on_is_known_before_anything_is_loaded(tiny_world: Any):
+    job = tiny_world.job("policy", settings(max_steps=3), checkpoint_every=2)
+    assert record_of(job).resumed_step is None
+    tune(job)
+    assert record_of(job).resumed_step == 2

@@ -1,0 +1,193 @@
+"""Loading refuses what transformers would only warn about; saving gives back what was there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.training.model.architectures import GPT2, MULTIMODAL, build, build_multimodal
+from training.contract.config.recipe import Adapter
+from training.contract.errors import ModelError
+from training.model.adapter import add_adapter
+from training.model.load import left_out, load_model, save_model
+
+CPU = torch.device("cpu")
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        attention_dropout=0.3,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def rewrite(folder: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(folder / WEIGHTS) | {k: v for k, v in changes.items() if v is not None}
+    for name in [name for name, value in changes.items() if value is None]:
+        del tensors[name]
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_it_loads_what_is_there_ready_to_score(folder):
+    model = load_model(folder, "float32", CPU)
+    for name, tensor in load_file(folder / WEIGHTS).items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert not model.training and model.config.use_cache is True
+
+
+def test_the_dtype_is_the_one_asked_for(folder):
+    assert {p.dtype for p in load_model(folder, "bfloat16", CPU).parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model.layers.1.self_attn.q_proj.weight": None},
+            r"missing keys: model\.layers\.1\.self_attn\.q_proj\.weight",
+        ),
+        ({"lm_head.weight": None}, r"missing keys: lm_head\.weight \(1\)"),
+        ({"model.layers.7.extra.weight": torch.ones(3)}, r"unexpected keys: model\.layers\.7\.extra\.weight"),
+        ({"model.norm.weight": torch.ones(17)}, r"model\.norm\.weight"),
+    ],
+    ids=["missing", "missing head", "surplus", "shape"],
+)
+def test_tensors_that_do_not_fit_are_refused_by_name(folder, changes, says):
+    rewrite(folder, **changes)
+    with pytest.raises(ModelError, match=says) as refused:
+        load_model(folder, "float32", CPU)
+    assert str(folder) in str(refused.value)
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("beside_safetensors", [False, True])
+def test_a_bin_file_is_never_opened(folder, tmp_path, beside_safetensors):
+    torch.save({"model.norm.weight": Bomb(tmp_path / "ran")}, folder / "pytorch_model.bin")
+    if beside_safetensors:
+        load_model(folder, "float32", CPU)
+    else:
+        (folder / WEIGHTS).unlink()
+        with pytest.raises(ModelError, match=r"pytorch_model\.bin; expected \*\.safetensors"):
+            load_model(folder, "float32", CPU)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_code_from_the_folder_is_never_run(folder, tmp_path):
+    (folder / "mine.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"needs code of its own .* never run"):
+        load_model(folder, "float32", CPU)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda p: p.write_bytes(p.read_bytes()[:-8]), lambda p: p.write_bytes(b"\xff" * 64)]
+)
+def test_a_truncated_or_foreign_file_is_refused(folder, damage):
+    damage(folder / WEIGHTS)
+    with pytest.raises(ModelError, match=str(folder)):
+        load_model(folder, "float32", CPU)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ModelError, match="nowhere"):
+        load_model(tmp_path / "nowhere", "float32", CPU)
+
+
+def test_saving_keeps_every_bit_and_no_trace_of_the_place(folder, tmp_path):
+    model = load_model(folder, "float32", CPU)
+    save_model(model, tmp_path / "saved")
+    before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "saved" / WEIGHTS)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    written = "".join(p.read_text() for p in (tmp_path / "saved").glob("*.json"))
+    assert str(tmp_path) not in written
+    load_model(tmp_path / "saved", "float32", CPU)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [pytest.param(k, c, id=k) for k, _, c in MULTIMODAL])
+def test_all_parts_of_a_model_are_loaded_and_saved(tmp_path, kind, changes):
+    """Of Qwen 3.5 and Llama 4 transformers also has a causal language model without the part for images."""
+    build_multimodal(kind, changes).save_pretrained(tmp_path / "model")
+    save_model(load_model(tmp_path / "model", "float32", CPU), tmp_path / "saved")
+    before, after = load_file(tmp_path / "model" / WEIGHTS), load_file(tmp_path / "saved" / WEIGHTS)
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "saved")]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+
+
+def test_the_architecture_tells_whether_a_model_is_whole(tmp_path):
+    """Somebody may have taken the language model out of a larger one, and kept the larger one's config."""
+    changes = next(changes for kind, _, changes in MULTIMODAL if kind == "qwen3_5")
+    whole = build_multimodal("qwen3_5", changes)
+    whole.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None}))
+    assert type(load_model(tmp_path, "float32", CPU)) is type(whole)
+    part = AutoModelForCausalLM.from_pretrained(tmp_path)
+    part.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    assert type(load_model(tmp_path, "float32", CPU)) is type(part) is not type(whole)
+
+
+def test_what_transformers_has_no_use_for_is_told(tmp_path):
+    """Heads that predict several tokens at once, for example, which it does not load."""
+    changes = next(changes for kind, _, changes in MULTIMODAL if kind == "qwen3_5")
+    build_multimodal("qwen3_5", changes).save_pretrained(folder := tmp_path / "model")
+    assert left_out(load_model(folder, "float32", CPU)) == []
+    rewrite(folder, **{"mtp.fc.weight": torch.ones(3)})
+    assert left_out(load_model(folder, "float32", CPU)) == ["mtp.fc.weight"]
+
+
+def test_of_gpt2_as_it_is_published_the_causal_masks_are_left_out(tmp_path):
+    """Its pattern for them, `attn.bias`, is also in the name of a bias that is loaded; names are those of the body."""
+    build("gpt2", GPT2).save_pretrained(folder := tmp_path / "model")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    assert "h.0.attn.c_attn.bias" in tensors
+    save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 8, 8)}, folder / WEIGHTS, metadata={"format": "pt"})
+    model = load_model(folder, "float32", CPU)
+    assert left_out(model) == ["h.0.attn.bias"]
+    add_adapter(model, Adapter(type="lora", rank=2), seed=0)
+    assert left_out(model) == ["h.0.attn.bias"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"model_type": "vit", "architectures": ["ViTModel"]},
+            "transformers has no causal language model for ViTConfig",
+        ),
+        ({"hidden_size": "wide"}, "cannot be loaded: .*hidden_size"),
+        ({"num_attention_heads": 3}, "cannot be loaded: .*attention heads"),
+    ],
+    ids=["not of language", "no number", "no shape"],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_config_that_transformers_cannot_use_is_refused_in_few_words(folder, changes, says, device):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=says) as refused:
+        load_model(folder, "float32", torch.device(device))
+    assert len(str(refused.value)) < 400 + len(str(folder))

@@ -1,0 +1,277 @@
+"""What a person reads in a terminal: of a run the last lines are what one has to know; the tables of the other commands."""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from assets.pipeline.pipeline import Pipeline
+from assets.views.pair_reader import TokenizedSide
+from tests.workflows.homes import ATTRIBUTES
+from training.contract.config.recipe import Recipe
+from workflows.cli import tables
+from workflows.cli.output import Terminal
+from workflows.cli.progress import ProgressBars
+from workflows.cli.tables import run_report
+from workflows.commands.gc import Collected, Garbage
+from workflows.commands.inspect_pair import InspectedRow
+from workflows.commands.plan import PlannedAsset
+from workflows.commands.run_report import AssetRun, CheckRun, RunReport
+from workflows.commands.verify import Verification, VerifiedAsset
+from workflows.state.status import AssetStatus
+
+PATH = f"/home/somebody/{'a-long-folder-name/' * 8}base"
+CHARTS = f"http://127.0.0.1:5000/#/experiments/1/runs/{'1f' * 16}/model-metrics?workflowType=machine_learning"
+MADE = AssetRun("tokenization_spec", "computed", "ab" * 32, 1.0)
+
+
+def shown(report: RunReport, with_samples: bool = True) -> list[str]:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))
+    run_report(console, report, with_samples)
+    return console.export_text().splitlines()
+
+
+def report(
+    assets: list[AssetRun],
+    is_champion: bool | None = None,
+    samples: list[dict[str, str]] | None = None,
+    checks: list[CheckRun] | None = None,
+) -> RunReport:
+    version, reasons = (None, None) if is_champion is None else ("3", "held-out loss 0.51 against 0.62")
+    about: dict[str, Any] = {"metrics": {"eval/pairs": 8}, "mlflow_run_id": "1f" * 16, "samples": samples or []}
+    about |= {"mlflow_url": CHARTS, "is_served": False}
+    about |= {"model_version": version, "is_champion": is_champion, "reasons": reasons}
+    return RunReport("weekly", "run", True, assets, checks or [], **about)
+
+
+def test_one_cause_of_two_failures_is_told_once_and_last_with_its_path_in_one_piece():
+    error = f"there is no folder {PATH}/[new]; `reference.model` is a folder beside the recipe, or a hub id"
+    failed = [AssetRun(name, "failed", None, 0.0, error) for name in ("base_model", "tokenization_spec")]
+    lines = shown(report(failed))
+    assert lines[-1] == f"base_model, tokenization_spec failed: {error}"
+    assert sum("failed:" in line for line in lines) == 1
+
+
+def test_a_run_ends_with_what_the_gate_decided():
+    told = "held-out loss 0.51 against 0.62"
+    assert shown(report([MADE], is_champion=True))[-1] == f"version 3 is champion: {told}"
+    assert shown(report([MADE], is_champion=False))[-1] == f"version 3 is not champion: {told}"
+
+
+def test_the_address_of_the_charts_is_in_one_piece_with_who_serves_it():
+    """It is longer than a line, and a terminal opens what it takes for one word."""
+    made = report([MADE])
+    assert f"Charts in MLflow (served by `pedigree ui`): {CHARTS}" in shown(made)
+    assert f"Charts in MLflow: {CHARTS}" in shown(replace(made, is_served=True))
+    assert not any("MLflow" in line for line in shown(replace(made, mlflow_url=None)))
+
+
+def test_a_failed_check_is_told_where_the_run_went_on_and_once_where_it_did_not():
+    passed, polite = (
+        CheckRun("policy", "rewards_finite", True, False, ""),
+        CheckRun("policy", "polite", False, False, ""),
+    )
+    short = CheckRun("policy", "short", False, False, "[too] long")
+    *_, first, second, verdict = shown(report([MADE], is_champion=True, checks=[passed, short, polite]))
+    assert (first, second) == ("policy: the check short failed: [too] long", "policy: the check polite failed")
+    assert verdict.startswith("version 3 is champion")
+    failed = AssetRun("policy", "failed", "cd" * 32, 1.0, short.failure)
+    *_, first, second = shown(report([MADE, failed], checks=[passed, replace(short, stops=True), polite]))
+    assert (first, second) == ("policy: the check polite failed", "policy failed: the check short failed: [too] long")
+
+
+def test_of_long_prompts_the_ends_are_shown_of_answers_the_beginnings_and_in_a_sweep_none():
+    """200 characters in a column of 23 are 9 lines; a page of 4,000 would be 170."""
+    page = {"prompt": "word " * 800 + "Why?", "before": "No. " + "said " * 800 + "End.", "after": "yes"}
+    lines = shown(report([MADE], samples=[page]))
+    assert len(lines) < 30 and sum("..." in line for line in lines) == 2
+    assert any("Why?" in line for line in lines) and any("No." in line for line in lines)
+    assert not any("End." in line for line in lines)
+    assert not any("word" in line for line in shown(report([MADE], samples=[page]), with_samples=False))
+
+
+@pytest.mark.parametrize(("count", "seen"), [(8, range(8)), (40, range(0, 40, 5))])
+def test_of_many_samples_eight_are_shown_evenly_spread(count: int, seen: range):
+    """The default recipe asks for eight, and its table has them all."""
+    samples = [{"prompt": f"Ask {n}?", "before": f"was {n}.", "after": f"is {n}."} for n in range(count)]
+    lines = shown(report([MADE], samples=samples))
+    assert [n for n in range(count) if any(f"Ask {n}?" in line for line in lines)] == list(seen)
+    assert any("(8 of 40)" in line for line in lines) == (count == 40)
+
+
+def test_where_nobody_sees_bars_each_phase_is_a_line_and_progress_one_a_minute():
+    """Three hours of training in CI would else say nothing until its end. A path in brackets is no markup."""
+    console = Console(width=40, record=True, file=open("/dev/null", "w"))
+    steps = [
+        {"event": "progress", "done": n, "total": 300, "unit": "steps", "seconds_left": 300.0 - n, "time": 1000.0 + n}
+        for n in range(1, 131)
+    ]
+    with ProgressBars(console) as progress:
+        loss = {"event": "step", "step": 1, "loss": 0.5, "time": 1000.0}
+        for event in [{"event": "phase", "phase": "training", "time": 1000.0}, loss, *steps]:
+            progress.hear({**event, "asset": "policy"})
+        progress.hear({"event": "note", "text": "[/a/path] is a file", "time": 1200.0, "asset": "policy"})
+    assert console.export_text().splitlines() == [
+        "policy: training",
+        "policy: 1 of 300 steps, loss 0.5000, 299 s left",
+        "policy: 62 of 300 steps, loss 0.5000, 238 s left",
+        "policy: 123 of 300 steps, loss 0.5000, 177 s left",
+        "policy: [/a/path] is a file",
+    ]
+
+
+def text_of(show_it: Callable[..., None], *things: object) -> list[str]:
+    """What is shown on 100 columns: the cells of each line, without the frames of tables."""
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))
+    show_it(console, *things)
+    lines = (" | ".join(part.strip() for part in re.split("[│┃]", line)) for line in console.export_text().splitlines())
+    return [line.strip(" |") for line in lines if re.search(r"\w", line)]
+
+
+def test_in_a_terminal_one_line_tells_how_far_it_is():
+    console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
+    told: list[dict[str, Any]] = [
+        {"event": "phase", "phase": "training"},
+        {"event": "progress", "done": 3, "total": 10, "unit": "steps", "seconds_left": 7.0},
+        {"event": "step", "step": 3, "loss": 0.5},
+    ]
+    with ProgressBars(console) as progress:
+        for event in told:
+            progress.hear({**event, "asset": "policy", "time": 1.0})
+    last = written.getvalue().rpartition("policy ")[2]
+    assert all(words in last for words in ("3/10", "steps", "7 s left", "loss 0.5000"))
+
+
+def test_a_new_phase_begins_with_nothing_known_of_its_end():
+    console = Console(force_terminal=True, width=120, file=(written := io.StringIO()))
+    told: list[dict[str, Any]] = [
+        {"event": "progress", "done": 10, "total": 10, "unit": "steps", "seconds_left": 0.0},
+        {"event": "phase", "phase": "saving"},
+    ]
+    with ProgressBars(console) as progress:
+        for event in told:
+            progress.hear({**event, "asset": "policy", "time": 1.0})
+    last = written.getvalue().rpartition("policy ")[2]
+    assert "0/?" in last and "saving" in last and "steps" not in last
+
+
+def test_in_a_narrow_terminal_words_give_way_to_figures():
+    """80 columns: of a path only the beginning is shown."""
+    console = Console(force_terminal=True, color_system=None, width=80, file=(written := io.StringIO()))
+    figures = {"event": "progress", "done": 12_345, "total": 140_000, "unit": "MB", "seconds_left": 1234.0}
+    with ProgressBars(console) as progress:
+        for event in ({"event": "phase", "phase": "hashing /models/" + "long/" * 20}, figures):
+            progress.hear({**event, "asset": "reference_logprobs", "time": 1.0})
+    last = written.getvalue().rpartition("reference_logprobs ")[2]
+    assert all(words in last for words in ("━", "12345/140000", "MB", "1234 s left", "hashing", "…"))
+    assert "long/" not in last
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_text_of_others_commands_no_terminal(is_terminal):
+    """Sequences of ECMA-48 and xterm: name the window, clear it, fill the clipboard, colour (CSI as one character), return."""
+    told = "a\x1b]0;name\x07 b\x1b[2J c\x1b]52;c;eA==\x1b\\ d\x9b31m e\x7f\rf"
+    console = Terminal(force_terminal=is_terminal, width=100, file=(written := io.StringIO()))
+    console.print(told, markup=False)
+    console.print(Text.assemble(("error: ", "bold"), told), soft_wrap=True)
+    console.print(Table(told, title=told))
+    with ProgressBars(console) as progress:
+        progress.hear({"event": "phase", "phase": told, "asset": "policy", "time": 1.0})
+    shown = re.sub(r"\x1b\[(?:[0-9;]*m|[0-9]*A|2K|\?25[lh])|\r", "", written.getvalue())  # styles and bars of rich
+    assert "name" in shown and not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+
+
+FINGERPRINT = "0123456789ab" + "c" * 52
+WEEKLY = Pipeline("weekly", Recipe.model_validate(ATTRIBUTES), Path("weekly/defs.yaml"))
+
+
+def test_the_table_of_a_status_says_why_in_its_last_column():
+    found = [
+        AssetStatus("policy", "stale", ("loss.beta 0.1 -> 0.2", "[x] added"), FINGERPRINT),
+        AssetStatus("evaluation", "missing", ("never materialized",), None),
+    ]
+    assert text_of(tables.status, WEEKLY, found) == [
+        "Recipe weekly",
+        "asset | state | fingerprint | cause",
+        "policy | stale | 0123456789ab | loss.beta 0.1 -> 0.2",
+        "[x] added",
+        "evaluation | missing | - | never materialized",
+    ]
+
+
+def test_the_table_of_a_plan_counts_the_work():
+    planned = [
+        PlannedAsset("reference_logprobs", "reuse", (), {"sequences": 2000, "missing": 0}),
+        PlannedAsset("policy", "compute", ("loss.beta 0.1 -> 0.2",), {"steps": 1200, "pairs": None}),
+    ]
+    assert text_of(tables.plan, WEEKLY, planned) == [
+        "weekly: would train 1,200 steps; reuses reference_logprobs",
+        "Plan of weekly",
+        "asset | action | work | cause",
+        "reference_logprobs | reuse | 2,000 sequences, 0 missing",
+        "policy | compute | 1,200 steps, unknown pairs | loss.beta 0.1 -> 0.2",
+    ]
+
+
+def test_the_tables_of_a_verification_tell_the_row_that_differs():
+    agreeing = {"stored": -5.0, "live": -5.0001, "allowed": 0.01}
+    rows = [{"row": n, "chosen": agreeing, "rejected": {**agreeing, "live": -5.0 - n}} for n in (0, 7)]
+    artifacts = [VerifiedAsset("policy", FINGERPRINT, False, "file [a] is corrupt")]
+    assert text_of(tables.verification, Verification("weekly", artifacts, rows, 0.001, False)) == [
+        "Recipe weekly: hashed again",
+        "asset | fingerprint |  | fault",
+        "policy | 0123456789ab | differs | file [a] is corrupt",
+        "Scored again, in nats",
+        "row | chosen stored | live | rejected stored | live",
+        "0 | -5.00000 | -5.00010 | -5.00000 | -5.00000 | ok",
+        "7 | -5.00000 | -5.00010 | -5.00000 | -12.00000 | differs",
+        "Tolerance: 0.001 nats times the square root of the response's number of tokens",
+    ]
+    assert text_of(tables.verification, Verification("weekly", [], [], None, True))[-1] == "No pair was scored again."
+
+
+def test_the_table_of_a_collection_tells_what_is_freed():
+    garbage = [Garbage(f"memo/{FINGERPRINT}", FINGERPRINT, 2048), Garbage("job", "policy-0123456789ab", 1)]
+    assert text_of(tables.collection, Collected(garbage, 2049, 12, deleted=False)) == [
+        "Would be deleted",
+        "kind | fingerprint or folder | bytes",
+        "memo/0123456789ab | 0123456789ab | 2,048",
+        "job | policy-0123456789ab | 1",
+        "2 items, 2,049 bytes would be freed with --delete; 12 artifacts are kept",
+    ]
+    assert text_of(tables.collection, Collected([], 0, 12, deleted=True)) == [
+        "0 items, 0 bytes freed; 12 artifacts are kept"
+    ]
+
+
+def test_a_pair_is_shown_with_what_is_known_of_it():
+    chosen, rejected = (
+        TokenizedSide([5, 6], ["Q", f"[{name}]"], [False, True], -2.5, [None, -2.5], policy_logprob=policy)
+        for name, policy in (("yes", -1.5), ("no", None))
+    )
+    call = '[{"name": "ask"}]'
+    prompt = [{"role": "user", "content": "[Why]?"}, {"role": "assistant", "content": "", "tool_calls": call}]
+    origin = {"source": "[a].jsonl", "line": 4}
+    messages = {"prompt": prompt, "tools": '[{"name": "ask"}]', "chat_template_kwargs": '{"a": 1}', **origin}
+    assert text_of(tables.inspected, InspectedRow(3, "train", chosen, rejected, messages)) == [
+        "row 3, train split, from [a].jsonl, line 4",
+        'tools: [{"name": "ask"}]',
+        'chat_template_kwargs: {"a": 1}',
+        "user: [Why]?",
+        'assistant: [{"name": "ask"}]',
+        "chosen: 2 tokens, 1 of them trained",
+        "Q [yes]",
+        "reference, nats a token: '[yes]' -2.50",
+        "reference log-prob -2.5000, policy log-prob -1.5000",
+        "rejected: 2 tokens, 1 of them trained",
+        "Q [no]",
+        "reference, nats a token: '[no]' -2.50",
+        "reference log-prob -2.5000, policy log-prob not computed",
+    ]

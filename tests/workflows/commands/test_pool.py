@@ -1,0 +1,332 @@
+"""Work outside of a recipe's run that needs the GPU: it takes its place in the pool, waits for it, and gives it back."""
+
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+from dagster._core.execution.plan.active import ActiveExecution
+from dagster._core.execution.plan.step import ExecutionStep
+
+from assets.execution.interruption import INTERRUPTED
+from assets.execution.run_liveness import PROCESS_TAG, close_dead_runs, is_alive, process_of, sign, this_process
+from assets.pipeline.pipeline import Services
+from tests.workflows.homes import ATTRIBUTES, write_recipe
+from tests.workflows.in_process import run_in
+from tests.workflows.state.test_truth_table import PLAIN
+from training.contract.errors import StoreError
+from training.contract.store.staging import claim_folder
+from workflows.commands.run import in_gpu_pool, materialize, warn_of_unlimited_gpu
+from workflows.orchestration.pool_wait import wait_patiently
+from workflows.orchestration.resources import build_services, prepare_home
+from workflows.orchestration.resources import services as services_of_dagster
+from workflows.recipes.discovery import load_recipe
+
+
+@pytest.fixture
+def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
+    """The instance that `prepare_home` sets up, with a limit of one step for a pool."""
+    monkeypatch.setenv("DAGSTER_HOME", str(tmp_path / "dagster"))
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path))
+    prepare_home(tmp_path)
+    with dg.DagsterInstance.get() as found:
+        yield found
+
+
+@pytest.fixture
+def services(tmp_path: Path) -> Services:
+    return build_services(tmp_path)
+
+
+def places_taken(instance: dg.DagsterInstance) -> int:
+    return instance.event_log_storage.get_concurrency_info("gpu").active_slot_count
+
+
+def test_work_has_a_place_while_it_runs_and_no_longer(services, instance):
+    assert in_gpu_pool("verify", services, instance, lambda: places_taken(instance)) == 1
+    assert places_taken(instance) == 0
+    [run] = instance.get_runs()
+    assert (run.status, process_of(run)) == (dg.DagsterRunStatus.SUCCESS, this_process(services.home))
+
+
+def test_what_work_raises_is_what_is_raised(services, instance):
+    def fail() -> None:
+        raise StoreError("there is no policy")
+
+    with pytest.raises(StoreError, match="there is no policy"):
+        in_gpu_pool("verify", services, instance, fail)
+    assert places_taken(instance) == 0
+
+
+def test_work_waits_for_whoever_has_the_pool_and_says_so(services, instance, caplog):
+    """The other has the place until it has seen that somebody waits; so the order is sure without a clock."""
+    order = []
+    other = instance.create_run_for_job(dg.GraphDefinition("other").to_job())
+    instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+    instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
+
+    def give_back() -> None:
+        while not caplog.records:
+            threading.Event().wait(0.05)
+        order.append("given back")
+        instance.event_log_storage.free_concurrency_slots_for_run(other.run_id)
+
+    thread = threading.Thread(target=give_back)
+    thread.start()
+    in_gpu_pool("inspect", services, instance, lambda: order.append("worked"))
+    thread.join()
+    assert order == ["given back", "worked"]
+    assert f"waiting for the pool gpu, taken by run {other.run_id}" in caplog.text
+
+
+def test_who_waits_takes_the_place_of_who_dies_meanwhile(services, instance, caplog):
+    """In whichever state its run is then. A run that no process of ours has signed may be at work for all that is known."""
+    job, claim = dg.GraphDefinition("other").to_job(), claim_folder(services.home / "processes")
+    unsigned = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+    dying = instance.create_run_for_job(job, status=dg.DagsterRunStatus.CANCELING)
+    instance.add_run_tags(dying.run_id, {PROCESS_TAG: f"{dying.run_id} elsewhere 1 {claim.lock.name}"})
+    instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+    instance.event_log_storage.claim_concurrency_slot("gpu", dying.run_id, "train")
+
+    def die() -> None:
+        while not caplog.records:
+            threading.Event().wait(0.05)
+        claim.give_up()
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    assert in_gpu_pool("inspect", services, instance, lambda: places_taken(instance)) == 1
+    thread.join()
+    found = [instance.get_run_by_id(run.run_id).status for run in (unsigned, dying)]
+    assert found == [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.CANCELED]
+
+
+@contextmanager
+def taken(instance: dg.DagsterInstance) -> Iterator[str]:
+    """The only place in the pool is that of another run, whose id this gives."""
+    other = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
+    instance.event_log_storage.set_concurrency_slots("gpu", 1)
+    instance.event_log_storage.claim_concurrency_slot("gpu", other.run_id, "train")
+    yield other.run_id
+    instance.event_log_storage.free_concurrency_slots_for_run(other.run_id)
+
+
+@contextmanager
+def interrupted_when_it_waits(
+    caplog: pytest.LogCaptureFixture, marked: dg.DagsterInstance | None = None
+) -> Iterator[None]:
+    """The latest run of `marked` is marked as canceled before."""
+
+    def interrupt() -> None:
+        while "waiting for the pool gpu" not in caplog.text:
+            threading.Event().wait(0.05)
+        if marked:
+            marked.report_run_canceled(marked.get_runs(limit=1)[0])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    yield
+
+
+def test_who_waits_sleeps_meanwhile_and_ends_when_it_is_told_to(services, instance, caplog, monkeypatch):
+    """Dagster itself would ask thousands of times a second, and wait on. Others may take the place afterwards."""
+    looks, get_next_step = [], ActiveExecution.get_next_step
+
+    def look(active: ActiveExecution) -> ExecutionStep | None:
+        looks.append(active)
+        return get_next_step(active)
+
+    monkeypatch.setattr(ActiveExecution, "get_next_step", look)
+    with taken(instance), interrupted_when_it_waits(caplog), pytest.raises(dg.DagsterExecutionInterruptedError):
+        in_gpu_pool("inspect", services, instance, lambda: pytest.fail("it must not begin"))
+    assert 1 <= len(looks) <= 10
+    assert in_gpu_pool("inspect", services, instance, lambda: "worked") == "worked"
+
+
+def test_a_free_slot_that_was_nobody_s_is_taken(services, instance, monkeypatch):
+    """Given back while this run took its place in the queue: nothing tells it any more. Dagster itself would wait for ever."""
+    storage = instance.event_log_storage
+    with taken(instance):
+        remember, free = storage.add_pending_step, storage.free_concurrency_slots_for_run
+
+        def late(**place: Any) -> None:
+            for slot in storage.get_concurrency_info("gpu").claimed_slots:
+                free(slot.run_id)
+            remember(**place)
+
+        monkeypatch.setattr(storage, "add_pending_step", late)
+        assert in_gpu_pool("inspect", services, instance, lambda: places_taken(instance)) == 1
+
+
+def test_a_step_that_has_its_pool_in_a_tag_waits_as_well(services, instance, caplog):
+    @dg.asset(op_tags={"dagster/concurrency_key": "gpu"})
+    def tagged() -> None:
+        pytest.fail("it must not begin")
+
+    wait_patiently(lambda: services.home)
+    with taken(instance), interrupted_when_it_waits(caplog), pytest.raises(dg.DagsterExecutionInterruptedError):
+        dg.materialize([tagged], instance=instance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("canceled", [False, True], ids=["", "after a person has marked it as canceled"])
+def test_a_recipe_that_is_stopped_while_it_waits_is_interrupted(instance, tmp_path, demo_maker, caplog, canceled):
+    """What comes before the pool is done by then, and kept."""
+    with run_in(tmp_path, demo_maker, {"plain": PLAIN}) as ground:
+        write_recipe(ground.folders["plain"], {**PLAIN, "tokenization": {**PLAIN["tokenization"], "max_length": 100}})
+        loaded = load_recipe(ground.folders["plain"])
+        with taken(instance), interrupted_when_it_waits(caplog, marked=canceled and instance):
+            report = materialize(loaded, ground.services, instance)
+        assert (report.succeeded, report.interrupted, report.error) == (False, True, INTERRUPTED)
+        assert [asset.outcome for asset in report.assets if asset.asset == "tokenized_pairs"] == ["computed"]
+        assert "reference_logprobs" not in {asset.asset for asset in report.assets}
+        again = {asset.asset: asset.outcome for asset in materialize(loaded, ground.services, instance).assets}
+        assert (again["tokenized_pairs"], again["released_model"]) == ("reused", "computed")
+
+
+def test_a_run_that_dagster_starts_is_signed_before_its_first_step(services, instance):
+    """That step may wait in the pool, and the run be killed meanwhile."""
+    seen = []
+
+    @dg.asset
+    def made(context: dg.AssetExecutionContext, services: dg.ResourceParam[Services]) -> None:
+        seen.append(process_of(context.instance.get_run_by_id(context.run.run_id)))
+
+    assert dg.materialize([made], instance=instance, resources={"services": services_of_dagster}).success
+    assert seen == [this_process(services.home)]
+
+
+@pytest.mark.parametrize("name", ["NOT_STARTED", "STARTING", "STARTED", "CANCELING", "CANCELED"])
+def test_a_run_that_dagster_starts_waits_for_no_dead_one(services, instance, name):
+    """As after a reboot: the run of a schedule takes the place in the pool that the one before was killed with.
+
+    A person may have stopped that, or marked it as canceled, before.
+    """
+    dead = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus(name))
+    instance.add_run_tags(dead.run_id, {PROCESS_TAG: f"{dead.run_id} elsewhere 1 {services.home / 'gone.lock'}"})
+    instance.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+    instance.event_log_storage.claim_concurrency_slot("gpu", dead.run_id, "train")
+
+    @dg.asset
+    def source(context: dg.AssetExecutionContext) -> None:
+        sign(context.instance, context.run, services.home)
+
+    @dg.asset(deps=[source], pool="gpu")
+    def trained(context: dg.AssetExecutionContext) -> None:
+        sign(context.instance, context.run, services.home)
+
+    assert dg.materialize([source, trained], instance=instance).success
+    ended = "CANCELED" if name.startswith("CANCEL") else "FAILURE"
+    assert instance.get_run_by_id(dead.run_id).status == dg.DagsterRunStatus(ended)
+    assert places_taken(instance) == 0
+
+
+def test_the_record_of_a_run_is_the_groups_from_its_beginning(services, instance):
+    """If the run is killed, another user has to write into it that it is over. SQLite makes files of 0644 at most."""
+    modes: list[dict[Path, int]] = []
+
+    def look() -> None:
+        records = Path(instance.root_directory).rglob("*.db*")
+        modes.append({record: record.stat().st_mode & 0o666 for record in records})
+
+    @dg.asset
+    def made(context: dg.AssetExecutionContext) -> None:
+        sign(context.instance, context.run, services.home)
+        look()
+
+    before = os.umask(0o002)
+    try:
+        assert dg.materialize([made], instance=instance).success
+        in_gpu_pool("verify", services, instance, look)
+    finally:
+        os.umask(before)
+    for run, seen in zip(reversed(instance.get_runs()), modes, strict=True):
+        assert any(path.name == f"{run.run_id}.db" for path in seen)
+        assert set(seen.values()) == {0o664}
+
+
+def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_it_first(services, instance):
+    """Dagster gives it the tags of the first, whose process is gone; it is at work, in whatever state, before it has signed."""
+    seen, dead = [], {PROCESS_TAG: f"{uuid.uuid4()} elsewhere 1 {services.home / 'processes' / 'gone.lock'}"}
+
+    @dg.asset
+    def again(context: dg.AssetExecutionContext) -> None:
+        close_dead_runs(instance, services.home)
+        sign(context.instance, context.run, services.home)
+        close_dead_runs(instance, services.home)
+        seen.append(is_alive(process_of(instance.get_run_by_id(context.run.run_id)), services.home))
+
+    job = dg.GraphDefinition("other").to_job()
+    starting = instance.create_run_for_job(job, tags=dead, status=dg.DagsterRunStatus.STARTING)
+    assert dg.materialize([again], instance=instance, tags=dead).success and seen == [True]
+    assert instance.get_run_by_id(starting.run_id).status == dg.DagsterRunStatus.STARTING
+
+
+def test_a_run_that_ends_while_somebody_looks_keeps_its_end(services, instance, monkeypatch):
+    """It succeeds, and its process ends, after the runs were listed and before anybody asks for the process."""
+    claim = claim_folder(services.home / "processes")
+    run = instance.create_run_for_job(dg.GraphDefinition("other").to_job(), status=dg.DagsterRunStatus.STARTED)
+    instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {claim.lock.name}"})
+    get_runs = instance.get_runs
+
+    def list_and_end(filters):
+        if found := get_runs(filters):
+            instance.report_dagster_event(dg.DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, "other"), run.run_id)
+            claim.give_up()
+        return found
+
+    monkeypatch.setattr(instance, "get_runs", list_and_end)
+    close_dead_runs(instance, services.home)
+    told = [entry.dagster_event.event_type_value for entry in instance.all_logs(run.run_id) if entry.dagster_event]
+    assert "PIPELINE_SUCCESS" in told and "PIPELINE_FAILURE" not in told
+    assert instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit", "warnings"),
+    [
+        ("telemetry: {enabled: false}", None, 1),
+        ("telemetry: {enabled: false}", 2, 0),
+        ("concurrency: {pools: {default_limit: 3}}", None, 0),
+    ],
+    ids=["none", "of the pool's own", "of all pools"],
+)
+def test_a_pool_without_a_limit_is_told_once_with_what_to_add(tmp_path, caplog, settings, limit, warnings):
+    """In a dagster.yaml that is not ours. Oracle: with the lines that are told, Dagster gives the second run no place."""
+    (tmp_path / "dagster.yaml").write_text(settings)
+    with dg.DagsterInstance.from_config(str(tmp_path)) as found:
+        if limit is not None:
+            found.event_log_storage.set_concurrency_slots("gpu", limit)
+        warn_of_unlimited_gpu(found)
+        warn_of_unlimited_gpu(found)
+        limits = [(each.name, each.limit) for each in found.event_log_storage.get_pool_limits()]
+    assert limits == ([] if limit is None else [("gpu", limit)]), "what a person has set stays"
+    assert [record.message.split(" sets no limit")[0] for record in caplog.records] == [
+        f"{tmp_path}/dagster.yaml"
+    ] * warnings
+    if warnings:
+        (tmp_path / "dagster.yaml").write_text(caplog.text.partition("add\n")[2])
+        with dg.DagsterInstance.from_config(str(tmp_path)) as found:
+            found.event_log_storage.initialize_concurrency_limit_to_default("gpu")
+            claims = [found.event_log_storage.claim_concurrency_slot("gpu", run, "train") for run in ("a", "b")]
+        assert [claim.is_claimed for claim in claims] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("device", "asset", "warnings"),
+    [("auto", None, 1), ("cpu", None, 0), ("auto", "training_spec", 0)],
+    ids=["maybe a GPU", "no GPU", "nothing that would use it"],
+)
+def test_who_may_use_a_gpu_is_told_of_a_pool_without_a_limit(services, tmp_path, caplog, device, asset, warnings):
+    recipe = write_recipe(tmp_path / "small", {**ATTRIBUTES, "compute": {"device": device}})
+    (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}")
+    with dg.DagsterInstance.from_config(str(tmp_path)) as found:
+        materialize(load_recipe(recipe), services, found, asset)
+    assert caplog.text.count("sets no limit for pools") == warnings

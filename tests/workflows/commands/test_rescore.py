@@ -1,0 +1,110 @@
+"""Log-probs that are not the reference model's: the proof refuses them, and one command has them made anew."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.workflows.homes import Home
+from training.contract.identity.software import SOFTWARE
+from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_shard import open_shard
+from training.contract.store.logprob_table import TABLE_FILE
+from training.contract.store.manifest import Source
+from training.contract.store.store import Made, Store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def home(first_run, tmp_path):
+    """A copy of the home, in which nothing was scored or trained yet; a shard of the memo is wrong."""
+    home = Home(tmp_path / "home")
+    shutil.copytree(first_run[0].path, home.path)
+    poison(Store(home.path / "store"))
+    for place in ("store/policy", "store/keys/policy", "jobs"):
+        shutil.rmtree(home.path / place)
+    return home
+
+
+def poison(store: Store) -> None:
+    """Every log-prob of a token is half a nat lower than it should be, as the code that scores would publish it."""
+    [rule] = [folder.name for folder in (store.root / "memo").iterdir()]
+    shards = [open_shard(store.open(f"memo/{rule}", name)) for name in store.fingerprints(f"memo/{rule}")]
+    tokens_N = np.concatenate([load_file(shard.artifact.folder / "tokens.safetensors")["tokens"] for shard in shards])
+    keys_SK = np.concatenate([shard.keys_SK for shard in shards])
+    counts_S = np.concatenate([shard.counts_S for shard in shards])
+    software = shards[0].artifact.details[SOFTWARE]
+    for place in (f"memo/{rule}", "reference_logprobs", "keys/reference_logprobs"):
+        shutil.rmtree(store.root / place)
+    Memo(store, rule, software=software).add(keys_SK, counts_S, tokens_N - np.float32(0.5))
+
+
+def fingerprints(report) -> dict[str, str]:
+    return {asset["asset"]: asset["fingerprint"] for asset in report["assets"]}
+
+
+@pytest.mark.system
+def test_what_the_proof_refutes_is_scored_again_by_one_command(home: Home, first_run, small_recipe):
+    undisturbed, sequences = fingerprints(first_run[1]), count(home)
+    failed = home.pedigree("run", str(small_recipe), "--json")
+    assert failed.returncode == 1
+    [policy] = [asset for asset in json.loads(failed.stdout)["assets"] if asset["outcome"] == "failed"]
+    assert policy["asset"] == "policy" and "`pedigree rescore RECIPE` sets them aside" in policy["error"]
+    assert home.pedigree("run", str(small_recipe)).returncode == 1, "by itself it would be so for ever"
+
+    done = home.pedigree("rescore", str(small_recipe), "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["recipe"], told["sequences"], told["shards"]) == ("small", sequences, 1)
+    kept = [path for folder in told["folders"] for path in Path(folder).glob("*/*/manifest.json")]
+    assert [path.parent.name for path in kept if "reference_logprobs" in str(path)] == told["tables"]
+    assert len(kept) == 2 and count(home) == 0
+
+    again = home.run(str(small_recipe))
+    assert fingerprints(again) == undisturbed
+    outcomes = {asset["asset"]: asset["outcome"] for asset in again["assets"]}
+    assert (
+        outcomes["reference_logprobs"] == outcomes["policy"] == "computed" and outcomes["tokenized_pairs"] == "reused"
+    )
+
+
+def count(home: Home) -> int:
+    """The sequences in the memo."""
+    return sum(len(load_file(file)["counts"]) for file in (home.path / "store" / "memo").glob("*/*/index.safetensors"))
+
+
+def test_tables_of_other_pairs_and_log_probs_of_other_models_stay(looking):
+    """A table that another recipe made of the same log-probs may be right; its own proof will tell."""
+    store, others = Store(looking.home / "store"), "2" * 64
+    [name] = store.fingerprints("reference_logprobs")
+    [rule] = [folder.name for folder in (store.root / "memo").iterdir()]
+    table = store.open("reference_logprobs", name)
+    pairs = Source(kind="tokenized_pairs", fingerprint="1" * 64)
+    how = table.derivation.model_copy(update={"inputs": {**table.derivation.inputs, pairs.kind: pairs}})
+    with store.staging() as staging:
+        shutil.copyfile(table.file(TABLE_FILE), staging / TABLE_FILE)
+        store.publish(staging, how, Made(others, table.details))
+    Memo(store, others).add(np.zeros((1, 32), np.uint8), np.ones(1, np.int32), np.zeros(1, np.float32))
+    told = Home(looking.home).look("rescore", str(looking.folder))
+    assert told["tables"] == [name] and store.fingerprints("reference_logprobs") == [others]
+    assert store.fingerprints(f"memo/{rule}") == [] and len(store.fingerprints(f"memo/{others}")) == 1
+
+
+def test_where_nothing_was_scored_there_is_nothing_to_set_aside(looking):
+    home = Home(looking.home)
+    assert home.look("rescore", str(looking.folder))["shards"] > 0
+    again = home.invoke("rescore", str(looking.folder), "--json")
+    assert again.exit_code == 2
+    assert "nothing was scored with the reference model" in json.loads(again.stdout.splitlines()[-1])["error"]
+    assert "`pedigree run " in json.loads(again.stdout.splitlines()[-1])["error"]
+
+
+def test_people_are_told_how_much_is_where_and_what_comes_next(looking):
+    said = Home(looking.home).invoke("rescore", str(looking.folder)).output
+    assert "Set aside: the log-probs of " in said and "and 1 table made of them" in said
+    assert str(looking.home / "store" / "corrupt" / "memo") in said
+    assert f"The next `pedigree run {looking.pipeline.argument}` scores them again." in said

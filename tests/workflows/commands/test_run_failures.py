@@ -1,0 +1,429 @@
+"""Runs that fail: as soon as it can be known that they will, and with the words of the error a person can act on."""
+
+import json
+import re
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import dagster as dg
+import huggingface_hub.constants
+import pytest
+from dagster._core.storage.event_log import InMemoryEventLogStorage
+from sqlalchemy.exc import OperationalError
+
+from assets.bodies.release import sole_decision
+from assets.comparison.paired_metrics import rows_by_pair
+from assets.pipeline.pipeline import Services
+from model_registry.connection import connect
+from model_registry.model_version import Version
+from model_registry.registry import Registry
+from model_registry.tracked_run import TrackedRun
+from model_registry.tracking import Tracker
+from tests.workflows.homes import write_recipe
+from tests.workflows.in_process import Ended, InProcess, services_in, write_inputs
+from training.contract.errors import RegistryAway
+from training.contract.protocol.job import Job
+from training.contract.store.store import Store
+from training.contract.system.locks import is_held
+from workflows.commands.run import materialize
+from workflows.commands.run_report import RunReport
+from workflows.recipes.discovery import load_recipe
+
+
+@pytest.fixture
+def services(tmp_path, packaged_here) -> Services:
+    return services_in(tmp_path / "home")
+
+
+@pytest.fixture
+def folder(tmp_path, demo_maker) -> Path:
+    (tmp_path / "split").mkdir()
+    write_inputs(tmp_path / "split", demo_maker)
+    return tmp_path / "split"
+
+
+def run(
+    folder, services, asset: str | None, fraction=0.1, model="./base", sft=None, training=None, limit=0.05
+) -> RunReport:
+    data = {"validation_fraction": fraction, "max_quarantined": limit}
+    attributes = {
+        "data": {"sources": [{"path": "preferences.jsonl"}], **data},
+        "reference": {"model": model, "sft": sft},
+        "training": training or {},
+        "release": {"model_name": "split"},
+        "compute": {"device": "cpu"},
+    }
+    with dg.DagsterInstance.ephemeral() as instance:
+        return materialize(load_recipe(write_recipe(folder, attributes)), services, instance, asset)
+
+
+def failures_of(report: RunReport) -> dict[str, str | None]:
+    return {found.asset: found.error for found in report.assets if found.outcome == "failed"}
+
+
+@pytest.mark.parametrize(("fraction", "asset", "split"), [(0.0, None, "validation"), (0.99, "policy", "train")])
+def test_a_run_that_needs_the_empty_split_ends_before_any_model(folder, services, fraction, asset, split):
+    failures = failures_of(run(folder, services, asset, fraction))
+    assert failures.keys() == {"tokenized_pairs"}
+    place = f"{folder}/defs.yaml:6: data.validation_fraction: {fraction}"
+    assert failures["tokenized_pairs"].startswith(f"{place}: `data.validation_fraction: {fraction}` is the share")
+    assert f"none of the 24 tokenized pairs is in the {split} split" in failures["tokenized_pairs"]
+    assert failures["tokenized_pairs"].endswith(
+        {"train": ": lower it, or add data", "validation": " `held_out`"}[split]
+    )
+    assert services.store.fingerprints("reference_logprobs") == []
+
+
+def test_a_run_that_does_not_need_it_goes_on(folder, services):
+    report = run(folder, services, "tokenized_pairs", 0.0)
+    assert report.succeeded and report.assets[-1].asset == "tokenized_pairs"
+
+
+def test_a_release_says_why_the_run_of_its_policy_is_not_whole(folder, services):
+    """At once: files that have no place are no server that may be restarting."""
+    (services.home / "artifacts").write_text("no folder")
+    heard: list[dict[str, Any]] = []
+    [(asset, error)] = failures_of(run(folder, replace(services, listener=heard.append), None, 0.3)).items()
+    assert asset == "released_model"
+    assert re.search(
+        r"^no version is registered before the MLflow run of split's policy is whole: .*Not a directory", error
+    )
+    assert not [event for event in heard if event["event"] == "note" and "waits" in event["text"]]
+    (services.home / "artifacts").unlink()
+    assert run(folder, services, None, 0.3).succeeded
+
+
+def test_where_the_record_of_runs_has_no_room_the_place_is_told(folder, services, monkeypatch):
+    """SQLite's words name neither file nor disk."""
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr("assets.factory.claim_name", full)
+    [told] = failures_of(run(folder, services, "preference_source")).values()
+    assert re.search(r"^cannot record the run in /\S+ \([\d,]+ bytes free\): .*; make room and run again", told)
+
+
+def test_what_ends_a_run_outside_its_assets_is_told(folder, services, monkeypatch):
+    """Dagster's database is away while an asset begins, and to note that this failed: no asset is said to have failed."""
+    store, told = InMemoryEventLogStorage.store_event, "server closed the connection unexpectedly"
+    lost = {dg.DagsterEventType.STEP_START, dg.DagsterEventType.STEP_FAILURE}
+
+    def away(self: InMemoryEventLogStorage, event: dg.EventLogEntry) -> None:
+        if event.dagster_event is not None and event.dagster_event.event_type in lost:
+            raise OperationalError("INSERT INTO event_logs", {}, Exception(told))
+        store(self, event)
+
+    monkeypatch.setattr(InMemoryEventLogStorage, "store_event", away)
+    report = run(folder, services, "preference_source")
+    assert not report.succeeded and failures_of(report) == {} and told in str(report.error)
+
+
+BROKEN = "{% for m in messages %}\n{{ m.no.no }}{% endfor %}"
+REVERSED = "{% for m in messages | reverse %}{{ m['content'] }} {% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "asset", "told"),
+    [
+        (
+            BROKEN,
+            "tokenization_spec",
+            "{place}: the tokenizer's chat template, line 2, fails on a question",
+        ),
+        (REVERSED, "tokenized_pairs", "none of the 24 pairs can be used; the first: prompt is not a prefix"),
+    ],
+)
+def test_a_template_that_fails_is_told_with_the_field_that_chose_it(folder, services, template, asset, told):
+    """The template comes with the model, whose line is counted by hand in what `run` writes."""
+    (folder / "base" / "chat_template.jinja").write_text(template)
+    [(failed, error)] = failures_of(run(folder, services, "tokenized_pairs")).items()
+    place = f"{folder / 'defs.yaml'}:9: reference.model: ./base"
+    assert failed == asset and error.startswith(told.format(place=place)) and place in error
+
+
+REVERSED_FOR_SOME = REVERSED.replace(
+    "messages | reverse", "(messages | reverse if 'capital' in messages[0]['content'] else messages)"
+)
+
+
+def test_the_recipe_limits_what_may_be_left_out(folder, services):
+    """One row of 25 is none, and the template fits 12 pairs of the other 24. What failed is told with its figures."""
+    (folder / "base" / "chat_template.jinja").write_text(REVERSED_FOR_SOME)
+    with open(folder / "preferences.jsonl", "a") as file:
+        file.write("{}\n")
+    assert failures_of(run(folder, services, "tokenized_pairs", limit=0.5)) == {}
+    for limit, failed, told in ((0.05, "tokenized_pairs", "for 12 pairs"), (0.03, "raw_preferences", "1 of 25 rows")):
+        report = run(folder, services, "tokenized_pairs", limit=limit)
+        [(asset, error)] = failures_of(report).items()
+        assert services.store.folder(asset, report.assets[-1].fingerprint).is_dir(), "it was made, and then checked"
+        assert asset == failed and re.match(rf"the check \w+ failed: {told} .* by data\.max_quarantined", error)
+
+
+def test_the_recipe_limits_what_the_template_may_leave_out(folder, services):
+    """Its template knows of no tools, which 8 of the 24 rows have."""
+    rows = [json.loads(line) for line in open(folder / "preferences.jsonl")]
+    with open(folder / "preferences.jsonl", "w") as file:
+        for number, row in enumerate(rows):
+            file.write(json.dumps(row | {"tools": [{"name": "search"}] if number < 8 else []}) + "\n")
+    assert failures_of(run(folder, services, "tokenized_pairs", limit=0.34)) == {}
+    [(asset, error)] = failures_of(run(folder, services, "tokenized_pairs", limit=0.33)).items()
+    assert asset == "tokenized_pairs"
+    assert error.startswith("the check template_leaves_nothing_out failed: 8 pairs (33.3%) are refused by")
+
+
+TYPO = {"adapter": {"target_modules": ["q_prj"]}}
+FLOAT8 = {"precision": "bfloat16", "head_precision": "float8"}
+BALANCED = {"router_aux_loss_coef": 0.01}
+TARGETS = r"^/\S+/split/defs.yaml:\d+: training.adapter.target_modules: `training.adapter.target_modules`"
+HEAD = r"^/\S+/split/defs.yaml:13: training.head_precision: float8: `training.head_precision: float8`"
+
+
+def at(section: str) -> str:
+    return rf"^/\S+/split/defs.yaml:\d+: {section}.router_aux_loss_coef: 0.01: `{section}.router_aux_loss_coef`"
+
+
+@pytest.mark.parametrize(
+    ("sft", "training", "asset", "told"),
+    [
+        (None, TYPO, "reference_logprobs", f"{TARGETS} names 'q_prj', and in LlamaForCausalLM"),
+        ({"epochs": 1}, TYPO, "reference_model", f"{TARGETS} names 'q_prj'"),
+        (None, FLOAT8, "reference_logprobs", f"{HEAD} needs a GPU"),
+        (None, BALANCED, "reference_logprobs", f"{at('training')}: LlamaForCausalLM is no mixture of experts"),
+        (BALANCED, None, "reference_model", f"{at('reference.sft')}: LlamaForCausalLM is no mixture of experts"),
+    ],
+)
+def test_what_training_would_refuse_is_told_before_any_model_runs(folder, services, sft, training, asset, told):
+    failures = failures_of(run(folder, services, None, sft=sft, training=training))
+    assert failures.keys() == {asset} and re.search(told, failures[asset])
+    assert not list(services.store.root.glob("memo/*/*")) and not list(services.home.glob("jobs/*/checkpoints"))
+
+
+def test_a_job_that_is_taken_up_tells_people_nothing_of_its_earlier_attempts(folder, services, monkeypatch):
+    """MLflow hears it again, so the policy keeps it: an event of 1970, in a job's folder that has checkpoints.
+
+    The machine of the job has a clock that is a minute behind.
+    """
+    run(folder, services, "policy", 0.3)
+    [job] = services.home.glob("jobs/policy-*")
+    for place in ("store/policy", "store/keys/policy"):
+        shutil.rmtree(services.home / place)
+    (job / "checkpoints").mkdir()
+    (job / "events.jsonl").write_text('{"event": "note", "time": 1.0, "text": "of an earlier attempt"}\n')
+    heard: list[dict[str, Any]] = []
+
+    class Behind(InProcess):
+        def start(self, job: Job, lock: BinaryIO | None = None) -> Ended:
+            with monkeypatch.context() as there:
+                ours = time.time
+                there.setattr(time, "time", lambda: ours() - 60)
+                return super().start(job, lock)
+
+    assert run(folder, replace(services, launcher=Behind(), listener=heard.append), "policy", 0.3).succeeded
+    [policy] = services.home.glob("store/policy/*")
+    assert "of an earlier attempt" in (policy / "events.jsonl").read_text()
+    assert {event["event"] for event in heard} >= {"phase", "step"} and all(event["time"] > 1.0 for event in heard)
+
+
+def test_the_report_has_our_words_not_those_of_the_library_below(folder, services, monkeypatch):
+    """The hub's own error is the cause of ours, which names the field and what to do."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    [(asset, error)] = failures_of(run(folder, services, "base_model", model="nobody/nothing")).items()
+    assert asset == "base_model"
+    assert "reference.model: nobody/nothing: it is neither a folder" in error and "HF_HUB_OFFLINE is set" in error
+
+
+class Watched(Registry):
+    """Notes at each move of an alias whether somebody holds the right to decide."""
+
+    def watch(self, lock: Path, store: Store) -> "Watched":
+        self.lock, self.store = lock, store
+        self.held: list[bool] = []
+        return self
+
+    def register(self, name: str, *args: Any, **kwargs: Any) -> Version:
+        self.held.append(is_held(self.lock))
+        self.key = kwargs["identity"]["pedigree.release"]
+        self.is_alone = is_held(self.store.lock_file("released_model", self.key))
+        return super().register(name, *args, **kwargs)
+
+    def nominate(self, version: Version) -> None:
+        self.held.append(is_held(self.lock))
+        super().nominate(version)
+
+    def promote(self, version: Version, over: Version | None) -> bool:
+        self.held.append(is_held(self.lock))
+        return super().promote(version, over)
+
+
+def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, services):
+    """Else two candidates are compared with one champion, and the second replaces the first unseen.
+
+    While files are stored nobody holds it: a rollback would wait for them, and then take back who was promoted meanwhile.
+    """
+    with sole_decision(services.store, "split") as lock:
+        registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(
+            Path(lock.name), services.store
+        )
+    report = run(folder, replace(services, registry=registry), None, 0.25)
+    assert report.succeeded
+    assert registry.held == [False, True, True], "the version, candidate, then champion"
+    assert registry.is_alone, "who releases the same once more waits, and finds it"
+    assert not is_held(registry.lock)
+
+
+class Overtaken(Registry):
+    """Once it was asked who is champion, another home promotes a version of its own, with the same evaluation."""
+
+    is_overtaken = False
+
+    def champion(self, name: str) -> Version | None:
+        found = super().champion(name)
+        if not self.is_overtaken:
+            self.is_overtaken = True
+            client = connect(self.tracking_uri)
+            mine = client.get_model_version_by_alias(name, "candidate")
+            other = client.create_model_version(name, mine.source, mine.run_id, tags=mine.tags)
+            client.set_registered_model_alias(name, "champion", other.version)
+        return found
+
+
+def test_a_candidate_is_compared_with_whoever_is_champion_when_it_is_promoted(folder, services):
+    """Champions of another home and of another program have no evaluation here, or none at all: what to do is told.
+
+    By hand: without one the candidate is promoted, but for another that came meanwhile and has the same losses.
+    """
+    client, elsewhere = connect(services.registry.tracking_uri), "f" * 64
+    client.create_registered_model("split")
+    ways: list[tuple[dict[str, str], str]] = [
+        (
+            {"pedigree.evaluation": elsewhere},
+            rf"copy that home's folder store/evaluation/{elsewhere} to .*cannot download evaluation of split/1: ",
+        ),
+        ({}, "or at none"),
+    ]
+    for tags, told in ways:
+        other = client.create_model_version("split", "file:///elsewhere", tags=tags)
+        client.set_registered_model_alias("split", "champion", other.version)
+        [(asset, error)] = failures_of(run(folder, services, None, 0.6)).items()
+        assert asset == "released_model"
+        assert re.search(f"version {other.version} of split, the champion,.*{told}", error)
+    client.delete_registered_model_alias("split", "champion")
+    registry = Overtaken(services.registry.tracking_uri, services.home / "downloads")
+    report = run(folder, replace(services, registry=registry), None, 0.6)
+    assert report.succeeded and report.is_champion is False
+    assert "is the same as the champion's" in report.reasons
+    assert registry.champion("split").number == int(report.model_version) + 2
+
+
+class Promoted(Registry):
+    """Its server promotes, and is away before it has answered."""
+
+    was_away = False
+
+    def promote(self, version: Version, over: Version | None) -> bool:
+        is_promoted = super().promote(version, over)
+        if not self.was_away:
+            self.was_away = True
+            raise RegistryAway("it restarts")
+        return is_promoted
+
+
+def test_the_reasons_of_a_decision_outlive_a_restart(folder, services):
+    registry = Promoted(services.registry.tracking_uri, services.home / "downloads")
+    report = run(folder, replace(services, registry=registry), None, 0.6)
+    assert registry.was_away and report.is_champion
+    assert report.reasons == "there was no champion before"
+
+
+class Restarting(Registry):
+    """Its server is away when it is first asked for files."""
+
+    was_away = False
+
+    def fetch(self, version: Version, part: str, into: Path) -> Path:
+        if not self.was_away:
+            self.was_away = True
+            raise RegistryAway("it restarts")
+        return super().fetch(version, part, into)
+
+
+def test_a_candidate_is_compared_with_a_champion_of_another_home(folder, services, tmp_path):
+    """As it would be at home: both homes' evaluations have the same pairs, and the champion's comes with its version.
+
+    For a server that restarts meanwhile the release waits, since what it runs for is scheduled.
+    """
+    assert run(folder, services, None, 0.6).is_champion
+    (tmp_path / "other").mkdir()
+    registry = Restarting(services.registry.tracking_uri, services.home / "downloads")
+    champion = registry.champion("split")
+    other = replace(services_in(tmp_path / "other"), tracker=services.tracker, registry=registry)
+    report = run(folder, other, None, 0.6, training={"optimizer": {"learning_rate": 1e-6}})
+    assert report.succeeded
+    fetched = other.store.open("evaluation", champion.fingerprint_of("evaluation"))
+    own = services.store.open("evaluation", fetched.fingerprint)
+    assert f"on {len(rows_by_pair(own))} shared pairs the loss is " in report.reasons
+    assert fetched.manifest == own.manifest and not fetched.folder.samefile(own.folder)
+    assert list((other.store.root / "staging").iterdir()) == []
+
+
+@dataclass
+class Outage:
+    """A server that nobody answers for, at port 9 of loopback, until the registry is asked again: then it is the database."""
+
+    services: Services
+    questions: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.questions > 1
+
+    def tracker(self) -> Tracker:
+        there, gone, outage = self.services.tracker, Tracker("http://127.0.0.1:9", None), self
+
+        class Away(Tracker):
+            @contextmanager
+            def run(self, **about: Any) -> Iterator[TrackedRun]:
+                with (there if outage.is_over else gone).run(**about) as run:
+                    yield run
+
+            def log_evaluation(self, *arguments: Any) -> bool:
+                return (there if outage.is_over else gone).log_evaluation(*arguments)
+
+        return Away("http://127.0.0.1:9", None)
+
+    def registry(self) -> Registry:
+        outage = self
+
+        class Back(Registry):
+            def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
+                outage.questions += 1
+                return super().find_version(name, tags)
+
+        return Back(self.services.registry.tracking_uri, self.services.home / "downloads")
+
+
+def test_a_run_that_found_no_server_is_delivered_by_the_release(folder, services):
+    """Oracle: MLflow. Policy and evaluation were made in the outage; their run is made, and whole, when the server is back.
+
+    The release waits for that, since a version without its run would lack what it was trained with.
+    """
+    outage = Outage(services)
+    report = run(folder, replace(services, tracker=outage.tracker(), registry=outage.registry()), None, 0.25)
+    assert report.succeeded, failures_of(report)
+    client = connect(services.registry.tracking_uri)
+    found = client.get_run(client.get_model_version("split", "1").run_id)
+    assert found.info.status == "FINISHED" and client.get_metric_history(found.info.run_id, "loss")
+    evaluated = {name for name in report.metrics if name.startswith("eval/")}
+    assert evaluated <= found.data.metrics.keys() and found.data.tags["pedigree.evaluation"] in evaluations(report)
+    assert [file.path for file in client.list_artifacts(found.info.run_id, "evaluation")] == ["evaluation/report.html"]
+
+
+def evaluations(report: RunReport) -> set[str | None]:
+    return {asset.fingerprint for asset in report.assets if asset.asset == "evaluation"}

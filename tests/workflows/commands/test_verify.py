@@ -1,0 +1,134 @@
+"""What `pedigree verify` finds: nothing where nothing is wrong, and each kind of harm by its name."""
+
+import errno
+import json
+import math
+import os
+import shutil
+
+import dagster as dg
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from assets.lineage.diff import CORRUPT_RECORD
+from tests.workflows.homes import ATTRIBUTES, Home, edit, flip
+from training.contract.errors import UsageError
+from training.contract.identity.file_hashing import hash_file
+from training.contract.identity.hash_cache import file_hashes
+from training.contract.store.logprob_table import LogProbTable
+from training.contract.store.manifest import MANIFEST, read_manifest
+from workflows.commands.verify import agrees, verify
+
+pytestmark = pytest.mark.slow
+
+
+def folder_of(looking, materialized, asset):
+    [fingerprint] = [a["fingerprint"] for a in materialized[1]["assets"] if a["asset"] == asset]
+    return looking.home / "store" / asset / fingerprint
+
+
+def faults(looking):
+    found = verify(looking.pipeline, looking.services, looking.instance, rows=0)
+    assert found.ok == all(asset.ok for asset in found.artifacts)
+    return {asset.asset: asset.fault for asset in found.artifacts if not asset.ok}
+
+
+def test_a_sound_recipe(looking, materialized):
+    """The live values are not the stored ones read again: the table holds sums of what another batch gave."""
+    found = verify(looking.pipeline, looking.services, looking.instance, rows=5)
+    assert found.ok and found.tolerance == 0.001 and found.advice is None
+    assert [a.asset for a in found.artifacts] == [a["asset"] for a in materialized[1]["assets"]]
+    stored = load_file(folder_of(looking, materialized, "reference_logprobs") / "logprobs.safetensors")
+    assert [row["row"] for row in found.rescored] == [0, 40, 80, 119, 159]
+    for row in found.rescored:
+        assert row["chosen"]["stored"] == stored["chosen_logprobs"][row["row"]]
+        assert math.isclose(row["chosen"]["live"], row["chosen"]["stored"], abs_tol=1e-3)
+
+
+def test_what_lies_outside_the_store(looking):
+    (looking.folder / "preferences.jsonl").write_text("{}\n")
+    flip(looking.folder / "base" / "model.safetensors")
+    assert faults(looking) == {
+        "preference_source": "preferences.jsonl differs (160 -> 1 rows read)",
+        "base_model": "model.safetensors differs",
+    }
+
+
+def test_what_is_no_longer_outside_the_store(looking):
+    (looking.folder / "preferences.jsonl").unlink()
+    [(asset, fault)] = faults(looking).items()
+    assert asset == "preference_source" and "preferences.jsonl" in fault and "does not exist" in fault
+
+
+def test_what_was_released_under_another_name_is_still_whole(looking):
+    edit(looking, {**ATTRIBUTES, "release": {"model_name": "renamed"}})
+    assert faults(looking) == {}
+
+
+def test_flipped_bits_and_lost_files(looking, materialized):
+    flip(folder_of(looking, materialized, "policy") / "model.safetensors")
+    (folder_of(looking, materialized, "evaluation") / "report.html").unlink()
+    flip(folder_of(looking, materialized, "evaluation_spec") / "manifest.json")
+    shutil.rmtree(folder_of(looking, materialized, "training_spec"))
+    flip(next((looking.home / "store" / "memo").glob("*/*/*.safetensors")))
+    record = looking.home / "store" / "keys" / "raw_preferences"
+    flip(next(record.iterdir()))
+    next((record.parent / "tokenized_pairs").iterdir()).unlink()
+    found = faults(looking)
+    assert found["raw_preferences"] == CORRUPT_RECORD
+    assert found["tokenized_pairs"] == "the record of how it was made is no longer in the store"
+    assert found["policy"] == "file model.safetensors of its artifact is corrupt"
+    assert found["evaluation"] == "file report.html of its artifact is corrupt"
+    assert found["evaluation_spec"] == "the manifest of its artifact is corrupt"
+    assert found["training_spec"] == "its files are no longer in the store"
+    assert found["reference_logprobs"].startswith("1 shards of its memo are not what was published: file ")
+
+
+def test_a_file_that_the_disk_refuses_is_told_beside_the_rest(looking, materialized, monkeypatch):
+    folder = folder_of(looking, materialized, "policy")
+
+    def refused(paths, cache):
+        if any(path.is_relative_to(folder) for path in paths):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return file_hashes(paths, cache)
+
+    monkeypatch.setattr("training.contract.store.manifest.file_hashes", refused)
+    flip(folder_of(looking, materialized, "evaluation") / "report.html")
+    found = faults(looking)
+    assert set(found) == {"policy", "evaluation"} and f"{folder} cannot be read: " in found["policy"]
+
+
+def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, materialized):
+    """A table with one wrong value and a manifest that fits it: as a wrong mask or precision would have made it."""
+    folder = folder_of(looking, materialized, "reference_logprobs")
+    table = LogProbTable.read(folder, 160)
+    table.logprobs_P2[0, 0] += np.float64(0.5)
+    table.write(folder)
+    manifest, name = read_manifest(folder), "logprobs.safetensors"
+    entry = manifest.files[name].model_copy(update={"sha256": hash_file(folder / name)})
+    fitting = manifest.model_copy(update={"files": {**manifest.files, name: entry}})
+    (folder / MANIFEST).write_bytes(fitting.sealed())
+    done = Home(looking.home).pedigree("verify", str(looking.folder), "--rows", "3", "--json")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["ok"] and all(asset["ok"] and asset["fault"] is None for asset in found["artifacts"])
+    [row] = [r for r in found["rescored"] if r["row"] == 0]
+    assert row["chosen"]["stored"] - row["chosen"]["live"] == pytest.approx(0.5, abs=1e-3)
+    assert row["rejected"]["stored"] == pytest.approx(row["rejected"]["live"], abs=1e-3)
+    assert f"`pedigree rescore {looking.pipeline.argument}` sets them aside" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "agree"),
+    [(0.125, -0.125, True), (0.25, 0, False), (0, -0.25, False), (math.nan, 0, False), (0, math.nan, False)],
+)
+def test_a_row_agrees_where_both_sides_do(chosen, rejected, agree):
+    sides = {"chosen": chosen, "rejected": rejected}
+    row = {side: {"stored": -5.0, "live": -5.0 + off, "allowed": 0.125} for side, off in sides.items()}
+    assert agrees(row) == agree
+
+
+def test_nothing_to_verify_is_wrong_use(looking):
+    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(UsageError, match=r"pedigree run \S+/small`"):
+        verify(looking.pipeline, looking.services, instance, rows=1)

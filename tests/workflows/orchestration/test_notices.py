@@ -1,0 +1,81 @@
+"""The example of docs/lineage.md: who is told of runs that failed, and of new versions."""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
+from tests.workflows.in_process import services_in, write_inputs
+from workflows.commands.run import materialize
+from workflows.recipes.discovery import load_recipe
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The texts that a webhook was sent."""
+    texts: list[str] = []
+
+    class Webhook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            texts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Webhook) as server:
+        monkeypatch.setenv("NOTICES_URL", f"http://127.0.0.1:{server.server_port}/")
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield texts
+        server.shutdown()
+        thread.join()
+
+
+def test_the_example_tells_of_failures_and_of_versions(tmp_path: Path, demo_maker, packaged_here, told: list[str]):
+    example, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "lineage.md").read_text(), re.DOTALL)
+    sensors: dict[str, Any] = {}
+    exec(example, sensors)
+    folder = tmp_path / "small"
+    folder.mkdir()
+    write_inputs(folder, demo_maker)
+    recipe = load_recipe(write_recipe(folder, ATTRIBUTES))
+    (tmp_path / "home").mkdir()
+    services = services_in(tmp_path / "home")
+    with dg.DagsterInstance.ephemeral() as instance:
+
+        def tell() -> None:
+            [record] = instance.get_run_records(limit=1)
+            run, kind = record.dagster_run, dg.DagsterEventType
+            is_failed = run.status == dg.DagsterRunStatus.FAILURE
+            [event] = instance.all_logs(run.run_id, of_type=kind.RUN_FAILURE if is_failed else kind.RUN_SUCCESS)
+            name = "failures" if is_failed else "releases"
+            context = dg.build_run_status_sensor_context(name, event.dagster_event, instance, run)
+            sensors[name](context.for_run_failure() if is_failed else context)
+
+        assert materialize(recipe, services, instance).succeeded
+        tell()
+        assert materialize(recipe, services, instance).succeeded
+        tell()
+        with (folder / "preferences.jsonl").open("a") as rows:
+            rows.write('{"prompt": "no answers"}\n' * 100)
+        assert not materialize(recipe, services, instance).succeeded
+        tell()
+        (folder / "preferences.jsonl").unlink()
+        assert not materialize(recipe, services, instance).succeeded
+        tell()
+    version, check, failure = told
+    assert version == "models:/small/1, champion: yes. there was no champion before"
+    assert "; quarantine_within_limit: 100 of 124 rows (80.6%) are in quarantine" in check
+    assert (
+        failure.startswith("small__preference_source failed: ")
+        and f"{folder / 'preferences.jsonl'} does not exist" in failure
+    )

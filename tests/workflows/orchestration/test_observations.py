@@ -1,0 +1,150 @@
+"""What the pages of assets say of causes: one event for each change of these, and nothing that starts a run."""
+
+import json
+from pathlib import Path
+
+import dagster as dg
+import pytest
+
+from assets.pipeline.graph import GRAPH
+from assets.views.metadata import verbatim
+from tests.workflows.homes import ATTRIBUTES, latest, write_recipe
+from tests.workflows.orchestration.test_automation import Sensed
+from tests.workflows.ticks import BELOW_ROWS, OTHER_BETA, Conditions
+from workflows.orchestration.observations import CAUSES, STATE, Cursor, observe
+from workflows.state.status import AssetStatus
+
+TWO_ROWS = "preferences.jsonl differs (1 -> 2 rows read)"
+THREE_ROWS = "preferences.jsonl differs (1 -> 3 rows read)"
+LOOKING = {**ATTRIBUTES, "automation": {"on_change": False}}
+
+
+class Watched(Sensed):
+    """A recipe, the sensor that reports its causes, and what is on the pages of its assets."""
+
+    def __init__(self, folder: Path, instance: dg.DagsterInstance, sensor: str):
+        super().__init__(folder, instance)
+        self.sensor = sensor
+
+    def tick(self):
+        sensor = self.definitions.resolve_sensor_def(self.sensor)
+        with dg.build_sensor_context(self.instance, self.cursor, definitions=self.definitions) as context:
+            result = sensor.evaluate_tick(context)
+        self.cursor = result.cursor or self.cursor
+        return result
+
+    def events(self, asset: str = "preference_source"):
+        """State and causes of each observation, the first one first."""
+        records = self.instance.fetch_observations(self.pipeline.key(asset), limit=100, ascending=True).records
+        said = [record.asset_observation.metadata for record in records]
+        return [(metadata[STATE].value, metadata[CAUSES].value) for metadata in said]
+
+    def all_events(self):
+        return {asset: found for asset in GRAPH if (found := self.events(asset))}
+
+
+@pytest.fixture(params=["small_data_sensor", "small_status_sensor"])
+def watched(request, tmp_path, monkeypatch, small_recipe):
+    monkeypatch.setenv("PEDIGREE_HOME", str(tmp_path / "home"))
+    with dg.DagsterInstance.ephemeral() as instance:
+        folder = write_recipe(tmp_path / "small", LOOKING if "status" in request.param else ATTRIBUTES)
+        (folder / "base").symlink_to(small_recipe / "base")
+        watched = Watched(folder, instance, request.param)
+        watched.write("Why?")
+        yield watched
+
+
+def stale(*words):
+    return ("stale", verbatim(words).value)
+
+
+FRESH = ("fresh", "none")
+
+
+def test_what_was_never_materialized_is_not_observed(watched):
+    watched.tick()
+    assert watched.all_events() == {}
+
+
+def test_each_change_of_the_causes_is_one_event(watched):
+    watched.look()
+    watched.tick()
+    assert watched.all_events() == {}, "fresh from the start is no news"
+    watched.write("Why?", "How?")
+    for _ in range(3):
+        watched.tick()
+    assert watched.all_events() == {"preference_source": [stale(TWO_ROWS)]}
+    watched.write("Why?", "How?", "When?")
+    watched.tick()
+    watched.tick()
+    assert watched.events() == [stale(TWO_ROWS), stale(THREE_ROWS)]
+    watched.look()
+    watched.tick()
+    watched.tick()
+    assert watched.all_events() == {"preference_source": [stale(TWO_ROWS), stale(THREE_ROWS), FRESH]}
+
+
+def test_data_that_are_put_back_are_fresh_again(watched):
+    watched.look()
+    for texts in (["Why?", "How?"], ["Why?"], ["Why?", "How?"]):
+        watched.write(*texts)
+        watched.tick()
+    assert watched.events() == [stale(TWO_ROWS), FRESH, stale(TWO_ROWS)]
+
+
+def test_a_sensor_that_lost_its_cursor_says_nothing_twice(watched):
+    watched.look()
+    watched.write("Why?", "How?")
+    watched.tick()
+    watched.cursor = None
+    watched.tick()
+    assert watched.events() == [stale(TWO_ROWS)]
+
+
+def test_an_observation_of_somebody_else_says_nothing_of_ours(watched):
+    watched.look()
+    watched.instance.report_runless_asset_event(dg.AssetObservation(watched.pipeline.key("base_model")))
+    watched.write("Why?", "How?")
+    watched.tick()
+    assert watched.events() == [stale(TWO_ROWS)]
+
+
+@pytest.mark.parametrize("kept", [None, "nothing", f"{'a' * 64} 1700000000"])
+def test_a_cursor_of_an_earlier_version_is_understood(kept):
+    cursor = Cursor.parse(kept)
+    expected = ("a" * 64, 1700000000.0) if kept and kept != "nothing" else ("nothing", 0.0)
+    assert (cursor.asked, cursor.when, cursor.observed) == (*expected, "nothing")
+    assert Cursor.parse(str(cursor)) == cursor
+
+
+def observe_all(conditions: Conditions, state, *causes):
+    found = [AssetStatus(asset, state, causes, f"{asset}-1") for asset in GRAPH]
+    observe(conditions.pipeline, conditions.instance, found)
+
+
+def test_an_observation_changes_no_data_version_and_starts_nothing(tmp_path):
+    """Of every asset, between two ticks, before and after real changes: the conditions ask what they would ask anyway."""
+    with dg.DagsterInstance.ephemeral() as instance:
+        conditions = Conditions(write_recipe(tmp_path / "small", ATTRIBUTES), instance)
+        conditions.tick()
+        conditions.materialize(1, *GRAPH)
+        conditions.tick()
+        observe_all(conditions, "stale", "loss.beta 0.1 -> 0.2")
+        assert [conditions.tick(), conditions.tick()] == [set(), set()]
+        conditions.materialize(2, "preference_source")
+        observe_all(conditions, "stale", "preferences.jsonl differs")
+        assert [conditions.tick(), conditions.tick()] == [BELOW_ROWS, set()]
+        conditions.materialize(2, *(asset for asset in GRAPH if asset in BELOW_ROWS))
+        observe_all(conditions, "fresh")
+        assert [conditions.tick(), conditions.tick()] == [set(), set()]
+        write_recipe(conditions.folder, OTHER_BETA)
+        assert conditions.tick() == {"training_spec", "evaluation_spec", "policy", "evaluation", "released_model"}
+        for asset in GRAPH:
+            key = conditions.pipeline.key(asset)
+            assert (
+                latest(instance, key).fingerprint
+                == f"{asset}-{2 if asset in {*BELOW_ROWS, 'preference_source'} else 1}"
+            )
+            [observation, *_] = instance.fetch_observations(key, limit=1).records
+            tags = observation.asset_observation.tags or {}
+            assert "dagster/data_version" not in json.dumps(dict(tags))

@@ -1,0 +1,532 @@
+"""A recipe's folder as a pipeline: what it declares, and how two of them live in one graph."""
+
+import datetime
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import dagster as dg
+import pytest
+import yaml
+from dagster.components.component_scaffolding import scaffold_object
+
+from assets.pipeline.graph import GRAPH
+from tests.workflows.homes import ATTRIBUTES, ROOT, write_recipe
+from training.contract.config.recipe import Recipe
+from training.contract.errors import RecipeError, UsageError
+from training.contract.identity.fingerprint import fingerprint, short
+from training.contract.identity.software import SOFTWARE
+from workflows.definitions import definitions_in
+from workflows.orchestration.resources import services
+from workflows.recipes.component import DEFS
+from workflows.recipes.discovery import load_recipe, load_recipes
+from workflows.recipes.scaffold import init_recipe
+
+# Written by hand from docs/architecture.md: asset -> (group, direct dependencies, in the GPU pool).
+EXPECTED = {
+    "preference_source": ("sources", set(), False),
+    "base_model": ("sources", set(), False),
+    "tokenization_spec": ("specs", set(), False),
+    "training_spec": ("specs", set(), False),
+    "evaluation_spec": ("specs", set(), False),
+    "release_spec": ("specs", set(), False),
+    "raw_preferences": ("data", {"preference_source"}, False),
+    "tokenized_pairs": ("data", {"raw_preferences", "tokenization_spec"}, False),
+    "reference_model": ("reference", {"base_model", "tokenized_pairs"}, True),
+    "reference_logprobs": ("reference", {"tokenized_pairs", "reference_model"}, True),
+    "policy": ("training", {"tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"}, True),
+    "evaluation": (
+        "evaluation",
+        {"policy", "reference_logprobs", "reference_model", "tokenized_pairs", "evaluation_spec"},
+        True,
+    ),
+    "released_model": ("release", {"policy", "evaluation", "tokenization_spec", "release_spec"}, False),
+}
+
+
+def graph_of(*folders):
+    """The asset graph of recipes side by side, as `workflows.definitions` puts them together."""
+    loaded = [load_recipe(folder).definitions for folder in folders]
+    return dg.Definitions.merge(*loaded, dg.Definitions(resources={"services": services})).resolve_asset_graph()
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return graph_of(DEFS / "demo")
+
+
+def test_what_only_looks_at_one_of_many_variants_makes_no_assets_of_all(tmp_path, monkeypatch):
+    """Thirteen assets of a hundred variants cost Dagster seconds; a schedule that cannot be is told without them."""
+    folder = write_recipe(tmp_path / "many", {**ATTRIBUTES, "variants": {"a": {"training": {"seed": 1}}}})
+    made = []
+
+    def declare(pipeline):
+        made.append(pipeline.name)
+        return []
+
+    monkeypatch.setattr("workflows.recipes.discovery.declare_assets", declare)
+    loaded = load_recipe(folder, "a")
+    assert made == []
+    assert (len(list(loaded.definitions.jobs)), made) == (2, ["many-a"])
+
+
+PIPELINES = """
+from workflows.definitions import defs
+print(sorted({key.path[0] for key in defs().resolve_asset_graph().get_all_asset_keys()}))
+"""
+
+
+def test_an_installed_package_shows_the_recipes_it_is_told_of(tmp_path: Path):
+    """Copied is what the build takes: the modules of the packages that pyproject.toml lists. No recipe is among them, and no
+    project of Dagster's is around it."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    site = tmp_path / "site"
+    for package in build["packages"]:
+        place = package.replace(".", "/")
+        (site / place).mkdir(parents=True)
+        for module in (ROOT / build["package-dir"].get(package, place)).glob("*.py"):
+            shutil.copy(module, site / place)
+    for name in ("one", "two"):
+        write_recipe(tmp_path / "recipes" / name, ATTRIBUTES)
+    told = {"PYTHONPATH": str(site), "PEDIGREE_RECIPES": str(tmp_path / "recipes")}
+    done = subprocess.run(
+        [sys.executable, "-c", PIPELINES],
+        cwd=tmp_path,
+        env=os.environ | told,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "['one', 'two']"
+
+
+def test_the_graph_of_the_demo(demo):
+    found = {
+        key.path[1]: (
+            demo.get(key).group_name,
+            {parent.path[1] for parent in demo.get(key).parent_keys},
+            demo.get(key).pools == {"gpu"},
+        )
+        for key in demo.get_all_asset_keys()
+    }
+    assert found == EXPECTED
+    assert list(GRAPH) == list(EXPECTED)
+
+
+def test_every_asset_is_described(demo):
+    for key in demo.get_all_asset_keys():
+        node = demo.get(key)
+        assert node.description and node.owners and node.kinds and node.code_version
+
+
+def test_without_supervised_tuning_the_reference_needs_no_pairs(tmp_path):
+    graph = graph_of(write_recipe(tmp_path / "plain", ATTRIBUTES))
+    parents = graph.get(dg.AssetKey(["plain", "reference_model"])).parent_keys
+    assert parents == {dg.AssetKey(["plain", "base_model"])}
+
+
+def test_paths_are_taken_from_the_file(tmp_path):
+    (tmp_path / "shared-model").mkdir()
+    attributes = {**ATTRIBUTES, "reference": {"model": "../shared-model"}}
+    recipe = load_recipe(write_recipe(tmp_path / "here", attributes)).pipeline.recipe
+    assert recipe.data.sources[0].path == str(tmp_path / "here" / "preferences.jsonl")
+    assert recipe.reference.model == str(tmp_path / "shared-model")
+
+
+def test_scientific_notation_is_a_number(tmp_path):
+    folder = write_recipe(tmp_path / "small", ATTRIBUTES)
+    text = (folder / "defs.yaml").read_text().replace("learning_rate: 0.001", "learning_rate: 5e-7")
+    assert "5e-7" in text
+    (folder / "defs.yaml").write_text(text)
+    assert load_recipe(folder).pipeline.recipe.training.optimizer.learning_rate == 5e-7
+
+
+# Of a recipe that says no more than it must. Another value is another key, and everything of that asset is made again.
+CODE_VERSIONS = {
+    "preference_source": "2-10e93c011412",
+    "base_model": "1-10e93c011412",
+    "tokenization_spec": "1-ae782c9ff1ed",
+    "training_spec": "1-b343bf3cd062",
+    "evaluation_spec": "1-7d6b65356284",
+    "release_spec": "1-844703f1d875",
+    "raw_preferences": "9-eb4c85cd1786",
+    "tokenized_pairs": "2-10e93c011412",
+    "reference_model": "1-10e93c011412",
+    "reference_logprobs": "1-889cc2145936",
+    "policy": "1-10e93c011412",
+    "evaluation": "5-10e93c011412",
+    "released_model": "1-afa24be79c31",
+}
+
+
+def test_what_a_store_has_of_a_recipe_is_found_again():
+    """As it was when stores were filled; a field that is added leaves the key as it is at its default, or comes with a version.
+
+    With version 2 of `preference_source` the extension by which a file is read counts. With version 4 of `raw_preferences` rows
+    may hold arguments for the template, and with version 5 transcripts may begin in `prompt`, and `history` counts beside all
+    plain text. So they have to be read again anyway: version 6 counts pairs that repeat another. Version 7 has the lines of CSV
+    and takes no source without a row. Version 9 reads more formats. With version 2 of `tokenized_pairs` a pair is dropped of
+    which the template leaves out a message. With version 5 of `evaluation` samples end as those of the released model do.
+    `disable_dropout` counts at its default too, since before it policies were trained with the dropout of their config.
+
+    The versions of the libraries are beside all that: what others made is compared and used again.
+    """
+    recipe = Recipe.model_validate(yaml.safe_load(f"{{{MINIMAL}}}"))
+    of_any_software = {}
+    for asset, node in GRAPH.items():
+        settings = {name: value for name, value in node.reads(recipe).items() if name != SOFTWARE}
+        of_any_software[asset] = f"{node.version}-{short(fingerprint('settings', settings))}"
+    assert of_any_software == CODE_VERSIONS
+    assert {asset for asset in GRAPH if SOFTWARE in GRAPH[asset].reads(recipe)} == {
+        "tokenization_spec",
+        "tokenized_pairs",
+        "reference_logprobs",
+    }
+    faster = recipe.training.model_copy(update={"head_precision": "float8"})
+    balanced = recipe.training.model_copy(update={"router_aux_loss_coef": 0.01})
+    dated = recipe.tokenization.model_copy(update={"date": datetime.date(2026, 11, 22)})
+    for section, changed in (("training", faster), ("training", balanced), ("tokenization", dated)):
+        other, asset = recipe.model_copy(update={section: changed}), f"{section}_spec"
+        assert GRAPH[asset].code_version(other) != GRAPH[asset].code_version(recipe), "at any other value it counts"
+
+
+def test_a_tuned_model_that_a_store_has_is_found_again():
+    """Also as it was when stores were filled, with the fields of `sft` at their defaults."""
+    found = []
+    for written in ("{}", "{router_aux_loss_coef: 0}", "{router_aux_loss_coef: 0.01}"):
+        text = MINIMAL.replace("model: ./b", f"model: ./b, sft: {written}")
+        found.append(GRAPH["reference_model"].code_version(Recipe.model_validate(yaml.safe_load(f"{{{text}}}"))))
+    assert found[:2] == ["1-abc63bacde0d"] * 2 and found[2] != found[0]
+
+
+MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "told"),
+    [
+        ("{%s, training: {batchsize: 3}}", "3: training.batchsize: there is no such field; did you mean `batch_size`?"),
+        ("{%s, training: {optimizer: {momentun: 0.5}}}", "training.optimizer.momentun: .*`momentum`"),
+        (
+            "{%s, evaluation: {zzz: 3}}",
+            "evaluation.zzz: there is no such field; expected one of samples, max_new_tokens",
+        ),
+        ("{%s, training: {batch_size: -4}}", "3: training.batch_size: input should be .* equal to 1, found -4"),
+        ("{data: {sources: [{hub: a/b}]}, reference: {model: b}, release: {}}", "3: release.model_name: it is missing"),
+        ("{%s, evaluation: {samples: 1},\n  evaluation: {samples: 2}}", "`evaluation` stands on the lines 3 and 4"),
+        ("{%s, automation: {cron: every day}}", "3: automation.cron: every day: it .* expected five fields"),
+        ("{%s, automation: {cron: '0 6 31 2,4 *'}}", r"3: automation.cron: 0 6 31 2,4 \*: it .* expected five fields"),
+        (
+            "{%s, automation: {cron: '0 6 * * 1', timezone: Europe}}",
+            "3: automation.timezone: Europe: it is not a known time zone",
+        ),
+        (
+            "{%s, automation: {cron: '0 6 * * 1', timezone: ../x}}",
+            "3: automation.timezone: ../x: it is not a known time zone",
+        ),
+        (
+            "{%s, automation: {cron: '0 6 * * 1', timezone: Mars}}",
+            "3: automation.timezone: Mars: it is not a known time zone",
+        ),
+        (
+            "{%s, training: {loss: {type: sigmiod}}}",
+            "loss.type: expected 'sigmoid', .* found 'sigmiod'; did you mean `sigmoid`",
+        ),
+        ("{%s, training: {loss: {type: dpo}}}", "found 'dpo'; did you mean `sigmoid`"),
+        ("{%s, training: {loss: {type: sigmoid_norm}}}", "found 'sigmoid_norm'; did you mean `dpo_norm`"),
+        ("{%s, training: {loss: {type: kto_pair}}}", "found 'kto_pair'$"),
+        ("{%s, training: {precision: bf16}}", "found 'bf16'; did you mean `bfloat16`"),
+        ("{%s, training: {warmup_steps: 10}}", "no such field; did you mean `training.schedule.warmup_ratio`"),
+        (
+            "{%s, training: {loss: {rpo_alpha: 1.0}}}",
+            "rpo_alpha: there is no such field; did you mean `training.loss.of`",
+        ),
+        (
+            "{%s, tokenization: {max_prompt_length: 9}}",
+            "no such field: `tokenization.max_length` is of prompt and response",
+        ),
+        ("{%s, training: {adapter: {r: 8}}}", "no such field; did you mean `training.adapter.rank`"),
+        ("{%s, compute: {device: gpu}}", "compute.device: expected 'auto', 'cpu' or 'cuda', found 'gpu'$"),
+        ("{%s, training: {seed: null}}", "3: training.seed: .*, found null$"),
+        ("{%s, training: {max_steps: 1:30}}", r":3: YAML reads 1:30 as 90 \(.*\); write the number in full"),
+        ("{%s, training: {max_steps: 012}}", r":3: YAML reads 012 as 10 \("),
+        ("{%s, training: {optimizer: {weight_decay: 1:30.5}}}", r":3: YAML reads 1:30.5 as 90.5 \("),
+        (
+            "{%s, variants: {hot: {training: {seed: -07}}}}",
+            r":3: YAML reads -07 as -7 .*, or '-07' in quotes if it is te",
+        ),
+        ("{%s, training: {loss: hinge}}", r"training.loss: expected a section with fields \(type, .*\), found 'hinge'"),
+        ("{%s, training: {beta: 1}}", "training.beta: there is no such field; did you mean `training.loss.beta`"),
+        ("{%s, reference: {sft: {learning_rate: 1}, model: b}}", "`reference.sft.optimizer.learning_rate`"),
+        (
+            "{%s, training: {adapter: {target_modules: []}}}",
+            "target_modules: expected 'all-linear', .*, or expected at least 1",
+        ),
+        (
+            "{data: {sources: a.jsonl}, reference: {model: b}, release: {model_name: x}}",
+            "sources: expected a list, found 'a",
+        ),
+        (
+            "{data: {sources: [{path: a, name: '1'}]}, reference: {model: b}, "
+            "release: {model_name: x, gate: {min_accuracy_of: {1: 0.5}}}}",
+            r"3: release.gate.min_accuracy_of.1: input should be a valid string, found 1$",
+        ),
+        ("{%s, evaluation: {samples: " + "x" * 99 + "}}", r"evaluation.samples: .*, found 'x{79} \.\.\.$"),
+        ("{%s, training: {loss: {loss: hinge}}}", r"training.loss.loss: (?!.*`training.loss`)"),
+        (
+            "{data: {sources: [{pathh: a}]}, reference: {model: b}, release: {model_name: x}}",
+            r"3: data.sources.0.pathh: .*`path`\?$",
+        ),
+        ("{%s, variants: {one: hinge}}", r"variants.one: expected a section with fields \(data, tok.*, found 'hinge'"),
+        (
+            "{data: {sources: [{path: ''}]}, reference: {model: b}, release: {model_name: x}}",
+            "3: data.sources.0.path: expected text, found ''; leave the field out, or give it a value$",
+        ),
+        (
+            "{data: {sources: [{path: a, columns: {chosen: yes}}]}, reference: {model: b}, release: {model_name: x}}",
+            r"3: data.sources.0.columns.chosen: expected text, in quotes, found true \(YAML also reads yes, no, on and off as",
+        ),
+        (
+            "{%s, training: {adapter: yes}}",
+            r"3: training.adapter: .* fields \(type, rank, .*\), found true \(YAML also",
+        ),
+        (
+            "{%s, compute: {parallel: no}}",
+            r"3: compute.parallel: expected 'auto', .* or 'hsdp', found false \(YAML also",
+        ),
+        (
+            "{%s, training: {optimizer: {betas: on}}}",
+            r"3: training.optimizer.betas: expected a list, found true \(YAML",
+        ),
+        (
+            "{%s, training: {optimizer: on}}",
+            r"3: training.optimizer: expected a section, for .*, found true \(YAML also",
+        ),
+        ("{%s, tokenization: {template_kwargs: 1}}", r"3: tokenization.template_kwargs: expected a section, found 1$"),
+        ("{%s, compute: {precision: float32}}", r"3: compute.precision: .*; did you mean `training.precision`\?$"),
+        ("{%s, variants: {'a b': {}}}", "variants.a b: expected only letters, digits, `-` and `_`, found 'a b'$"),
+        (
+            "{data: {sources: [{path: a}]}, reference: {model: b}, release: {model_name: x/y}}",
+            "3: release.model_name: expected only letters, digits, `-`, `_` and `.`, and not dots alone, found 'x/y'$",
+        ),
+        ("{%s, automation: {timezone: ' '}}", "3: automation.timezone: expected text, found ' '"),
+        ("{%s}\n\tx: 1", ":4: this is no YAML: .* \\(YAML is indented with spaces\\)"),
+        ("", "`attributes` is missing"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path, attributes, told):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    text = attributes.replace("%s", MINIMAL)
+    (folder / "defs.yaml").write_text(f"type: workflows.PreferenceTuning\nattributes:\n  {text}\n")
+    with pytest.raises(RecipeError, match=told) as error:
+        load_recipe(folder)
+    message = str(error.value)
+    assert message.startswith(str(folder / "defs.yaml")) and message.count("defs.yaml") == len(message.splitlines())
+    assert "at least 1 item, found (" not in message  # pydantic's count of the sources that are sound
+
+
+# Lines are counted by hand; %s is what the case adds to the training.
+CONTRADICTIONS = """\
+type: workflows.PreferenceTuning
+attributes:
+  data:
+    sources:
+      - path: a.jsonl
+        held_out: %(held_out)s
+      - path: b.jsonl
+        name: b
+  reference: {model: %(model)s}
+  training:
+    epochs: 2
+    %(training)s
+    loss: {type: sigmoid}
+  release:
+    model_name: x
+    gate:
+      min_accuracy_of: {%(floor)s: 0.5}
+  variants:
+    hot:
+      training:
+        seed: 2
+        %(hot)s
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        ({"training": "start_from: champion"}, "12: training.start_from: `training.start_from: champion` starts from"),
+        ({"training": "head_precision: float8"}, "12: training.head_precision: `head_precision: float8` needs"),
+        ({"model": "models:/x@champion"}, "9: reference.model: `reference.model: models:/x@champion` is what this"),
+        ({"floor": "c"}, "17: release.gate.min_accuracy_of: `release.gate.min_accuracy_of` has c, but"),
+        ({"held_out": "true\n        split: x"}, "7: data.sources.0.split: `config`, `split` and `revision` belong"),
+        (
+            {"hot": "head_precision: float8"},
+            "22: variants.hot.training.head_precision: `head_precision: float8` needs",
+        ),
+        (
+            {"hot": "adapter: {export: adapter}\n        start_from: champion"},
+            "23: variants.hot.training.start_from: `start_from: champion` with `adapter.export: adapter`",
+        ),
+    ],
+)
+def test_fields_that_contradict_each_other_are_told_with_the_line_of_one(tmp_path, case, told):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    valid = {"held_out": "true", "model": "./b", "training": "seed: 1", "floor": "b", "hot": "batch_size: 3"}
+    (folder / "defs.yaml").write_text(CONTRADICTIONS % (valid | case))
+    with pytest.raises(RecipeError, match=told):
+        load_recipes(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"", "expected .*`type: workflows.PreferenceTuning`.*; it has nothing in it"),
+        (b"attributes: {}\n", "; it has no `type`"),
+        (b"type: workflows.Nothing\nattributes: {}\n", "; it has workflows.Nothing"),
+        (b"type: workflows.PreferenceTuning\n---\ntype: workflows.PreferenceTuning\n", "; it holds 2 of them"),
+        (b"type: [oops\n  a: b", "2: this is no YAML: "),
+        ("ä: ö\nb: \0".encode(), "2: this is no YAML: it has the character U\\+0000$"),
+        (b"type: workflows.PreferenceTuning\n# caf\xe9\n", "2: byte 0xe9 is no UTF-8: save the file as that"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_named(tmp_path, content, told):
+    folder = tmp_path / "wrong"
+    folder.mkdir()
+    (folder / "defs.yaml").write_bytes(content)
+    with pytest.raises(RecipeError, match=r"wrong/defs\.yaml:.*" + told):
+        load_recipe(folder)
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    """Another user's, in a folder of recipes that several share. Played, since root may read it."""
+    folder = write_recipe(tmp_path / "theirs", ATTRIBUTES)
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(RecipeError, match=r"theirs/defs\.yaml: it cannot be read: Permission denied"):
+        load_recipe(folder)
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_web_servers_tell_of_a_wrong_recipe_in_the_same_words(tmp_path, link):
+    """What Dagster reads by itself too, from the folder `defs` of the project: without its own words for it."""
+    write_recipe(tmp_path / "defs" / "right", ATTRIBUTES)
+    wrong = write_recipe(tmp_path / "group" / "wrong", {**ATTRIBUTES, "training": {"epoch": 3}})
+    (tmp_path / "defs" / "group").symlink_to(wrong.parent) if link else wrong.parent.rename(tmp_path / "defs" / "group")
+    another = tmp_path / "defs" / "another" / "defs.yaml"
+    another.parent.mkdir()
+    another.write_text("type: dagster.DefinitionsComponent\nattributes: {path: code.py}\n")
+    with pytest.raises(
+        RecipeError, match=r"group/wrong/defs.yaml:\d+: training.epoch: .* did you mean `epochs`"
+    ) as error:
+        definitions_in(tmp_path)
+    assert error.value.__cause__ is None and error.value.__suppress_context__
+
+
+@pytest.mark.parametrize(
+    "name", ["pedigree.PreferenceTuning", "workflow.PreferenceTuning", "__main__.X", "dagster.Nothing"]
+)
+def test_the_web_servers_tell_of_a_type_that_there_is_not(tmp_path, name):
+    file = write_recipe(tmp_path / "defs" / "wrong", ATTRIBUTES) / "defs.yaml"
+    file.write_text(file.read_text().replace("workflows.PreferenceTuning", name))
+    with pytest.raises(RecipeError, match=rf"wrong/defs.yaml: expected one document with .*; it has {name}"):
+        definitions_in(tmp_path)
+
+
+RENDERED = (
+    "post_processing: {assets: [{attributes: {group_name: \"{{ cycler.__init__.__globals__.os.system('id') }}\"}}]}"
+)
+
+
+@pytest.mark.parametrize(
+    ("beside", "what"),
+    [
+        (RENDERED, "`post_processing`"),
+        ("template_vars_module: .code", "`template_vars_module`"),
+        ("---\ntype: dagster.DefinitionsComponent\nattributes: {path: code.py}", "another document"),
+    ],
+)
+def test_what_stands_beside_a_recipe_is_not_run(tmp_path, beside, what):
+    """Dagster renders such Jinja outside of a sandbox, and imports such modules, before anybody has asked for a run."""
+    folder = write_recipe(tmp_path / "defs" / "other", ATTRIBUTES)
+    with open(folder / "defs.yaml", "a") as file:
+        line = 1 + len((folder / "defs.yaml").read_text().splitlines()) + beside.startswith("---")
+        file.write(f"{beside}\n")
+    for load in (lambda: load_recipe(folder), lambda: definitions_in(tmp_path)):
+        with pytest.raises(RecipeError, match=rf"defs\.yaml:{line}: there is more here than a recipe: {what};"):
+            load()
+
+
+def test_two_recipes_side_by_side(tmp_path):
+    """Dagster takes no hyphen in the names of jobs, schedules and sensors, but in asset keys."""
+    graph = graph_of(*(write_recipe(tmp_path / name, ATTRIBUTES) for name in ("one", "my-model")))
+    assert {key.path[0] for key in graph.get_all_asset_keys()} == {"one", "my-model"}
+    assert len(graph.get_all_asset_keys()) == 2 * len(EXPECTED)
+
+
+def test_every_shipped_recipe_loads():
+    for file in DEFS.glob("*/defs.yaml"):
+        load_recipe(file.parent)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["check", "defs"], ["list", "defs"]])
+def test_dg_finds_the_definitions(command):
+    """Its `check yaml` is a part of `check defs`."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("dg")), *command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if command == ["list", "defs"]:
+        for name in ("demo/released_model", "demo_schedule", "demo_data_sensor"):
+            assert name in done.stdout
+
+
+def test_what_dg_scaffolds_is_a_recipe_to_fill_in(tmp_path):
+    """`dg scaffold defs workflows.PreferenceTuning my-model` ends in this call of Dagster's."""
+    folder = tmp_path / "my-model"
+    scaffold_object(folder, "workflows.PreferenceTuning", None, "yaml", None)
+    recipe = load_recipe(folder).pipeline.recipe
+    assert (recipe.release.model_name, recipe.reference.model) == ("my-model", str(folder / "base"))
+    with pytest.raises(UsageError, match="a folder of its own"):
+        scaffold_object(folder, "workflows.PreferenceTuning", None, "python", None)
+
+
+def test_init_writes_the_same_recipe_anywhere_and_over_no_other_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scaffold_object(tmp_path / "my-model", "workflows.PreferenceTuning", None, "yaml", None)
+    file = init_recipe(Path("far/my-model"))
+    assert file == tmp_path / "far" / "my-model" / "defs.yaml"
+    assert file.read_text() == (tmp_path / "my-model" / "defs.yaml").read_text()
+    file.write_text("mine")
+    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml is there already"):
+        init_recipe(Path("far/my-model"))
+    with pytest.raises(UsageError, match=r"far/my-model/defs\.yaml/x/defs\.yaml cannot be written: Not a directory"):
+        init_recipe(file / "x")
+    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
+        init_recipe(Path("my model"))
+    assert file.read_text() == "mine" and not Path("my model").exists()
+    for name in ("123", "null", "on"):  # no text to YAML, unless it is quoted
+        assert load_recipe(init_recipe(Path(name)).parent).pipeline.recipe.release.model_name == name
+
+
+def test_a_name_dagster_cannot_take_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="'my model' gives the pipeline its name"):
+        load_recipe(write_recipe(tmp_path / "my model", ATTRIBUTES))
+
+
+def test_a_recipe_that_would_start_itself_again_is_refused(tmp_path):
+    attributes = {**ATTRIBUTES, "reference": {"model": "models:/small@champion"}}
+    with pytest.raises(RecipeError, match="on_change: false"):
+        load_recipe(write_recipe(tmp_path / "loop", attributes))
+    attributes["automation"] = {"on_change": False, "cron": "0 6 * * 1"}
+    load_recipe(write_recipe(tmp_path / "weekly", attributes))

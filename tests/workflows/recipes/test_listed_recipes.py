@@ -1,0 +1,242 @@
+"""Recipes outside the project, which PEDIGREE_RECIPES lists: one that is wrong, or cannot be seen, leaves the others alone."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import dagster as dg
+import pytest
+from click.testing import CliRunner
+
+from assets.pipeline.graph import GRAPH
+from tests.privileges import without_privileges
+from tests.workflows.homes import ATTRIBUTES, write_recipe
+from training.contract.errors import UsageError
+from workflows.cli.main import main
+from workflows.definitions import defs
+from workflows.recipes.component import DEFS
+from workflows.recipes.discovery import extra_recipes, load_recipes, recipe_folders, recipe_place
+from workflows.recipes.yaml_file import variant_names
+
+
+def assert_fails_alone(name: str, told: str, others: set[str]) -> None:
+    found, prefix = defs(), name.replace("-", "_")
+    assert {key.to_user_string() for key in found.resolve_asset_graph().get_all_asset_keys()} == {
+        f"{recipe}/{asset}" for recipe in (name, *others) for asset in GRAPH
+    }
+    for job in (f"{prefix}_retrain", f"{prefix}_look"):
+        run = found.resolve_job_def(job).execute_in_process(raise_on_error=False)
+        failed = {
+            event.step_key: event.step_failure_data.error.cause.message for event in run.get_step_failure_events()
+        }
+        assert failed and all(told in message for message in failed.values())
+    [sensor] = [each for each in found.sensors if each.name == f"{prefix}_data_sensor"]
+    with pytest.raises(UsageError, match=re.escape(told)):
+        sensor(dg.build_sensor_context())
+    assert sensor.default_status == dg.DefaultSensorStatus.RUNNING
+
+
+def assets_of(recipes: set[str]) -> set[str]:
+    return {f"{recipe}/{asset}" for recipe in recipes for asset in GRAPH}
+
+
+@pytest.mark.parametrize("variable", ["PEDIGREE_RECIPES", "PEDIGREE_ONLY_RECIPES"])
+def test_recipes_are_shown_beside_those_of_the_project_or_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+):
+    """A recipe that is to be shown alone may have the name of one of the project's, or be one of them."""
+    of_project = {"demo"} if variable == "PEDIGREE_RECIPES" else set()
+    for name in ("folder/one", "folder/two", "three", "four", "other/demo"):
+        write_recipe(tmp_path / name, ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path / "four"))
+    monkeypatch.setenv(variable, f"{tmp_path / 'folder'}:{tmp_path / 'three'}")
+    assert shown_assets() == assets_of({"one", "two", "three", *of_project})
+    monkeypatch.setenv(variable, str(DEFS / "demo"))
+    assert shown_assets() == assets_of({"demo"})
+    monkeypatch.setenv("PEDIGREE_ONLY_RECIPES", str(tmp_path / "other" / "demo"))
+    [alone] = extra_recipes()
+    assert (alone.folder, alone.name, alone.fault) == (tmp_path / "other" / "demo", "demo", None)
+
+
+def shown_assets() -> set[str]:
+    return {key.to_user_string() for key in defs().resolve_asset_graph().get_all_asset_keys()}
+
+
+def test_a_recipe_that_is_shown_alone_and_goes_is_told_with_the_list_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PEDIGREE_ONLY_RECIPES", str(tmp_path / "gone"))
+    assert_fails_alone("gone", f"PEDIGREE_ONLY_RECIPES: '{tmp_path}/gone' is neither", set())
+
+
+def test_a_wrong_recipe_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever there is to run of it says what is wrong, by the names that runs and sensors which began before have for it."""
+    write_recipe(tmp_path / "right", ATTRIBUTES)
+    write_recipe(tmp_path / "not-right", {**ATTRIBUTES, "training": {"epoch": 3}})
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
+    told = "not-right/defs.yaml:12: training.epoch: there is no such field; did you mean `epochs`?"
+    assert_fails_alone("not-right", told, {"demo", "right"})
+
+
+def test_recipes_that_are_gone_and_recipes_of_one_name_fail_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A folder of recipes that has none stands for those that were in it. Which of two of a name is meant nobody can say."""
+    places = [tmp_path / name for name in ("first", "second", "gone")]
+    for folder in (places[0] / "right", places[0] / "one-name", places[1] / "one_name"):
+        write_recipe(folder, ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", ":".join(map(str, places)))
+    others = {"demo", "right", "one-name", "gone"}
+    told = f"PEDIGREE_RECIPES: '{places[2]}' is neither a recipe of this project (demo) nor a folder with a defs.yaml"
+    assert_fails_alone("gone", told, others - {"gone"})
+    told = f"one_name is the name of a recipe or a variant in {places[0]}/one-name and of one in {places[1]}/one_name"
+    assert_fails_alone("one-name", told, others - {"one-name"})
+
+
+def test_a_recipe_whose_variant_has_the_name_of_another_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Dagster would show one of the two without a word: nothing would tell that the other is never made."""
+    hot = {"variants": {"hot": {"training": {"loss": {"beta": 0.5}}}}}
+    write_recipe(tmp_path / "first" / "mine", ATTRIBUTES | hot)
+    write_recipe(tmp_path / "second" / "mine-hot", ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", f"{tmp_path / 'first'}:{tmp_path / 'second'}")
+    told = f"mine-hot is the name of a recipe or a variant in {tmp_path}/second/mine-hot and of one in {tmp_path}/first/mine"
+    assert_fails_alone("mine", told, {"demo", "mine-hot"})
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("right.bak", "the folder 'right.bak' gives the pipeline its name; expected letters, digits, _ and - only"),
+        ("demo", f"demo is the name of a recipe or a variant in {DEFS}/demo and of one in "),
+    ],
+)
+def test_a_recipe_that_cannot_have_its_name_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+):
+    """A copy beside a recipe, say, is enough: both names of one key, or one that Dagster refuses, would stop all of them."""
+    for folder in ("right", name):
+        write_recipe(tmp_path / folder, ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
+    [spare] = [extra.name for extra in extra_recipes() if extra.folder.name == name]
+    assert re.fullmatch(f"{name.replace('.', '_')}_[0-9a-f]{{12}}", spare)
+    assert_fails_alone(spare, told, {"demo", "right"})
+
+
+def test_a_folder_that_is_gone_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path / "recipes.d"))
+    [extra] = extra_recipes()
+    assert_fails_alone(extra.name, f"PEDIGREE_RECIPES: '{tmp_path}/recipes.d' is neither", {"demo"})
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_a_recipe_above_others_does_not_hide_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None):
+    """A file that was saved a level too high, right or empty."""
+    place = tmp_path / "recipes"
+    for folder in (place / "right", place):
+        write_recipe(folder, ATTRIBUTES)
+    if content is not None:
+        (place / "defs.yaml").write_text(content)
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(place))
+    assert_fails_alone(
+        "recipes", f"{place} is a recipe and holds others (right): move its defs.yaml", {"demo", "right"}
+    )
+    assert recipe_place(str(place)) == place
+
+
+ODD = r"""
+type: workflows.PreferenceTuning
+attributes:
+  data: {sources: [{path: a.jsonl}]}
+  reference: {model: ./b}
+  release: {model_name: x}
+  tokenization: {template_kwargs: {system: "Be nice"}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (ODD.replace("Be nice", r"\ud83d\ude00"), r"defs.yaml:7: \ud83d is half of a character"),
+        (ODD.replace("workflows.PreferenceTuning", r'"\ud83d"'), r"it has \ud83d"),
+        ("[" * 1000, "lie too deep in each other to be read"),
+        (ODD + "  variants: {hot: {training: {seed: !!timestamp foo}}}", "defs.yaml: "),
+        (ODD.replace('"Be nice"', "!!binary /////w=="), "defs.yaml: "),
+    ],
+    ids=["half a character", "half a character as its type", "deep", "no time", "bytes"],
+)
+def test_no_content_of_a_file_stops_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, told: str
+):
+    """What is told of it is text that a page can show."""
+    write_recipe(tmp_path / "right", ATTRIBUTES)
+    write_recipe(tmp_path / "odd", ATTRIBUTES)
+    (tmp_path / "odd" / "defs.yaml").write_text(content)
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
+    assert_fails_alone("odd", told, {"demo", "right"})
+
+
+def test_a_folder_whose_name_is_no_text_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_recipe(tmp_path / "right", ATTRIBUTES)
+    write_recipe(tmp_path / os.fsdecode(b"caf\xe9"), ATTRIBUTES)
+    monkeypatch.setenv("PEDIGREE_RECIPES", str(tmp_path))
+    [spare] = {extra.name for extra in extra_recipes()} - {"right"}
+    assert_fails_alone(spare, r"caf\xe9 has bytes that are not utf-8; rename it", {"demo", "right"})
+
+
+def test_what_may_not_be_entered_is_told_and_hides_nothing_else():
+    with without_privileges() as folder:
+        private, place = folder / "private", folder / "recipes"
+        write_recipe(private / "mine", ATTRIBUTES)
+        for number in range(5):
+            write_recipe(place / f"r{number}", ATTRIBUTES)
+            (place / f"x{number}").symlink_to(private / "mine")
+        (place / "gone").symlink_to(place / "nowhere")
+        (place / "loop").symlink_to(place / "loop")
+        private.chmod(0)
+        found = recipe_folders(str(place))
+        assert all(found.pop(place / f"r{number}") is None for number in range(5))
+        [(hidden, fault)] = found.items()
+        assert hidden == private / "mine" and "cannot be seen: Permission denied" in str(fault)
+        with pytest.raises(
+            UsageError, match=r"private/mine: whether there is a recipe in it cannot be seen: Permission"
+        ):
+            recipe_folders(str(private / "mine"))
+        private.chmod(0o755)
+
+
+@pytest.mark.parametrize("name", ["loop", "n" * 300])
+def test_a_listed_place_that_cannot_be_looked_at_fails_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    write_recipe(tmp_path / "recipes" / "right", ATTRIBUTES)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    monkeypatch.setenv("PEDIGREE_RECIPES", f"{tmp_path / name}:{tmp_path / 'recipes'}")
+    assert_fails_alone(name, "PEDIGREE_RECIPES: ", {"demo", "right"})
+
+
+def test_the_variants_of_a_file_are_those_it_has_now(tmp_path: Path):
+    """Remembered is a file as it was, by its time and size."""
+    file = write_recipe(tmp_path / "small", {**ATTRIBUTES, "variants": {"hot": {}}}) / "defs.yaml"
+    assert variant_names(file) == ("hot",)
+    file.write_text(file.read_text().replace("hot", "hotter"))
+    assert variant_names(file) == ("hotter",)
+    shutil.rmtree(tmp_path / "small")
+    assert variant_names(file) == ()
+
+
+def test_a_place_with_a_colon_is_not_taken_for_two(tmp_path: Path):
+    write_recipe(tmp_path / "a:b" / "small", ATTRIBUTES)
+    done = CliRunner().invoke(main, ["ui", str(tmp_path / "a:b")], env={"PEDIGREE_ONLY_RECIPES": ""})
+    assert done.exit_code == 2 and "has a ':' in it" in done.stderr
+
+
+def test_a_recipe_whose_folders_may_be_entered_and_not_listed_is_one():
+    """As those of others' homes often are."""
+    load_recipes(DEFS / "demo")  # imports what that user may not be able to read
+    with without_privileges() as folder:
+        place = write_recipe(folder / "home" / "small", {**ATTRIBUTES, "variants": {"hot": {"training": {"seed": 1}}}})
+        for closed in (place, place.parent):
+            closed.chmod(0o111)
+        assert recipe_folders(str(place)) == {place: None}
+        assert [loaded.pipeline.name for loaded in load_recipes(place)] == ["small", "small-hot"]
+        for closed in (place.parent, place):
+            closed.chmod(0o755)

@@ -1,0 +1,93 @@
+"""What a recipe names and is not there is told with the file, the line, the field and the value, as the person wrote them."""
+
+from pathlib import Path
+
+import pytest
+
+from assets.inputs.recipe_location import written, written_where_named
+from training.contract.errors import DataError, ModelError, PedigreeError, RegistryAway
+from workflows.recipes.discovery import load_recipes
+
+# Lines are counted by hand.
+RECIPE = """\
+type: workflows.PreferenceTuning
+attributes:
+  data:
+    sources:
+    - path: here.jsonl
+    - {path: "there-*.jsonl"}
+  reference:
+    model: models:/nobody@champion
+  release: {model_name: small}
+  training: &first
+    max_grad_norm: 2
+  variants:
+    other: {reference: {model: ./nowhere}, training: {<<: *first, seed: 4}}
+    same: {training: {seed: 3}}
+"""
+
+
+@pytest.fixture
+def pipelines(tmp_path: Path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    (folder / "defs.yaml").write_text(RECIPE)
+    return {loaded.pipeline.variant: loaded.pipeline for loaded in load_recipes(folder)}
+
+
+@pytest.mark.parametrize(
+    ("variant", "field", "place"),
+    [
+        (None, "reference.model", ":8: reference.model: models:/nobody@champion"),
+        (None, "data.sources.1.path", ":6: data.sources.1.path: there-*.jsonl"),
+        (None, "tokenization.chat_template", ": tokenization.chat_template"),
+        ("other", "reference.model", ":13: variants.other.reference.model: ./nowhere"),
+        ("same", "reference.model", ":8: reference.model: models:/nobody@champion"),
+    ],
+)
+def test_an_error_begins_with_the_place_of_its_field(pipelines, variant, field, place):
+    pipeline = pipelines[variant]
+    for kind in (ModelError, DataError):
+        with pytest.raises(kind) as told, written(pipeline, field):
+            raise kind("it is not there")
+        assert str(told.value) == f"{pipeline.file}{place}: it is not there"
+
+
+def test_a_file_that_is_gone_meanwhile_is_named_all_the_same(pipelines):
+    pipelines[None].file.unlink()
+    with (
+        pytest.raises(PedigreeError, match=r"defs\.yaml: reference\.model: gone"),
+        written(pipelines[None], "reference.model"),
+    ):
+        raise ModelError("gone")
+
+
+def test_a_server_that_is_away_is_not_the_recipes_fault(pipelines):
+    with pytest.raises(RegistryAway, match=r"^no answer$"), written(pipelines[None], "reference.model"):
+        raise RegistryAway("no answer")
+
+
+@pytest.mark.parametrize(
+    ("variant", "message", "place"),
+    [
+        (None, "`data.sources.1` (there-a.jsonl ...) has no row", ":6: data.sources.1: "),
+        (None, "`data.sources` has none", ":4: data.sources: "),
+        (None, "`training.max_grad_norm: 2` is too much", ":11: training.max_grad_norm: 2: "),
+        ("other", "`training.max_grad_norm` is too much", ":11: variants.other.training.max_grad_norm: 2: "),
+        ("other", "`training.seed` is wrong", ":13: variants.other.training.seed: 4: "),
+        ("same", "`training.max_grad_norm` is too much", ":11: training.max_grad_norm: 2: "),
+        (None, "`training.seed: 0` is a default", None),
+        (None, "no memory: lower `training.max_grad_norm`", None),
+        (None, "`pedigree run` is what to type", None),
+        (None, "nothing is named", None),
+    ],
+)
+def test_an_error_that_begins_with_a_field_gets_its_place(pipelines, variant, message, place):
+    """What is named further behind may be a remedy, and is not blamed."""
+    pipeline = pipelines[variant]
+    with pytest.raises(DataError) as told, written_where_named(pipeline):
+        raise DataError(message)
+    assert str(told.value) == (message if place is None else f"{pipeline.file}{place}{message}")
+    with pytest.raises(DataError) as again, written_where_named(pipeline):
+        raise told.value
+    assert str(again.value) == str(told.value)

@@ -1,0 +1,48 @@
+"""Oracles: the signatures of TRL and peft; the recipe's own fields; the table that people read."""
+
+import dataclasses
+import inspect
+from typing import Any, get_args
+
+import pytest
+from peft import LoraConfig
+from pydantic import ValidationError
+from trl import DPOConfig, DPOTrainer
+
+from tests.workflows.homes import ROOT
+from training.contract.config.loss import Divergence, LossType
+from training.contract.config.recipe import Dtype, Tokenization
+from training.contract.config.variants import RecipeFile
+from workflows.recipes.trl_names import ABSENT, CHOICES, FIELDS
+
+THEIRS = {field.name for config in (DPOConfig, LoraConfig) for field in dataclasses.fields(config)}
+THEIRS |= inspect.signature(DPOTrainer).parameters.keys()
+EARLIER = {"rpo_alpha", "max_prompt_length", "max_completion_length"}
+TABLE = (ROOT / "docs" / "recipe.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "path"), FIELDS.items())
+def test_a_name_of_theirs_leads_to_a_field_and_is_in_the_table(name, path):
+    """A list of a set is no value of any field: validation finds fault with the value, and not with the name."""
+    assert name in THEIRS | EARLIER
+    *sections, field = path.split(".")
+    written: Any = {field: [{0}]}
+    for section in reversed(sections):
+        written = {section: written}
+    with pytest.raises(ValidationError) as told:
+        RecipeFile.model_validate(written)
+    faults = {fault["type"] for fault in told.value.errors()} - {"missing"}
+    assert faults and "extra_forbidden" not in faults
+    assert f"`{name}`" in TABLE
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_a_name_of_theirs_without_a_field_is_in_the_table(name):
+    assert name in THEIRS | EARLIER and name not in FIELDS and f"`{name}`" in TABLE
+
+
+def test_a_choice_of_theirs_leads_to_one_of_ours():
+    ours = {*LossType, *get_args(Dtype)}
+    for section, field in ((Divergence, "type"), (Tokenization, "over_length")):
+        ours |= {*get_args(section.model_fields[field].annotation)}
+    assert set(CHOICES.values()) <= ours and not CHOICES.keys() & ours

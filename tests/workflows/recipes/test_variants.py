@@ -1,0 +1,187 @@
+"""A recipe with variants as pipelines side by side: their names, their graph, what is refused, how they are found."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import dagster as dg
+import pytest
+import yaml
+
+from assets.pipeline.graph import GRAPH
+from assets.pipeline.pipeline import Services
+from tests.workflows.homes import ATTRIBUTES, Home, write_recipe
+from tests.workflows.in_process import services_in, write_inputs
+from training.contract.config.recipe import Recipe
+from training.contract.errors import RecipeError, UsageError
+from workflows.cli import progress
+from workflows.orchestration.resources import services
+from workflows.recipes.component import DEFS
+from workflows.recipes.discovery import find_recipes, load_recipe, load_recipes, recipe_folder
+
+VARIANTS = {"hinge": {"training": {"loss": {"type": "hinge"}}}, "beta-0p5": {"training": {"loss": {"beta": 0.5}}}}
+SWEEP = {**ATTRIBUTES, "variants": VARIANTS}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return write_recipe(tmp_path / "sweep", SWEEP)
+
+
+def test_the_recipe_comes_first_and_is_what_it_was(folder):
+    pipelines = [loaded.pipeline for loaded in load_recipes(folder)]
+    assert [pipeline.name for pipeline in pipelines] == ["sweep", "sweep-hinge", "sweep-beta-0p5"]
+    assert [pipeline.argument for pipeline in pipelines] == [
+        f"{folder}{variant}" for variant in ("", "/hinge", "/beta-0p5")
+    ]
+    assert [find_recipes(pipeline.argument)[0].pipeline for pipeline in pipelines] == pipelines
+    assert find_recipes("demo")[0].pipeline.argument == "demo"
+    assert pipelines[0].recipe == Recipe.model_validate(ATTRIBUTES).located_at(folder)
+    assert {type(pipeline.recipe) for pipeline in pipelines} == {Recipe}
+    assert {pipeline.recipe.reference.model for pipeline in pipelines} == {str(folder / "base")}
+
+
+def test_the_shipped_recipe_is_resolved_as_it_was():
+    attributes = yaml.safe_load((DEFS / "demo" / "defs.yaml").read_text())["attributes"]
+    assert load_recipe(DEFS / "demo").pipeline.recipe == Recipe.model_validate(attributes).located_at(DEFS / "demo")
+
+
+def test_each_variant_is_a_pipeline_that_nothing_starts_by_itself(folder):
+    merged = dg.Definitions.merge(
+        *(loaded.definitions for loaded in load_recipes(folder)), dg.Definitions(resources={"services": services})
+    )
+    graph = merged.resolve_asset_graph()
+    names = ["sweep", "sweep-hinge", "sweep-beta-0p5"]
+    assert {tuple(key.path) for key in graph.get_all_asset_keys()} == {(name, a) for name in names for a in GRAPH}
+    assert [schedule.name for schedule in merged.schedules or []] == ["sweep_schedule"]
+    looking = {"sweep_hinge_status_sensor", "sweep_beta_0p5_status_sensor"}
+    assert {sensor.name for sensor in merged.sensors or []} == {"sweep_data_sensor", "sweep_automation", *looking}
+    conditions = {k.path[0] for k in graph.get_all_asset_keys() if graph.get(k).automation_condition is not None}
+    assert conditions == {"sweep"}
+
+
+def test_only_what_reads_the_changed_fields_has_another_code_version(folder):
+    """The loss is read by the two specs and by nothing above them; the release, by its model's name, is another too."""
+    own, *others = (loaded.pipeline.recipe for loaded in load_recipes(folder))
+    for other in others:
+        differing = {a for a, node in GRAPH.items() if node.code_version(own) != node.code_version(other)}
+        assert differing == {"training_spec", "evaluation_spec", "released_model"}
+
+
+MINIMAL = "data: {sources: [{path: a.jsonl}]}, reference: {model: ./b}, release: {model_name: x}"
+
+
+@pytest.mark.parametrize(
+    ("variants", "told"),
+    [
+        (
+            "{hinge:\n  {training: {loss: {typ: hinge}}}}",
+            "4: variants.hinge.training.loss.typ: .* did you mean `type`?",
+        ),
+        (
+            "{a: {evaluation: {zzz: 3}}}",
+            "3: variants.a.evaluation.zzz: there is no such field; expected one of samples, max_new_tokens",
+        ),
+        ("{a: {training: {batch_size: -4}}}", "variants.a.training.batch_size: input should be .*, found -4"),
+        (
+            "{a: {training: {loss: {type: hinge, tau: 1}}}}",
+            "3: variants.a.training.loss.tau: `tau` does .*`null` takes away",
+        ),
+        (
+            "{a: {variants: {b: {}}}}",
+            "3: variants.a.variants: there is no such field; expected one of data, .*, automation$",
+        ),
+        ("{a: {},\n   a: {}}", "`a` stands on the lines 3 and 4"),
+        ("{a_b: {}, a-b: {}}", "variants.a-b: its pipeline would be wrong-a-b, the name of the variant a_b"),
+        ("{next: {}}", "variants.next: its pipeline would be wrong-next, the name of the recipe wrong_next"),
+        ("{next-x: {}}", "would be wrong-next-x, the name of the variant x of the recipe wrong_next"),
+        ("{a: {automation: {cron: daily}}}", "3: variants.a.automation.cron: daily: it is no schedule"),
+    ],
+)
+def test_what_is_wrong_in_a_variant_is_told_with_its_place(tmp_path, variants, told):
+    write_recipe(tmp_path / "wrong_next", {**ATTRIBUTES, "variants": {"x": {}}})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "defs.yaml").write_text("attributes: [")
+    (tmp_path / "wrong").mkdir()
+    file = tmp_path / "wrong" / "defs.yaml"
+    file.write_text(f"type: workflows.PreferenceTuning\nattributes:\n  {{{MINIMAL}, variants: {variants}}}\n")
+    with pytest.raises(RecipeError, match=told) as error:
+        load_recipes(tmp_path / "wrong")
+    message = str(error.value)
+    assert message.startswith(str(file)) and message.count("defs.yaml") == len(message.splitlines()) == 1
+
+
+def test_a_variant_is_found_behind_its_recipe(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    for text in (f"{folder}/hinge", "sweep/hinge", "./sweep/hinge/"):
+        assert [loaded.pipeline.name for loaded in find_recipes(text)] == ["sweep-hinge"]
+    assert [loaded.pipeline.variant for loaded in find_recipes("sweep")] == [None, "hinge", "beta-0p5"]
+    for text in ("sweep", f"{folder}/defs.yaml", "sweep/defs.yaml"):
+        assert find_recipes(text)[0].pipeline.name == "sweep"
+    assert find_recipes("demo")[0].pipeline.name == "demo" and recipe_folder("demo") == DEFS / "demo"
+    with pytest.raises(UsageError, match="recipe sweep has no variant 'hing'; there is hinge, beta-0p5"):
+        find_recipes("sweep/hing")[0]
+    with pytest.raises(UsageError, match="recipe demo has no variant 'x'; there is none"):
+        find_recipes("demo/x")[0]
+    with pytest.raises(UsageError, match="'nowhere/x' is neither"):
+        find_recipes("nowhere/x")[0]
+
+
+def test_a_path_with_a_dot_is_the_folder_here(tmp_path, monkeypatch):
+    """The project has a recipe of that name as well."""
+    write_recipe(tmp_path / "demo", SWEEP)
+    monkeypatch.chdir(tmp_path)
+    assert recipe_folder("demo") == DEFS / "demo"
+    assert recipe_folder("./demo") == tmp_path / "demo"
+    assert find_recipes("./demo/hinge")[0].pipeline.recipe.reference.model == str(tmp_path / "demo" / "base")
+
+
+@pytest.fixture(scope="module")
+def home(new_home) -> Home:
+    return new_home()
+
+
+def test_one_that_fails_does_not_stop_the_others(home, tmp_path):
+    variants = {"there": {"data": {"sources": [{"path": "there.jsonl"}]}}}
+    folder = write_recipe(tmp_path / "sweep", {**ATTRIBUTES, "variants": variants})
+    (folder / "there.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
+    done = home.invoke("run", str(folder), "--variants", "--select", "preference_source", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert found["recipe"] == "sweep"
+    outcomes = [(run["recipe"], [(a["asset"], a["outcome"]) for a in run["assets"]]) for run in found["runs"]]
+    assert outcomes == [
+        ("sweep", [("preference_source", "failed")]),
+        ("sweep-there", [("preference_source", "computed")]),
+    ]
+    assert "2 of 2 were run, 1 failed: sweep" in done.stderr
+
+
+def test_what_is_compared_has_names_that_differ(home, folder):
+    """They would be one pipeline: the same asset keys, so the same evaluation twice."""
+    done = home.invoke("compare", str(folder), f"{folder}/hinge", str(folder), f"{folder}/hinge", f"{folder}/hinge/")
+    assert done.exit_code == 2
+    assert "3 of the recipes to compare are called sweep-hinge; name each of them once" in done.stderr
+
+
+class _CtrlC:
+    """Starts no job: somebody presses Ctrl-C instead."""
+
+    def start(self, *_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+
+def test_ctrl_c_stops_all_of_them(home, tmp_path, monkeypatch, demo_maker):
+    def interrupted(path: Path, *_: object) -> Services:
+        return replace(services_in(path), launcher=_CtrlC())
+
+    folder = write_recipe(tmp_path / "sweep", SWEEP)
+    write_inputs(folder, demo_maker)
+    monkeypatch.setattr(progress, "build_services", interrupted)
+    done = home.invoke("run", str(folder), "--variants", "--select", "raw_preferences")
+    assert done.exit_code == 1
+    assert "1 of 3 were run, 1 failed: sweep" in done.stderr and "interrupted" in done.stdout

@@ -1,0 +1,277 @@
+"""Both web servers, real ones, over a home in which a recipe was run: what a person sees there."""
+
+import contextlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from model_registry.registry import Registry
+from tests.workflows.homes import ATTRIBUTES, PEDIGREE, ROOT, write_recipe
+from tests.workflows.recipes.test_discovery import EXPECTED
+from workflows.servers import web_servers as web
+from workflows.servers.web_servers import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.system]
+LOCATION = "workflows.definitions"
+WRONG = {**ATTRIBUTES, "training": {"epoch": 3}}
+
+QUERY = """{
+  assetNodes { assetKey { path } staleStatus
+               assetMaterializations(limit: 1) { runId }
+               assetChecksOrError { ... on AssetChecks {
+                 checks { name blocking executionForLatestMaterialization { status } } } } }
+  repositoriesOrError { ... on RepositoryConnection { nodes {
+    schedules { name scheduleState { status } } sensors { name sensorType sensorState { status } } } } }
+}"""
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A project of somebody's, whose files are named like packages that the servers import, ours among them."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    for name in ("workflows", "assets", "training", "mlflow", "gql", "datasets", "yaml"):
+        (folder / f"{name}.py").write_text("raise ImportError('the file of another project')")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def printed(materialized, small_recipe, elsewhere, tmp_path_factory):
+    """`pedigree ui` with the small recipe and a folder of recipes, started elsewhere, on a machine that has a proxy.
+
+    A recipe in the folder is wrong, which it says before all else. Gives the two addresses it prints.
+    """
+    home, _ = materialized
+    others = tmp_path_factory.mktemp("others")
+    write_recipe(others / "wrong", WRONG)
+    ports = ["--port", str(free_port(3000)), "--mlflow-port", str(free_port(5000))]
+    process = subprocess.Popen(
+        [PEDIGREE, "ui", str(small_recipe), str(others), *ports],
+        cwd=elsewhere,
+        env={**home.environment, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""},  # nothing listens at port 9
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert process.stdout is not None and process.stderr is not None
+        told = [process.stderr.readline() for _ in range(2)]
+        assert "wrong/defs.yaml:12: training.epoch:" in told[0] and told[1].startswith("The runs of wrong fail"), told
+        lines = [process.stdout.readline() for _ in range(2)]
+        addresses = re.findall(r"http://127\.0\.0\.1:\d+/\S*", "".join(lines))
+        assert len(addresses) == 2, lines
+        yield addresses
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def servers(printed):
+    """The addresses of the two servers."""
+    return [re.match(r"http://[^/]+", address)[0] for address in printed]
+
+
+def graphql(address, query, **variables):
+    body = json.dumps({"query": query, "variables": variables}).encode()
+    request = urllib.request.Request(f"{address}/graphql", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["data"]
+
+
+def test_dagster_shows_every_asset_fresh_with_its_checks_and_no_other_recipe(servers):
+    found = graphql(servers[0], QUERY)
+    assert {node["assetKey"]["path"][0] for node in found["assetNodes"]} == {"small", "wrong"}
+    nodes = {
+        node["assetKey"]["path"][1]: node for node in found["assetNodes"] if node["assetKey"]["path"][0] == "small"
+    }
+    assert set(nodes) == set(EXPECTED)
+    assert {node["staleStatus"] for node in nodes.values()} == {"FRESH"}
+    assert all(node["assetMaterializations"] for node in nodes.values())
+    checks = {c["name"]: c for node in nodes.values() for c in node["assetChecksOrError"].get("checks", [])}
+    assert len(checks) == 11
+    assert {c["executionForLatestMaterialization"]["status"] for c in checks.values()} == {"SUCCEEDED"}
+    assert {name for name, c in checks.items() if not c["blocking"]} == {
+        "held_out_accuracy_above_chance",
+        "no_held_out_prompt_trained_on_before",
+        "policy_differs_from_reference",
+    }
+
+
+def test_dagster_shows_the_schedule_and_the_sensor(servers):
+    [repository] = graphql(servers[0], QUERY)["repositoriesOrError"]["nodes"]
+    schedules = {s["name"]: s["scheduleState"]["status"] for s in repository["schedules"]}
+    sensors = {s["name"]: s["sensorState"]["status"] for s in repository["sensors"]}
+    assert schedules == {"small_schedule": "RUNNING"}
+    names = ("small_data_sensor", "small_automation", "wrong_data_sensor")
+    assert sensors == dict.fromkeys(names, "RUNNING")
+    types = {s["name"]: s["sensorType"] for s in repository["sensors"]}
+    assert types["small_automation"] == "AUTOMATION", "evaluated where our own condition is known"
+
+
+def test_no_command_has_the_address_of_the_database(servers):
+    """Every user of a machine sees all commands on it, and such an address may have a password."""
+    port, commands = servers[1].rpartition(":")[2], []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            commands.append(file.read_text(errors="replace"))
+    of_mlflow = [command for command in commands if f"--port\0{port}\0" in command]
+    assert of_mlflow and "mlflow.db" not in "".join(of_mlflow)
+
+
+def test_a_run_started_in_the_web_ui_reuses_everything(servers):
+    launch = """mutation ($params: ExecutionParams!) { launchPipelineExecution(executionParams: $params) {
+      __typename ... on LaunchRunSuccess { run { runId } } } }"""
+    selector = {
+        "repositoryLocationName": LOCATION,
+        "repositoryName": "__repository__",
+        "jobName": "small_retrain",
+    }
+    launched = graphql(servers[0], launch, params={"selector": selector, "mode": "default"})["launchPipelineExecution"]
+    assert launched["__typename"] == "LaunchRunSuccess"
+    run = f'{{ runOrError(runId: "{launched["run"]["runId"]}") {{ ... on Run {{ status }} }} }}'
+    deadline = time.monotonic() + 180
+    while (status := graphql(servers[0], run)["runOrError"]["status"]) not in ("SUCCESS", "FAILURE"):
+        assert time.monotonic() < deadline, status
+        time.sleep(1)
+    assert status == "SUCCESS"
+    outcomes = graphql(
+        servers[0],
+        """{ assetNodes { assetKey { path } assetMaterializations(limit: 1) {
+           metadataEntries { label ... on TextMetadataEntry { text } } } } }""",
+    )["assetNodes"]
+    labels = [
+        entry["text"]
+        for node in outcomes
+        if node["assetKey"]["path"][0] == "small"
+        for entry in node["assetMaterializations"][0]["metadataEntries"]
+        if entry["label"] == "outcome"
+    ]
+    assert labels == ["reused"] * len(EXPECTED)
+
+
+@pytest.mark.parametrize("command", ["dagster", "dg"])
+def test_the_code_location_has_one_name_whoever_serves_it(command, new_home):
+    """Dagster knows a schedule that a person stopped, and how far a sensor is, by that name and their own."""
+    home, port = new_home(), free_port(3000)
+    environment = home.environment | {"DAGSTER_HOME": str(home.path), "DO_NOT_TRACK": "1"}
+    with open(home.path / "server.log", "wb") as log:
+        process = subprocess.Popen(
+            [Path(PEDIGREE).with_name(command), "dev", "--port", str(port)],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    try:
+        assert names(f"http://127.0.0.1:{port}", process) == [LOCATION]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+
+
+def names(address, process):
+    """Those of the code locations that the server shows, once it answers."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError):
+            found = graphql(address, "{ workspaceOrError { ... on Workspace { locationEntries { name } } } }")
+            return [entry["name"] for entry in found["workspaceOrError"]["locationEntries"]]
+        time.sleep(0.5)
+    raise AssertionError(f"ended with {process.returncode}")
+
+
+def test_the_pages_in_a_browser(servers, printed, first_run, tmp_path):
+    """The printed addresses, and the one that Dagster links, open runs and charts."""
+    _, report = first_run
+    charts = servers[1] + report["mlflow_url"].removeprefix("http://127.0.0.1:5000")
+    pages = {
+        f"{servers[0]}/assets/small/policy": ["policy", "rewards"],
+        printed[1]: ["Run Name", "small-", "matching run"],
+        charts: ["Model metrics", "eval/rewards", "Add chart"],
+    }
+    for number, (page, words) in enumerate(pages.items()):
+        text = text_in_browser(page, tmp_path / str(number))
+        assert all(word in text for word in words), (page, text[-2000:])
+        assert "Detect Issues in Your Traces" not in text
+
+
+def linked(address, asset):
+    """The link to MLflow that Dagster shows of an asset."""
+    query = """query ($key: AssetKeyInput!) { assetNodeOrError(assetKey: $key) { ... on AssetNode {
+      assetMaterializations(limit: 1) { metadataEntries { label ... on UrlMetadataEntry { url } } } } } }"""
+    node = graphql(address, query, key={"path": ["small", asset]})["assetNodeOrError"]
+    [url] = [e["url"] for e in node["assetMaterializations"][0]["metadataEntries"] if e["label"] == "mlflow"]
+    return url
+
+
+def text_in_browser(page, folder):
+    """What the page holds after 20 seconds of the browser's own time."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert chromium, "no browser: apt-get install -y chromium"
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags += " --disable-component-update --disable-sync --timeout=20000 --virtual-time-budget=20000 --dump-dom"
+    command = [chromium, *flags.split(), f"--user-data-dir={folder}", page]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.S)
+
+
+def test_the_addresses_of_mlflow_open_runs_and_charts(servers, printed, first_run):
+    """No server was running when the recipe was run, so the address of its charts is the default one."""
+    _, report = first_run
+    assert printed[1] == f"{servers[1]}/#/experiments/1/runs?workflowType=machine_learning"
+    charts = f"/#/experiments/1/runs/{report['mlflow_run_id']}/model-metrics?workflowType=machine_learning"
+    assert report["mlflow_url"] == f"http://127.0.0.1:5000{charts}"
+    assert linked(servers[0], "policy") in (report["mlflow_url"], f"{servers[1]}{charts}")
+
+
+def test_the_pages_over_a_database_are_told_where_they_are_served(tmp_path, monkeypatch):
+    """Nothing can be noted beside it; Dagster and its runs are told, and no command has the password."""
+    monkeypatch.delenv("PEDIGREE_MLFLOW_UI", raising=False)
+    started = []
+
+    @contextlib.contextmanager
+    def serving(wanted):
+        started.extend(wanted)
+        yield
+
+    monkeypatch.setattr(web, "serving", serving)
+    port = free_port(0)
+    runs, models = "postgresql://me:secret@db/runs", "postgresql://me:secret@db/models"
+    registry = Registry(runs, tmp_path, models)
+    with web.web_servers(tmp_path, registry, free_port(0), port, print) as (_, mlflow):
+        assert mlflow == f"http://127.0.0.1:{port}"
+    assert started[0].environment == {"PEDIGREE_MLFLOW_UI": f"http://127.0.0.1:{port}"}
+    stores = {"MLFLOW_BACKEND_STORE_URI": runs, "MLFLOW_REGISTRY_STORE_URI": models}
+    assert started[1].environment == stores
+    assert "secret" not in " ".join(word for server in started for word in server.command)
+
+
+def test_a_server_is_stopped_if_the_next_one_cannot_start(tmp_path):
+    """The log of the second is no file, as it may be another user's."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    logs = (tmp_path / "first.log", tmp_path)
+    sleepers = [
+        web.Server("A server", [sys.executable, "-c", "import time; time.sleep(600)"], "", "", log) for log in logs
+    ]
+    started = []
+
+    def start(server):
+        started.append(beginning(server))
+        return started[-1]
+
+    beginning = web._start
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(IsADirectoryError):
+        patch.setattr(web, "_start", start)
+        with web.serving(sleepers):
+            pass
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    assert [process.poll() is None for process in started] == [False]

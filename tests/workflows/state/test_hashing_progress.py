@@ -1,0 +1,53 @@
+"""Files of which the hashing takes long are told of: by an asset, by a job, and by a command beside them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from tests.workflows.homes import ATTRIBUTES, Home, Looker, write_recipe
+from tests.workflows.in_process import services_in, write_inputs
+from training.contract.identity import file_hashing
+from training.contract.protocol.events import read_events
+from workflows.commands.run import materialize
+from workflows.recipes.discovery import load_recipe
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file takes long."""
+    monkeypatch.setattr(file_hashing, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(file_hashing, "_BETWEEN_SECONDS", 0.0)
+
+
+def test_an_asset_and_a_job_tell_it_in_the_log_of_the_run_and_to_who_listens(tmp_path: Path, demo_maker):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    write_inputs(folder, demo_maker)
+    heard: list[dict[str, Any]] = []
+    services = replace(services_in(tmp_path / "home"), listener=heard.append)
+    with dg.DagsterInstance.ephemeral() as instance:
+        report = materialize(load_recipe(write_recipe(folder, ATTRIBUTES)), services, instance, "reference_logprobs")
+        assert report.succeeded
+        messages = [entry.user_message for entry in instance.all_logs(report.dagster_run_id)]
+    told = [(event["asset"], event["phase"]) for event in heard if event["event"] == "phase"]
+    weights = folder / "base" / "model.safetensors"
+    assert ("base_model", f"hashing {weights}") in told
+    assert any(message.endswith(f"base_model: hashing {weights}") for message in messages), messages
+    done = [event for event in heard if event["event"] == "progress" and event["asset"] == "base_model"][-1]
+    assert (done["unit"], done["seconds_left"]) == ("MB", 0.0) and done["done"] == done["total"]
+    [job] = services.home.glob("jobs/raw_preferences-*/events.jsonl")
+    phases = [event["phase"] for event in read_events(job) if event["event"] == "phase"]
+    assert phases[-1].startswith(f"hashing {services.store.root / 'staging'}"), phases
+
+
+@pytest.mark.parametrize("words", [("verify", "--rows", "0"), ("status",), ("plan",)], ids=lambda words: words[0])
+def test_a_command_tells_it_beside_its_answer(looking: Looker, words: tuple[str, ...]):
+    """No asset is worked on, so what is told of is files."""
+    (looking.home / "hashes.json").unlink(missing_ok=True)
+    done = Home(looking.home).invoke(words[0], str(looking.folder), *words[1:], "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["recipe"] == "small", done.output
+    assert f"files: hashing {looking.folder / 'base' / 'model.safetensors'}" in done.stderr.splitlines()

@@ -1,0 +1,226 @@
+"""What `pedigree status` says of a change: every kind of it, made to a recipe that was materialized, in a person's words."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from assets.lineage.settings_diff import setting_changes
+from assets.pipeline.graph import GRAPH
+from tests.workflows.homes import ATTRIBUTES, Looker, edit, flip, looker
+from workflows.state.status import status
+
+pytestmark = pytest.mark.slow  # one run of the small recipe, which other tests share
+
+BELOW_PAIRS = ["reference_logprobs", "policy", "evaluation", "released_model"]
+
+
+@pytest.fixture
+def looking(materialized, small_recipe, tmp_path):
+    found = looker(materialized[0], small_recipe, tmp_path)
+    with found.instance:
+        yield found
+
+
+def judged(looking: Looker) -> dict[str, tuple[str, list[str]]]:
+    return {a.asset: (a.state, list(a.causes)) for a in status(looking.pipeline, looking.services, looking.instance)}
+
+
+def stale(looking: Looker) -> dict[str, list[str]]:
+    return {asset: causes for asset, (state, causes) in judged(looking).items() if state == "stale"}
+
+
+def change_json(looking: Looker, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    path = looking.folder / "base" / name
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_recipe_that_was_never_run_is_missing(looking):
+    with dg.DagsterInstance.ephemeral() as instance:
+        found = status(looking.pipeline, looking.services, instance)
+    assert {(a.state, a.causes) for a in found} == {("missing", ("never materialized",))}
+
+
+def test_a_field_of_training_is_told_wherever_it_leads(looking):
+    edit(looking, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
+    words = "loss.beta 0.1 -> 0.2"
+    both = [f"training_spec: {words}", f"evaluation_spec: {words}"]
+    assert stale(looking) == {
+        "training_spec": [words],
+        "evaluation_spec": [words],
+        "policy": both[:1],
+        "evaluation": both,
+        "released_model": both,
+    }
+
+
+def test_a_changed_line_of_the_template(looking):
+    path = looking.folder / "base" / "chat_template.jinja"
+    lines = path.read_text().splitlines()
+    lines[3] += " "
+    path.write_text("\n".join(lines) + "\n")
+    found = stale(looking)
+    first, removed, added = found["tokenization_spec"][0].splitlines()
+    assert first == "chat template changed: line 4"
+    assert (removed.strip(), added.strip()) == (f"-{lines[3].rstrip()}", f"+{lines[3]}".strip())
+    assert len(found["tokenization_spec"]) == 1
+    told = f"tokenization_spec: {found['tokenization_spec'][0]}"
+    for asset in ("tokenized_pairs", *BELOW_PAIRS):
+        shipped = ["release_spec: chat_template.jinja differs"] if asset == "released_model" else []
+        assert found[asset] == [told, *shipped]
+
+
+def gain(content):
+    id_ = max(content["model"]["vocab"].values()) + 1
+    token = {"id": id_, "content": "<|tool|>", "special": True}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"].append({**token, **flags})
+
+
+def lose(content):
+    content["model"]["vocab"].pop(max(content["model"]["vocab"], key=content["model"]["vocab"].get))
+
+
+def merge(content):
+    content["model"]["merges"].pop()
+
+
+def swap(content):
+    vocabulary = content["model"]["vocab"]
+    (first, one), (second, two) = list(vocabulary.items())[-2:]
+    vocabulary.update({first: two, second: one})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (gain, "tokenizer gained token <|tool|>"),
+        (lose, "tokenizer lost token "),
+        (merge, "tokenizer merges changed ("),
+        (swap, "tokenizer moved token "),
+    ],
+)
+def test_a_changed_tokenizer(looking, change, words):
+    change_json(looking, "tokenizer.json", change)
+    assert stale(looking)["tokenization_spec"][0].startswith(words)
+    assert "tokenization_spec: " + words in stale(looking)["tokenized_pairs"][0]
+
+
+def test_a_changed_special_token(looking):
+    change_json(looking, "tokenizer_config.json", lambda c: c.update(eos_token="<|user|>"))
+    [words] = stale(looking)["tokenization_spec"]
+    assert words.startswith("tokenizer eos_token <|end|> (id ") and "-> <|user|> (id " in words
+
+
+def test_a_changed_rule_of_tokenization(looking):
+    edit(looking, {**ATTRIBUTES, "tokenization": {"max_length": 64, "template_kwargs": {"deep": True}}})
+    assert stale(looking)["tokenization_spec"] == ["max_length 128 -> 64", "template_kwargs.deep absent -> true"]
+
+
+def test_changed_weights(looking):
+    flip(looking.folder / "base" / "model.safetensors")
+    found = stale(looking)
+    assert found["base_model"] == ["model.safetensors differs"]
+    for asset in ("reference_model", *BELOW_PAIRS):
+        assert found[asset] == ["base_model: model.safetensors differs"]
+    assert "tokenized_pairs" not in found
+
+
+def test_a_changed_config(looking):
+    change_json(looking, "config.json", lambda c: c["rope_parameters"].update(rope_theta=500000.0))
+    [words] = stale(looking)["base_model"]
+    assert words.startswith("config ") and words.endswith("rope_theta 10000.0 -> 500000.0")
+
+
+def test_changed_data(looking):
+    path = looking.folder / "preferences.jsonl"
+    path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
+    words = "preferences.jsonl differs (160 -> 161 rows read)"
+    found = stale(looking)
+    assert found.pop("preference_source") == [words]
+    assert set(found) == {"raw_preferences", "tokenized_pairs", *BELOW_PAIRS}
+    assert {tuple(causes) for causes in found.values()} == {(f"preference_source: {words}",)}
+
+
+def test_files_that_come_go_and_are_renamed(looking):
+    path = looking.folder / "preferences.jsonl"
+    path.rename(looking.folder / "renamed.jsonl")
+    edit(looking, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], "sources": [{"path": "renamed.jsonl"}]}})
+    assert stale(looking) == {}
+    shutil.copy(looking.folder / "renamed.jsonl", path)
+    edit(looking, {**ATTRIBUTES, "data": {**ATTRIBUTES["data"], "sources": [{"path": "*.jsonl"}]}})
+    assert stale(looking)["preference_source"] == ["renamed.jsonl added"]
+
+
+def test_supervised_tuning_switched_on(looking):
+    edit(looking, {**ATTRIBUTES, "reference": {"model": "./base", "sft": {"epochs": 1}}})
+    causes = stale(looking)["reference_model"]
+    assert "epochs absent -> 1" in causes and "tokenized_pairs is an input now" in causes
+
+
+@pytest.mark.parametrize("asset", ["tokenization_spec", "raw_preferences"])
+def test_another_version_of_an_algorithm(looking, monkeypatch, asset):
+    words = f"code version {GRAPH[asset].version} -> another"
+    monkeypatch.setitem(GRAPH, asset, replace(GRAPH[asset], version="another"))
+    found = stale(looking)
+    assert (found[asset], found["tokenized_pairs"]) == ([words], [f"{asset}: {words}"])
+
+
+def test_an_input_that_is_none_any_more(looking, monkeypatch):
+    needs = tuple(name for name in GRAPH["evaluation"].needs if name != "reference_model")
+    monkeypatch.setitem(GRAPH, "evaluation", replace(GRAPH["evaluation"], needs=needs))
+    words = "reference_model is no input any more"
+    assert stale(looking) == {"evaluation": [words], "released_model": [f"evaluation: {words}"]}
+
+
+def test_a_demand_of_the_gate(looking):
+    edit(looking, {**ATTRIBUTES, "release": {"model_name": "small", "gate": {"min_accuracy": 0.25}}})
+    assert stale(looking) == {"released_model": ["gate.min_accuracy null -> 0.25"]}
+
+
+def test_what_the_store_lost_and_what_it_has_corrupt(materialized, small_recipe, tmp_path):
+    home, report = materialized
+    found = looker(home, small_recipe, tmp_path, copy_home=True)
+    fingerprints = {asset["asset"]: asset["fingerprint"] for asset in report["assets"]}
+    shutil.rmtree(found.home / "store" / "reference_logprobs" / fingerprints["reference_logprobs"])
+    path = found.home / "store" / "raw_preferences" / fingerprints["raw_preferences"] / "preferences.parquet"
+    flip(path)
+    with found.instance:
+        causes = stale(found)
+    assert causes["raw_preferences"] == ["file preferences.parquet of its artifact is corrupt"]
+    assert causes["policy"] == ["raw_preferences: file preferences.parquet of its artifact is corrupt"]
+    flip(path)  # back to what it was
+    with dg.DagsterInstance.from_config(str(found.home / "dagster")) as instance:
+        found.instance = instance
+        causes = stale(found)
+        shutil.rmtree(found.home / "store" / "tokenization_spec" / fingerprints["tokenization_spec"])
+        later = stale(found)
+    assert later["tokenization_spec"] == ["its files are no longer in the store"]
+    assert causes["reference_logprobs"] == ["its files are no longer in the store"]
+    assert causes["released_model"] == ["reference_logprobs: its files are no longer in the store"]
+    assert "raw_preferences" not in causes
+
+
+def test_a_section_that_is_new_is_one_change():
+    loss = {"type": "sigmoid", "smoothing": 0.0}
+    before = {"adapter": None, "loss": loss, "sources": [{"split": "train"}], "kept": {}}
+    now = {
+        "adapter": {"type": "lora", "rank": 16},
+        "loss": {"type": "mixture", "of": [{"type": "ipo"}]},
+        "sources": [{"split": "all"}],
+        "kept": {"word": "absent"},
+    }
+    assert list(setting_changes(before, now)) == [
+        "adapter null -> {type: lora, rank: 16}",
+        "kept.word absent -> absent",
+        "loss.of absent -> [{type: ipo}]",
+        "loss.smoothing 0.0 -> absent",
+        "loss.type sigmoid -> mixture",
+        "sources[0].split train -> all",
+    ]

@@ -1,0 +1,1 @@
+"""The recipe and its sections, as validated models."""

@@ -1,0 +1,138 @@
+"""Hashing files, as many at once as there are cores; where that takes long, it is told how far it is.
+
+Nearly everything hashes: a command that looks, an asset before it computes, a job that publishes. A model of 140 GB on a
+network disk takes minutes. So whoever has somebody to tell says so once, around all that it does (`telling`), and nothing in
+between passes it on.
+"""
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from training.contract.system.cgroups import cores
+from training.contract.system.progress import Emit, seconds_left
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Tally = Callable[[int], None]  # is called with the bytes that were read since it was last called
+
+_PATIENCE_SECONDS = 2.0  # what takes no longer is not worth a word
+_BETWEEN_SECONDS = 0.5
+_MEGABYTE = 10**6
+_MOST_HASHERS = 16
+_EMIT: ContextVar[Emit] = ContextVar("_EMIT")
+
+
+@contextlib.contextmanager
+def telling(emit: Emit) -> Iterator[None]:
+    """Within the block, hashing that takes long is told to `emit`, as a phase with progress; from threads, one at a time."""
+    token = _EMIT.set(emit)
+    try:
+        yield
+    finally:
+        _EMIT.reset(token)
+
+
+def hash_file(path: Path) -> str:
+    """sha256 of the file's bytes."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(paths: Sequence[Path]) -> list[str]:
+    """`hash_file` of each path."""
+    return hash_in_threads(lambda path, count: digest_file(path, hashlib.sha256(), count), paths, paths)
+
+
+def digest_file(path: Path, digest: "hashlib._Hash", count: Tally) -> str:
+    """`digest` updated with the file's bytes, in hexadecimal."""
+    with open(path, "rb", buffering=0) as file:
+        return hashlib.file_digest(_Counted(file, count), lambda: digest).hexdigest()
+
+
+def hash_in_threads(
+    hash_one: Callable[[Item, Tally], Result], items: Sequence[Item], files: Sequence[Path]
+) -> list[Result]:
+    """`hash_one` of each item, of all bytes of `files` together; hashing a block lets the other threads run.
+
+    Of several errors the first in order is raised. It, or Ctrl-C, ends what is still under way at the next block.
+    """
+    meter = _Meter(_EMIT.get(None), files)
+    with ThreadPoolExecutor(_threads()) as pool:
+        try:
+            results = list(pool.map(lambda item: hash_one(item, meter.count), items))
+        except BaseException:
+            meter.is_stopped = True
+            raise
+    meter.finish()
+    return results
+
+
+@cache
+def _threads() -> int:
+    """How many threads hash at once: one a core, up to 16, beyond which a disk is the bottleneck."""
+    return min(_MOST_HASHERS, cores())
+
+
+class _Stopped(Exception):
+    """Another thread failed, or somebody stopped the program."""
+
+
+class _Meter:
+    """Counts the bytes of `files` that are read, and tells `emit` of them."""
+
+    def __init__(self, emit: Emit | None, files: Sequence[Path]) -> None:
+        self.is_stopped = False
+        self._emit, self._files = emit, files
+        self._lock, self._has_told = threading.Lock(), False
+        self._began, self._done = time.monotonic(), 0
+        self._speaks_at = self._began + _PATIENCE_SECONDS
+
+    @cached_property
+    def _total(self) -> int:
+        return sum(file.stat().st_size for file in self._files)
+
+    def count(self, size: int) -> None:
+        if self.is_stopped:
+            raise _Stopped
+        with self._lock:
+            self._done += size
+            now = time.monotonic()
+            if self._emit is None or now < self._speaks_at:
+                return
+            self._speaks_at = now + _BETWEEN_SECONDS
+            if not self._has_told:
+                self._has_told = True
+                self._emit("phase", phase=f"hashing {os.path.commonpath([file.absolute() for file in self._files])}")
+            self._tell(self._emit, min(self._done, self._total))  # a file may grow meanwhile
+
+    def finish(self) -> None:
+        if self._emit is not None and self._has_told:
+            self._tell(self._emit, self._total)
+
+    def _tell(self, emit: Emit, done: int) -> None:
+        left = seconds_left(self._began, done, self._total)
+        emit("progress", done=done // _MEGABYTE, total=self._total // _MEGABYTE, unit="MB", seconds_left=left)
+
+
+class _Counted:
+    """A file as `hashlib.file_digest` reads it."""
+
+    def __init__(self, file: Any, count: Tally) -> None:
+        self._file, self._count = file, count
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: bytearray) -> int:
+        size: int = self._file.readinto(buffer)
+        self._count(size)
+        return size

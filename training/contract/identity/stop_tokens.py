@@ -1,0 +1,63 @@
+"""At which tokens a released model stops, by the files of its base model.
+
+`transformers.generate` and servers such as vLLM stop at the `eos_token_id` of generation_config.json; without one there,
+transformers takes that of config.json.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from training.contract.identity.json_objects import read_object
+
+_NO_EFFECT = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0}
+GENERATION_CONFIG = "generation_config.json"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Written by transformers about itself and the file.
+_NO_SETTING = {"transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states"}
+# How the base model draws tokens. A policy is another model, and is evaluated with the settings of its recipe.
+_NO_SETTING |= {
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"),
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "penalty_alpha", "dola_layers"),
+    *("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping", "num_return_sequences"),
+    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "guidance_scale"),
+}
+
+
+def generation_settings(folder: Path) -> dict[str, Any]:
+    """Return what a release keeps of the base model in `folder`: special tokens, and other settings that draw no token.
+
+    They are those of its generation_config.json, else of its config.json. Raises ModelError if one of the files cannot be read.
+    """
+    path, config = folder / GENERATION_CONFIG, read_object(folder / "config.json", "a model's config")
+    inner = config.get("text_config")
+    parts = [
+        inner if isinstance(inner, dict) else {},
+        config,
+        read_object(path, "generation settings") if path.is_file() else {},
+    ]
+    settings = {name: part[name] for part in parts[:2] for name in _SPECIAL_TOKENS if part.get(name) is not None}
+    settings |= {name: value for name, value in parts[2].items() if value is not None}
+    return {name: value for name, value in settings.items() if name not in _NO_SETTING}
+
+
+def released_settings(kept: Mapping[str, Any], eos: Sequence[int], answering: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation_config.json of a release, from what is `kept` of the base and the recipe's `release.generation`.
+
+    `do_sample` makes pipelines of transformers greedy, and a `temperature` of 0 servers that take their default from this file,
+    such as vLLM. Settings that leave no token out are not written.
+    """
+    temperature = answering.get("temperature", 0.0)
+    written = {name: value for name, value in answering.items() if value != _NO_EFFECT.get(name)}
+    settings = {**kept, **written, "do_sample": temperature > 0, "temperature": temperature}
+    if temperature:
+        settings["top_k"] = answering.get("top_k", 0)  # transformers' default is 50
+    settings.pop("eos_token_id", None)
+    return settings | ({"eos_token_id": eos[0] if len(eos) == 1 else list(eos)} if eos else {})
+
+
+def eos_token_ids(settings: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the tokens at which a model with these generation settings stops, in ascending order."""
+    configured = settings.get("eos_token_id")
+    listed = configured if isinstance(configured, list) else [configured]
+    return sorted({id_ for id_ in listed if isinstance(id_, int)})

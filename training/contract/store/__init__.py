@@ -1,0 +1,1 @@
+"""The store of artifacts, and the cache of reference log-probs."""

@@ -1,0 +1,138 @@
+"""A shard of the memo: the log-probs of some sequences under one rule, written once.
+
+    index.safetensors     keys    uint8[S, 32]    sha256 of the token ids and mask of a sequence
+                          sums    float64[S]      summed log-prob of its response tokens, in nats
+                          counts  int32[S]        how many tokens those are
+    tokens.safetensors    tokens  float32[N]      the log-probs themselves, sequence after sequence
+
+Rows are in the order of the first 8 bytes of their keys, so that a lookup of many keys reads a file from front to end.
+
+Looking a sequence up needs the first file, 44 bytes a sequence; the second, some hundred times larger, is for inspection
+and for losses that look at single tokens. So opening a shard reads and hashes the index only, and the tokens are hashed
+when they are read.
+
+Legend: S sequences, N tokens of all of them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+from training.contract.errors import CorruptArtifact
+from training.contract.identity.fingerprint import KEY_BYTES, fingerprint_of_stream
+from training.contract.identity.safetensors_file import map_tensors
+from training.contract.store.manifest import read_error, verify_contents
+from training.contract.store.store import Artifact
+from training.contract.system.atomic_io import write_error
+
+Keys = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int32]
+TokenLogProbs = npt.NDArray[np.float32]
+
+_INDEX, _TOKENS = "index.safetensors", "tokens.safetensors"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An open shard; the arrays are memory-mapped."""
+
+    artifact: Artifact
+    keys_SK: Keys
+    sums_S: Floats
+    counts_S: Counts
+
+    def __len__(self) -> int:
+        return len(self.counts_S)
+
+    @property
+    def age(self) -> tuple[str, str]:
+        """Sorts shards by when they were made, to the second, then by name."""
+        return self.artifact.manifest.created, self.artifact.fingerprint
+
+    def token_logprobs(self, row: int) -> TokenLogProbs:
+        """The log-probs of the response tokens of one sequence. Raises CorruptArtifact if the file was changed."""
+        begin = int(self.counts_S[:row].sum(dtype=np.int64))
+        return self._tokens()[begin : begin + int(self.counts_S[row])].copy()
+
+    def tail_sums(self, rows: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> Floats:
+        """For each of the rows the sum of its log-probs from token number `starts[i]` on. Raises CorruptArtifact."""
+        tokens_N, ends_S = self._tokens(), np.cumsum(self.counts_S, dtype=np.int64)
+        begins = ends_S[rows] - self.counts_S[rows] + starts
+        places = zip(begins.tolist(), ends_S[rows].tolist(), strict=True)
+        return np.array([tokens_N[begin:end].sum(dtype=np.float64) for begin, end in places], dtype=np.float64)
+
+    def _tokens(self) -> TokenLogProbs:
+        verify_contents(self.artifact.folder, self.artifact.manifest, [_TOKENS])
+        tokens_N: TokenLogProbs = _read(self.artifact.folder / _TOKENS, {"tokens": np.float32})["tokens"]
+        return tokens_N
+
+
+def write_shard(folder: Path, kind: str, keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> str:
+    """Write a shard into `folder`; its fingerprint. Raises StoreError if the disk refuses it.
+
+    The sums are computed here, in float64, from the tokens.
+    """
+    keys_SK, counts_S, tokens_N = _sorted(keys_SK, counts_S, tokens_N)
+    owners_N = np.repeat(np.arange(len(counts_S)), counts_S)
+    sums_S = np.bincount(owners_N, weights=tokens_N.astype(np.float64), minlength=len(counts_S)).astype(np.float64)
+    index: dict[str, npt.NDArray[Any]] = {
+        "keys": np.ascontiguousarray(keys_SK, dtype=np.uint8),
+        "sums": sums_S,
+        "counts": np.ascontiguousarray(counts_S, dtype=np.int32),
+    }
+    tokens: dict[str, npt.NDArray[Any]] = {"tokens": np.ascontiguousarray(tokens_N, dtype=np.float32)}
+    try:
+        save_file(index, folder / _INDEX)
+        save_file(tokens, folder / _TOKENS)
+    except SafetensorError as error:
+        raise write_error("write a shard", folder, error) from error
+    return fingerprint_of_stream(kind, (array.tobytes() for array in (*index.values(), *tokens.values())))
+
+
+def key_prefixes(keys: Keys) -> npt.NDArray[np.uint64]:
+    """The first 8 bytes of each key as a big-endian number, which keeps the order of keys.
+
+    Among fair hashes that is nearly always enough to tell two keys apart.
+    """
+    return np.ascontiguousarray(keys[:, :8]).view(">u8")[:, 0].astype(np.uint64)
+
+
+def _sorted(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> tuple[Keys, Counts, TokenLogProbs]:
+    """The same sequences in the order of their prefixes."""
+    order_S = np.argsort(key_prefixes(keys_SK), kind="stable")
+    begins_S = np.cumsum(counts_S, dtype=np.int64) - counts_S
+    counts_in_order_S = counts_S[order_S]
+    new_begins_S = np.cumsum(counts_in_order_S, dtype=np.int64) - counts_in_order_S
+    from_N = np.arange(len(tokens_N)) + np.repeat(begins_S[order_S] - new_begins_S, counts_in_order_S)
+    return keys_SK[order_S], counts_in_order_S, tokens_N[from_N]
+
+
+def open_shard(artifact: Artifact) -> Shard:
+    """The shard in `artifact`, its index verified. Raises CorruptArtifact if it is broken or not a shard."""
+    verify_contents(artifact.folder, artifact.manifest, [_INDEX])
+    path = artifact.folder / _INDEX
+    arrays = _read(path, {"keys": np.uint8, "sums": np.float64, "counts": np.int32})
+    rows = len(arrays["counts"])
+    shapes = {"keys": (rows, KEY_BYTES), "sums": (rows,), "counts": (rows,)}
+    if {name: array.shape for name, array in arrays.items()} != shapes:
+        raise CorruptArtifact(f"{path} has arrays that do not fit each other")
+    return Shard(artifact, keys_SK=arrays["keys"], sums_S=arrays["sums"], counts_S=arrays["counts"])
+
+
+def _read(path: Path, dtypes: dict[str, type[np.generic]]) -> dict[str, npt.NDArray[Any]]:
+    try:
+        arrays = map_tensors(path)
+    except OSError as error:
+        raise read_error(path, error) from error
+    except ValueError as error:
+        raise CorruptArtifact(f"{path} is not part of a shard of log-probs: {error}") from error
+    found = {name: array.dtype for name, array in arrays.items()}
+    if found != {name: np.dtype(dtype) for name, dtype in dtypes.items()}:
+        raise CorruptArtifact(f"{path} holds {found}, expected {dtypes}")
+    return arrays

@@ -1,0 +1,1 @@
+"""The operating system: atomic writes, locks, memory limits, processes, imports."""

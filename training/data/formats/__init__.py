@@ -1,0 +1,1 @@
+"""The formats of preference data: from a row to a pair."""

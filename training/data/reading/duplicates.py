@@ -1,0 +1,68 @@
+"""What a pair says, as an identity; pairs that repeat an earlier one, as overlapping exports do, or say the opposite of one."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.contract.identity.fingerprint import value_digest
+
+_SIDES = ("chosen", "rejected")
+_IDENTITY_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Said:
+    """The identity of a pair, by all of its turns: prompt, chosen, rejected, tools, arguments of the template.
+
+    `opposite` is that of the pair with chosen and rejected exchanged.
+    """
+
+    identity: bytes
+    opposite: bytes
+
+    @classmethod
+    def of(cls, turns: Mapping[str, Any]) -> "Said":
+        shared = value_digest({part: value for part, value in turns.items() if part not in _SIDES})
+        chosen, rejected = (value_digest(turns[side]) for side in _SIDES)
+        return cls(_identity(shared, chosen, rejected), _identity(shared, rejected, chosen))
+
+
+@dataclass
+class Duplicates:
+    """Counts them, and drops those that repeat where the recipe says so. Of every distinct pair it holds `_IDENTITY_BYTES`."""
+
+    are_dropped: bool
+    count: int = 0
+    conflicting: int = 0
+    first: str = ""
+    first_conflicting: str = ""
+    _identities: set[bytes] = field(default_factory=set)
+
+    @property
+    def dropped(self) -> int:
+        return self.count if self.are_dropped else 0
+
+    def drops(self, said: Said, place: str) -> bool:
+        """Count a pair, and say whether it is to be dropped."""
+        if said.identity in self._identities:
+            self.count += 1
+            self.first = self.first or place
+            return self.are_dropped
+        self._identities.add(said.identity)
+        if said.opposite in self._identities:
+            self.conflicting += 1
+            self.first_conflicting = self.first_conflicting or place
+        return False
+
+    def notes(self) -> Iterator[str]:
+        """What a person should know of them."""
+        if self.count:
+            fate = "dropped" if self.are_dropped else "kept, `data.duplicates: drop` would leave them out"
+            yield f"pairs that repeat an earlier one: {self.count}, the first: {self.first}; they were {fate}"
+        if self.conflicting:
+            yield f"pairs that say the opposite of an earlier one: {self.conflicting}, the first: {self.first_conflicting}"
+
+
+def _identity(*digests: bytes) -> bytes:
+    return hashlib.sha256(b"".join(digests)).digest()[:_IDENTITY_BYTES]

@@ -1,0 +1,240 @@
+"""Reading rows from files, each with its line; one that cannot be parsed is a record with a problem.
+
+    .jsonl  .ndjson   a JSON object a line; bytes are split at "\\n" only, since U+2028 is content
+    .json             a list of objects (or, as many publish it, JSON lines)
+    .parquet          a record a row
+    .arrow            the same, as `datasets` saves it to disk
+    .csv              a header, then a record a row; every value is text
+    .gz               one of these, compressed
+
+Which files belong to a source, and in what order, is decided before: by `data_files` for a path, by `hub_files` for a data
+set of the hub. Once a file is read, it is compared with the sha256 it had then.
+"""
+
+import csv
+import json
+import re
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import BufferedReader, TextIOWrapper
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from training.contract.errors import DataError
+from training.contract.files.local_files import DataFile, check_unchanged, data_suffix, open_data
+from training.contract.identity.file_stamps import stamp_of
+from training.data.formats.quarantine import Quarantined, Reason, Row, strict_json
+from training.data.reading.file_errors import (
+    byte_fault,
+    check_encoding,
+    check_rows_outside,
+    check_separator,
+    undecoded_fault,
+)
+
+_BATCH_ROWS = 1024
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv")
+_DECODER = json.JSONDecoder(parse_int=str)  # a number too long to convert spoils its row, not the file
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row: `line` counts from 1, and is the row's number where a file has no line for each.
+
+    `raw` is its text, unless the file is binary; with a `problem`, `value` is empty.
+    """
+
+    line: int
+    value: Row
+    raw: str | None = None
+    problem: Quarantined | None = None
+
+    @property
+    def text(self) -> str:
+        """The row as text any file can hold, for a person to look at."""
+        text = json.dumps(self.value, default=str, ensure_ascii=False) if self.raw is None else self.raw
+        return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+    @property
+    def undecoded(self) -> str:
+        """What is not UTF-8 in the row; the empty string if all of it is."""
+        return undecoded_fault(self.value, self.raw)
+
+
+def read_records(file: DataFile) -> Iterator[Record]:
+    """The rows of a file. Raises DataError where it cannot be read, and at its end if it has changed since it was hashed."""
+    suffix, before = data_suffix(file.path), stamp_of(file.path)
+    try:
+        if suffix in _TEXTS:
+            check_encoding(file.path)
+        yield from _READERS[suffix](file.path)
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is cut or broken
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its permissions") from error
+    if file.sha256 is not None:
+        check_unchanged(file.path, file.sha256, before)
+
+
+def parse_row(line: int, text: str) -> Record:
+    """One JSON object, strictly: no duplicate keys, no NaN, no nesting that overruns the parser."""
+    try:
+        value = strict_json(text)
+    except Quarantined as problem:
+        return Record(line, {}, text, problem)
+    except RecursionError:
+        return Record(line, {}, text, Quarantined(Reason.BAD_JSON, "nested too deeply"))
+    except ValueError as error:
+        return Record(line, {}, text, Quarantined(Reason.BAD_JSON, str(error)))
+    if not isinstance(value, dict):
+        return Record(line, {}, text, Quarantined(Reason.NOT_AN_OBJECT, f"the row is {type(value).__name__}"))
+    return Record(line, value, text)
+
+
+def _read_lines(path: Path) -> Iterator[Record]:
+    with open_data(path) as file:
+        for number, line in enumerate(file, start=1):
+            content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if content.strip():
+                yield _parse_line(number, content)
+
+
+def _parse_line(number: int, line: bytes) -> Record:
+    try:
+        return parse_row(number, line.decode().rstrip("\r\n"))
+    except UnicodeDecodeError:
+        problem = Quarantined(Reason.BAD_UNICODE, byte_fault(line, "the line"))
+        return Record(number, {}, line.decode(errors="backslashreplace").rstrip("\r\n"), problem)
+
+
+def _read_json(path: Path) -> Iterator[Record]:
+    """The elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, refused if they are read."""
+    with open_data(path) as file:
+        text = file.read().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
+    start = _skip_blank(text, 0)
+    if text[start : start + 1] == "{":
+        yield from _read_objects(path, text, start)
+        return
+    if text[start : start + 1] != "[":
+        raise DataError(f"{path} begins with {text[start : start + 20]!r}; expected a JSON list of objects")
+    try:
+        for number, element in enumerate(_elements(text, start + 1), start=1):
+            yield parse_row(number, element)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not a complete JSON list: {error}; write it again, or use JSON lines") from error
+
+
+def _read_objects(path: Path, text: str, start: int) -> Iterator[Record]:
+    """JSON lines, or one object, which may be on several lines."""
+    sole = _sole_object(text, start)
+    if sole is None:
+        yield from _read_lines(path)
+        return
+    record = parse_row(1, sole)
+    check_rows_outside(path, record.value)
+    yield from [record] if "\n" in sole else _read_lines(path)
+
+
+def _sole_object(text: str, start: int) -> str | None:
+    """The text of the object that begins at `start`, if nothing follows it."""
+    try:
+        end = _DECODER.raw_decode(text, start)[1]
+    except (ValueError, RecursionError):
+        return None
+    return text[start:end] if _skip_blank(text, end) == len(text) else None
+
+
+def _elements(text: str, position: int) -> Iterator[str]:
+    """The text of each element of the list whose content begins at `position`."""
+    position = _skip_blank(text, position)
+    while text[position : position + 1] != "]":
+        end = _DECODER.raw_decode(text, position)[1]
+        yield text[position:end]
+        position = _skip_blank(text, end)
+        if text[position : position + 1] == ",":
+            position = _skip_blank(text, position + 1)
+        elif text[position : position + 1] != "]":
+            raise json.JSONDecodeError("expecting ',' or ']'", text, position)
+    if (after := _skip_blank(text, position + 1)) != len(text):
+        raise json.JSONDecodeError("extra data", text, after)
+
+
+def _read_table(
+    kind: str, batches: Callable[[BufferedReader], Iterator[pa.RecordBatch]], path: Path
+) -> Iterator[Record]:
+    number = 0
+    try:
+        with open_data(path) as file:
+            for batch in batches(file):
+                batch.validate(full=True)  # else a broken one may end the process
+                _refuse_repeated(path, batch.schema.names)
+                for value in batch.to_pylist():
+                    number += 1
+                    yield Record(number, value)
+    except (pa.ArrowException, UnicodeDecodeError, OverflowError) as error:  # the last: a date beyond Python's
+        raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}; write it again") from error
+    except MemoryError as error:  # mostly of a length that a broken file states
+        what = "what it holds next, as it says, does not fit into memory"
+        raise DataError(f"{path} cannot be read as {kind} after row {number}: {what}; write it again") from error
+
+
+def _parquet_batches(file: BufferedReader) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(file) as table:
+        yield from table.iter_batches(batch_size=_BATCH_ROWS)
+
+
+def _read_csv(path: Path) -> Iterator[Record]:
+    """Its lines are those of the file: a row begins on one, and a cell may hold several."""
+    csv.field_size_limit(sys.maxsize)
+    before = 0
+    with TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            header = next(reader, [])
+            if len(header) == 1:
+                check_separator(path)
+            _refuse_repeated(path, header)
+            before = reader.line_num
+            for cells in reader:
+                if cells:
+                    yield _csv_record(before + 1, header, cells)
+                before = reader.line_num
+        except csv.Error as error:
+            if before == 0:  # names of columns in quotes, with another separator between them
+                check_separator(path)
+            raise DataError(f"{path} is not CSV after line {before}: {error}; quote its fields") from error
+
+
+def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
+    if len(set(columns)) < len(columns):
+        [(twice, _)] = Counter(columns).most_common(1)
+        raise DataError(f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one")
+
+
+def _csv_record(line: int, header: list[str], cells: list[str]) -> Record:
+    if len(cells) == len(header):
+        return Record(line, dict(zip(header, cells, strict=True)))
+    problem = Quarantined(Reason.MISSING_FIELD, f"{len(cells)} cells in the row, {len(header)} in the header")
+    return Record(line, {}, json.dumps(cells, ensure_ascii=False), problem)
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+    ".jsonl": _read_lines,
+    ".ndjson": _read_lines,
+    ".json": _read_json,
+    ".parquet": partial(_read_table, "Parquet", _parquet_batches),
+    ".arrow": partial(_read_table, "Arrow", pa.ipc.open_stream),
+    ".csv": _read_csv,
+}
+
+
+def _skip_blank(text: str, position: int) -> int:
+    blank = _BLANK.match(text, position)
+    assert blank is not None
+    return blank.end()

@@ -1,0 +1,75 @@
+"""What people should know of a chat template before they train with it: how a model that is trained with it will stop."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from transformers import PreTrainedTokenizerFast
+
+from training.data.templates.chat_template import CLOCK, PROBES, ChatTemplate, Rejected
+from training.data.templates.tokenizer import control_ids
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> dict[str, int]:
+    """Return how often the template writes each control token after an answer, by its spelling."""
+    found = Counter(_control_tokens(tokenizer, template.closing()))
+    return {token: found[token] for token in found}
+
+
+def template_tokens(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate) -> dict[str, int]:
+    """Return the added tokens that the template writes of plain conversations, with their ids."""
+    added = tokenizer.added_tokens_decoder.keys()
+    ids = {id_ for text in _texts(template) for id_ in tokenizer(text, add_special_tokens=False)["input_ids"]}
+    return {tokenizer.convert_ids_to_tokens(id_): id_ for id_ in sorted(ids & added)}
+
+
+def template_notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, train_on: str) -> Iterator[str]:
+    ends = end_of_turn(tokenizer, template)
+    if not ends:
+        yield "the chat template writes no control token after an answer: a model will not learn where to stop"
+    elif train_on == "assistant_turns" and not any(_control_tokens(tokenizer, template.trained_closing())):
+        yield (
+            f"the chat template writes {', '.join(ends)} after an answer outside {{% generation %}}, and `train_on: "
+            f"assistant_turns` trains on what is inside: a model will not learn where to stop; put it before "
+            f"{{% endgeneration %}}"
+        )
+    text = template.render(PROBES[0], generation_prompt=True)["text"]
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
+    if adds_bos and not text.startswith(tokenizer.bos_token):
+        yield "the tokenizer adds a BOS to plain text and the chat template writes none: conversations have none"
+    if template.date and CLOCK not in template.text:
+        yield "`tokenization.date` changes nothing: the chat template does not ask for the date of today"
+
+
+def stop_notes(
+    end_tokens: Collection[str], end_ids: Collection[int], eos: Collection[int], names: str
+) -> Iterator[str]:
+    """Yield the note that none of `end_ids`, those of the template's end of turn, is among the model's `eos` token ids.
+
+    `names` spells the latter out.
+    """
+    if end_ids and not set(end_ids) & set(eos):
+        listed = ", ".join(end_tokens)
+        yield (
+            f"the chat template ends an answer with {listed}, which is not among the released model's eos_token_id "
+            f"({names or 'none'}): a server writes on after it; set `release.eos_tokens: [{_quoted(end_tokens)}]`"
+        )
+
+
+def _quoted(tokens: Collection[str]) -> str:
+    return ", ".join(f'"{token}"' for token in tokens)
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerFast, text: str) -> list[str]:
+    control, ids = control_ids(tokenizer), tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [tokenizer.convert_ids_to_tokens(id_) for id_ in ids if id_ in control]
+
+
+def _texts(template: ChatTemplate) -> Iterator[str]:
+    """What the template writes of the probes; it may refuse some of them."""
+    for turns in PROBES:
+        for prompt in (False, True):
+            try:
+                yield template.render(turns, generation_prompt=prompt)["text"]
+            except Rejected:
+                continue

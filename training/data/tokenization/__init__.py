@@ -1,0 +1,1 @@
+"""From pairs to token ids, and from these to batches."""

@@ -1,0 +1,84 @@
+"""Tokens that other versions of the libraries made: a sample is tokenized again, and if it gives the same, all are used again.
+
+The sample has `COMPARED` pairs, evenly spread over the lengths, and some that were dropped. An upgrade of transformers or
+tokenizers rarely changes a token, and tokenizing a million pairs takes hours.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from training.contract.errors import CorruptArtifact, CorruptRecord
+from training.contract.identity.fingerprint import short
+from training.contract.identity.software import COMPARED, SOFTWARE
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.store import Artifact, Made, Store
+from training.data.reading.pair_writer import PREFERENCES_FILE
+from training.data.tokenization.pair_dataset import SIDES, Pairs, Side
+from training.data.tokenization.tokenize_pair import Dropped, EncodedPair, PairEncoder
+
+_DROPPED = 8
+
+
+def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> Made | None:
+    """Return the pairs that other software made of these inputs, if `encoder` gives the same tokens; else None."""
+    if SOFTWARE not in job.settings:
+        return None
+    how = job.derivation.of_any_software
+    try:
+        earlier = Store(job.store).find(how.kind, how.key)
+    except (CorruptArtifact, CorruptRecord):  # all are tokenized again then, which replaces it
+        return None
+    if earlier is None:
+        return None
+    events.phase("comparing with tokens that other versions of the libraries made")
+    count, difference = _compared(job, encoder, earlier)
+    if difference is None:
+        events.note(
+            f"{count:,} pairs have the tokens that other versions of the libraries gave them: all are used again"
+        )
+        return Made(earlier.fingerprint, earlier.details, is_known=True)
+    events.note(
+        f"these versions of the libraries give other tokens than {short(earlier.fingerprint)} has, which others made: "
+        f"{difference}; all pairs are tokenized again"
+    )
+    return None
+
+
+def _compared(job: Job, encoder: PairEncoder, earlier: Artifact) -> tuple[int, str | None]:
+    """How many pairs were compared, and the first that differs, in words."""
+    pairs = Pairs.open(earlier.folder)
+    positions = {int(pairs.rows[at]): at for at in _spread(pairs)}
+    dropped = {drop["row"] for drop in earlier.details["dropped_examples"][:_DROPPED]}
+    rows = list(_rows(job, {*positions, *dropped}))
+    for row, outcome in zip(rows, encoder.encode(rows), strict=True):
+        number, where = row["row"], f"row {row['row']} ({row['source']}, line {row['line']})"
+        if isinstance(outcome, Dropped) is not (number in dropped):
+            return len(rows), f"{where} is {'dropped' if isinstance(outcome, Dropped) else 'used'} now"
+        if not isinstance(outcome, Dropped) and (side := _other_side(pairs, positions[number], outcome)):
+            return len(rows), f"the {side} response of {where}"
+    return len(rows), None
+
+
+def _other_side(pairs: Pairs, position: int, now: EncodedPair) -> Side | None:
+    """The first side whose tokens, or which of them are trained, are not those of the pair at `position`."""
+    for side, response in zip(SIDES, (now.chosen, now.rejected), strict=True):
+        then = pairs.sequence(position, side)
+        if (then.ids_T.tolist(), then.mask_T.tolist()) != (now.ids(response), now.mask(response)):
+            return side
+    return None
+
+
+def _spread(pairs: Pairs) -> list[int]:
+    """Positions of at most `COMPARED` pairs, evenly spread over the lengths of their longer response."""
+    order = np.argsort(np.maximum(*(pairs.lengths(side) for side in SIDES)), kind="stable")
+    at = np.linspace(0, len(order) - 1, min(COMPARED, len(order))).round().astype(np.int64)
+    return [int(position) for position in order[at]]
+
+
+def _rows(job: Job, numbers: set[int]) -> Iterator[Mapping[str, Any]]:
+    source = job.inputs["raw_preferences"].folder / PREFERENCES_FILE
+    yield from pq.read_table(source, filters=[("row", "in", sorted(numbers))]).to_pylist()

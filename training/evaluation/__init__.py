@@ -1,0 +1,1 @@
+"""Sampled answers, and the HTML report of an evaluation."""

@@ -1,0 +1,13 @@
+"""The `merge` job: a policy that is an adapter becomes one plain model, which loads without peft and its base."""
+
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.store import Made
+from training.distributed import Group
+from training.model.adapter import write_merged
+
+
+def run(job: Job, group: Group, events: EventWriter) -> Made:
+    """Write the merged model into `job.staging`. Raises ModelError."""
+    events.phase("merge the adapter into its base")
+    return Made(write_merged(job.inputs["policy"], job.inputs["reference_model"], job.staging))

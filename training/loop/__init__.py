@@ -1,0 +1,1 @@
+"""The training loop, one optimizer step, and what is minimized."""

@@ -1,0 +1,77 @@
+"""The two ends of a run: loading the model that is to be trained, and writing what was trained."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from training.contract.config.recipe import Adapter, Compute
+from training.contract.identity.model_identity import adapter_fingerprint, weights_fingerprint, weights_identity
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Input, Job
+from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
+from training.distributed import Group
+from training.model.adapter import save_adapter, write_merged
+from training.model.backbone import architecture, takes_only_text
+from training.model.load import left_out, save_model
+from training.model.logprobs.self_check import demand_exact
+from training.model.training_setup import prepare_for_training
+from training.parallel.model_specs import TrainableModel
+from training.parallel.strategy import build_masters
+from training.parallel.train_state import Masters
+
+
+def load_for_training(
+    trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter, routing: str | None = None
+) -> Masters:
+    """The model on all ranks, proved exact and prepared as `compute` asks for; `routing` as in `prepare_for_training`.
+
+    Raises ModelError.
+    """
+    masters = build_masters(trainable, compute.parallel, group, events)
+    _note_what_is_not_trained(masters.model, trainable, events)
+    demand_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
+    prepare_for_training(masters.model, compute, events, masters.own_dropout, trainable.float8_head, routing)
+    return masters
+
+
+def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel, events: EventWriter) -> None:
+    if not takes_only_text(model) and trainable.adapter is None:
+        trained, frozen = (
+            sum(p.numel() for p in model.parameters() if p.requires_grad is asked) for asked in (True, False)
+        )
+        events.note(
+            f"of {architecture(model)} the language model is trained, {trained:,} parameters; the other {frozen:,}, for "
+            f"images or sound, are saved as they are"
+        )
+    if unused := left_out(model):
+        events.note(
+            f"what transformers has no use for in the files of the model that is trained is not saved again: "
+            f"{', '.join(unused[:3])} ({len(unused)} in all)"
+        )
+
+
+def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
+    """Write the model, or its adapter alone, with the tokenizer into `job.staging`; returns its fingerprint.
+
+    It is a folder of Hugging Face, or of peft. `start` is the model that was trained, the base of an adapter. Every rank calls
+    it, since each may hold a part of the weights; rank 0 writes, the others get an empty fingerprint.
+    """
+    weights = masters.full_weights()
+    if not masters.group.is_main:
+        return ""
+    shutil.copytree(job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER, job.staging, dirs_exist_ok=True)
+    if adapter is None:
+        save_model(masters.model, job.staging, weights, masters.dtype)
+        return weights_fingerprint(weights_identity(job.staging))
+    if not adapter.is_merged:
+        return _write_adapter(masters.model, weights, start, job.staging).fingerprint
+    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
+        return write_merged(_write_adapter(masters.model, weights, start, Path(folder)), start, job.staging)
+
+
+def _write_adapter(model: PreTrainedModel, weights: dict[str, Tensor], start: Input, folder: Path) -> Input:
+    save_adapter(model, weights, folder)
+    return Input(kind="policy", fingerprint=adapter_fingerprint(folder, start.fingerprint), folder=folder)

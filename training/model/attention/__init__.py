@@ -1,0 +1,1 @@
+"""Attention over rows in which sequences share a prompt."""

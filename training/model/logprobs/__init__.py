@@ -1,0 +1,1 @@
+"""Log-probs of responses: the forward pass, the head, and scoring without gradients."""

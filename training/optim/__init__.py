@@ -1,0 +1,1 @@
+"""The optimizer and its learning rate."""

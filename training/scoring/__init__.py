@@ -1,0 +1,1 @@
+"""Log-probs of pairs without gradients, and checks of them."""

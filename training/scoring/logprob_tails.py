@@ -1,0 +1,92 @@
+"""The reference's log-probs beyond the common length of each pair: a loss with `ld_alpha` needs them besides the sums.
+
+They are sums over some of a response's tokens. The table has sums over all tokens only, since no other option needs more;
+single tokens are in the memo. The memo is a cache: sequences that it lacks (collected, broken, or scored by another
+version) are scored again.
+
+Legend: P pairs, V those asked for. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
+"""
+
+import gc
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from training.contract.config.loss import Loss
+from training.contract.config.recipe import Parallel
+from training.contract.errors import TrainingError
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.logprob_cache import Memo, scoring_rule
+from training.contract.store.logprob_table import LogProbTable
+from training.contract.store.store import Store
+from training.data.tokenization.pair_dataset import SIDES, Pairs, by_pair
+from training.distributed import Group
+from training.parallel.model_specs import FrozenModel
+from training.parallel.strategy import load_frozen
+from training.scoring.cached_sequences import DistinctSequences, score_missing
+
+Floats = npt.NDArray[np.float64]
+
+
+def read_table(
+    job: Job, pairs: Pairs, positions_V: npt.NDArray[np.int64], loss: Loss, group: Group, events: EventWriter
+) -> LogProbTable:
+    """The table that `job` was given; if `loss` needs them, with `tails_P2` of the pairs at `positions_V`, NaN elsewhere.
+
+    Raises TrainingError.
+    """
+    table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
+    if not loss.needs_token_logprobs:
+        return table
+    weights = job.inputs["reference_model"]
+    memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
+    tails = _Tails(memo, table, pairs, positions_V, group)
+    tails_2V = tails.read()
+    if len(missing := np.flatnonzero(np.isnan(tails_2V))):
+        tails.score(missing, FrozenModel(weights, table.dtype), job.compute.parallel, events)
+        tails_2V = tails.read()
+    if not np.isfinite(tails_2V).all():
+        raise TrainingError(
+            f"{int(np.isnan(tails_2V).sum())} of {len(tails_2V)} responses have no log-probs of single tokens after "
+            f"scoring, which `training.loss.ld_alpha` needs; the store lost shards meanwhile: run again"
+        )
+    tails_P2 = np.full((len(pairs), len(SIDES)), np.nan)
+    tails_P2[positions_V] = by_pair(tails_2V)
+    return replace(table, tails_P2=tails_P2)
+
+
+@dataclass(frozen=True)
+class _Tails:
+    """The tails of the 2V responses at `positions_V`, in the memo."""
+
+    memo: Memo
+    table: LogProbTable
+    pairs: Pairs
+    positions_V: npt.NDArray[np.int64]
+    group: Group
+
+    def read(self) -> Floats:
+        """What the memo has, the same on every rank: rank 0 alone reads the shards (and sets broken ones aside)."""
+        tails_2V = torch.zeros(2 * len(self.positions_V), dtype=torch.float64)
+        if self.group.is_main:
+            keys_2VK = np.concatenate([self.pairs.keys(side)[self.positions_V] for side in SIDES])
+            common_V = self.table.tokens_P2[self.positions_V].min(axis=1).astype(np.int64)
+            tails_2V = torch.from_numpy(self.memo.tail_sums(keys_2VK, np.tile(common_V, 2)))
+        found: Floats = self.group.broadcast_(tails_2V.to(self.group.device)).cpu().numpy()
+        return found
+
+    def score(
+        self, missing: npt.NDArray[np.int64], frozen: FrozenModel, parallel: Parallel, events: EventWriter
+    ) -> None:
+        """Score the sequences at these of the 2V places into the memo; the reference model is freed afterwards."""
+        side, at = np.divmod(missing, len(self.positions_V))
+        sequences = DistinctSequences.of(self.pairs)
+        wanted = np.unique(sequences.sequence_2P[side * len(self.pairs) + self.positions_V[at]])
+        events.note(f"the memo no longer knows the tokens of {len(wanted):,} sequences: scoring them again")
+        model = load_frozen(frozen, parallel, self.group, events)
+        score_missing(model, sequences, wanted, self.memo, self.group, events)
+        del model
+        gc.collect()  # its parts form cycles, and the next model needs the memory

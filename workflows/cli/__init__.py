@@ -1,0 +1,1 @@
+"""The command `pedigree`: its options, output, tables and progress."""

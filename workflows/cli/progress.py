@@ -1,0 +1,88 @@
+"""What people see in the terminal while jobs run: bars, or plain lines where stderr is no terminal."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Self
+
+import dagster as dg
+from rich import progress
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column
+
+from assets.execution.job_log import EventLines
+from assets.pipeline.pipeline import Services, emitting
+from training.contract.identity.file_hashing import telling
+from training.contract.protocol.events import Event
+from workflows.cli.output import people
+from workflows.orchestration.resources import build_services, dagster_instance, pedigree_home
+
+_SECONDS_BETWEEN_LINES = 60.0
+_NO_ASSET = "files"
+_WHAT_IS_LEFT = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # of the line's width: figures come before words
+
+
+@contextmanager
+def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
+    """What most commands work with. How far their jobs are is shown meanwhile, and how far files are hashed beside them."""
+    with ProgressBars(people) as progress, dagster_instance() as instance, telling(emitting(progress.hear, _NO_ASSET)):
+        yield build_services(pedigree_home(), progress.hear), instance
+
+
+class ProgressBars:
+    """One line an asset while its job runs: how far it is, what it does, the loss, and the time left.
+
+    Where the console is no terminal, as in CI, a line for each phase, and one a minute.
+    """
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._lines: dict[str, EventLines] = {}
+        self._bars = progress.Progress(
+            progress.TextColumn("{task.description:<20}"),
+            progress.BarColumn(bar_width=16),
+            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[unit]}  {task.fields[left]}"),
+            progress.TextColumn("{task.fields[detail]}", table_column=_WHAT_IS_LEFT),
+            expand=True,
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks: dict[str, progress.TaskID] = {}
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def hear(self, event: Event) -> None:
+        if not self._console.is_terminal:
+            self._lines_of(event["asset"]).hear(event)
+            return
+        task = self._task(event["asset"])
+        match event["event"]:
+            case "phase":
+                self._bars.tasks[task].total = None  # for `update` it would mean: as before
+                self._bars.update(task, completed=0, unit="", left="", detail=escape(event["phase"]))
+            case "note":
+                self._bars.console.print(f"{event['asset']}: {escape(event['text'])}")
+            case "step":
+                self._bars.update(task, detail=f"loss {event['loss']:.4f}")
+            case "progress":
+                seconds = event["seconds_left"]
+                left = "" if seconds is None else f"{seconds:.0f} s left"
+                self._bars.update(task, completed=event["done"], total=event["total"], unit=event["unit"], left=left)
+
+    def _lines_of(self, asset: str) -> EventLines:
+        if asset not in self._lines:
+            write = partial(self._console.print, markup=False, soft_wrap=True)
+            self._lines[asset] = EventLines(write, asset, _SECONDS_BETWEEN_LINES)
+        return self._lines[asset]
+
+    def _task(self, asset: str) -> progress.TaskID:
+        if asset not in self._tasks:
+            self._tasks[asset] = self._bars.add_task(asset, total=None, unit="", left="", detail="starting")
+        return self._tasks[asset]

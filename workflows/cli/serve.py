@@ -1,0 +1,79 @@
+"""The commands `pedigree serve` and `pedigree chat`: a released version behind an address, or in the terminal."""
+
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from model_registry.model_version import Version
+from model_registry.registry import Registry
+from workflows.cli.output import people, print_error, reporting, results
+from workflows.cli.terminal_chat import Conversation, converse
+from workflows.orchestration.resources import build_services, pedigree_home, prepare_home
+from workflows.servers.model_server import model_server, named_version
+from workflows.servers.web_servers import LOOPBACK
+
+_model = click.argument("model", metavar="MODEL[@ALIAS|/VERSION]")
+
+
+@click.command()
+@_model
+@click.option("--host", default=LOOPBACK, show_default=True, help="Address to listen on; 0.0.0.0 for every one.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port, if it is free.")
+@reporting
+def serve(model: str, host: str, port: int) -> None:
+    """Serve a released model like OpenAI's chat completions, until Ctrl-C.
+
+    MODEL is a recipe's `release.model_name`, by default its champion. No temperature, or 0, is greedy.
+    """
+    version, folder = _released(model)
+    with (
+        suppress(KeyboardInterrupt),
+        model_server(version, folder, _logs(), host, port, people.print) as address,
+    ):
+        results.print(f"{version.name}, version {version.number}: {address}/v1/chat/completions", soft_wrap=True)
+        threading.Event().wait()
+
+
+@click.command()
+@_model
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Above 0 it samples; 0 is greedy.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, show_default=True, help="Of an answer.")
+@click.option("--system", metavar="TEXT", help="A system message, to begin with.")
+@reporting
+def chat(model: str, temperature: float, max_tokens: int, system: str | None) -> None:
+    """Talk to a released model: a line is a question. Ctrl-C ends an answer, Ctrl-D the conversation.
+
+    MODEL is a recipe's `release.model_name`, by default its champion.
+    """
+    version, folder = _released(model)
+    settings = {"model": version.name, "temperature": temperature, "max_tokens": max_tokens}
+    said = [{"role": "system", "content": system}] if system else []
+    with suppress(KeyboardInterrupt), model_server(version, folder, _logs(), LOOPBACK, 0, people.print) as address:
+        for number in (signal.SIGTERM, signal.SIGHUP):  # unlike Ctrl-C they end more than an answer
+            signal.signal(number, _end)
+        converse(Conversation(address, settings, said), _write, print_error)
+
+
+def _released(model: str) -> tuple[Version, Path]:
+    prepare_home(pedigree_home())
+    registry: Registry = build_services(pedigree_home()).registry
+    version = named_version(model, registry)
+    return version, registry.folder(version)
+
+
+def _logs() -> Path:
+    return pedigree_home() / "serve"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _end(number: int, _: FrameType | None) -> None:
+    sys.exit(128 + number)

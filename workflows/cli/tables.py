@@ -1,0 +1,258 @@
+"""What people see in the terminal when a command is done: tables, and a few lines below them."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from assets.execution.rescore import SetAside
+from assets.pipeline.graph import GRAPH
+from assets.pipeline.pipeline import Pipeline
+from assets.views.pair_page import shown_logprob
+from assets.views.pair_reader import TokenizedSide
+from model_registry.model_version import Version
+from training.contract.identity.fingerprint import short, shortened
+from workflows.commands.compare import SHOWN_VALUES, Compared, Comparison
+from workflows.commands.gc import Collected
+from workflows.commands.inspect_pair import InspectedRow
+from workflows.commands.plan import PlannedAsset, sentence
+from workflows.commands.run_report import RunReport
+from workflows.commands.verify import Verification, agrees
+from workflows.state.status import AssetStatus
+
+_COLOURS = {
+    **dict.fromkeys(("computed", "fresh", "ok"), "green"),
+    **dict.fromkeys(("reused", "reuse"), "cyan"),
+    **dict.fromkeys(("stale", "compute"), "yellow"),
+    **dict.fromkeys(("failed", "missing", "differs"), "red"),
+}
+_SHOWN_CHARACTERS = 200  # of a held-out prompt or answer
+_SHOWN_SAMPLES = 8
+
+
+def new_recipe(console: Console, file: Path, missing: Sequence[str]) -> None:
+    """Where it is, and what comes next: to fill in what is `missing`."""
+    fill_in = f"Fill in {' and '.join(f'`{field}`' for field in missing)}; then " if missing else ""
+    console.print(
+        f"Written: {file}. {fill_in}`pedigree plan {shlex.quote(str(file.parent))}` says what a run would do.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def run_report(console: Console, report: RunReport, with_samples: bool) -> None:
+    """The assets with their outcome, answers before and after, held-out metrics; last what failed, or became champion."""
+    table = Table("asset", "group", "outcome", "fingerprint", "seconds", title=f"Recipe {report.recipe}")
+    for asset in report.assets:
+        outcome, seconds = _coloured(asset.outcome), f"{asset.seconds:.1f}"
+        table.add_row(asset.asset, GRAPH[asset.asset].group, outcome, short(asset.fingerprint), seconds)
+    console.print(table)
+    if with_samples and report.samples:
+        _samples(console, report.samples)
+    if report.metrics:
+        _metrics(console, report)
+    for check in report.warnings:
+        console.print(f"[yellow]{check.asset}:[/] {escape(check.failure)}", soft_wrap=True)
+    for note in report.notes:
+        console.print(f"[yellow]policy:[/] {escape(note)}", soft_wrap=True)
+    if report.model_version:
+        verdict = "[green]is champion[/]" if report.is_champion else "[yellow]is not champion[/]"
+        console.print(f"version {report.model_version} {verdict}: {escape(report.reasons or '')}", soft_wrap=True)
+    failed = [asset for asset in report.assets if asset.error is not None]
+    for error in dict.fromkeys(asset.error for asset in failed):  # one cause may fail several, as a lost model does
+        names = ", ".join(asset.asset for asset in failed if asset.error == error)
+        console.print(f"[red]{names} failed:[/] {escape(error or '')}", soft_wrap=True)
+    if report.error is not None:
+        console.print(f"[red]the run failed:[/] {escape(report.error)}", soft_wrap=True)
+
+
+def _samples(console: Console, samples: Sequence[dict[str, str]]) -> None:
+    """Show at most `_SHOWN_SAMPLES`, evenly spread; the evaluation's report.html has all."""
+    count = min(len(samples), _SHOWN_SAMPLES)
+    title = "Held-out answers" if count == len(samples) else f"Held-out answers ({count} of {len(samples)})"
+    table = Table("prompt", "before", "after", title=title, show_lines=True)
+    for sample in (samples[at * len(samples) // count] for at in range(count)):
+        said = (_end(sample["prompt"]), _beginning(sample["before"]), _beginning(sample["after"]))
+        table.add_row(*map(escape, said))
+    console.print(table)
+
+
+def _beginning(text: str) -> str:
+    """Enough to recognize it by: the report of the evaluation has all of it."""
+    return text.strip() if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS].strip()} ..."
+
+
+def _end(text: str) -> str:
+    """Of a prompt the end, since many begin with the same long message of the system."""
+    return text.strip() if len(text) <= _SHOWN_CHARACTERS else f"... {text[-_SHOWN_CHARACTERS:].strip()}"
+
+
+def _metrics(console: Console, report: RunReport) -> None:
+    """Show the held-out metrics, and below them the address of the charts in one piece."""
+    table = Table("held-out metric", "value", title="Evaluation")
+    for name, value in report.metrics.items():
+        table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.4f}")
+    console.print(table)
+    if report.mlflow_url:
+        server = "" if report.is_served else " (served by `pedigree ui`)"
+        console.print(f"Charts in MLflow{server}: {report.mlflow_url}", markup=False, soft_wrap=True)
+
+
+def status(console: Console, pipeline: Pipeline, found: Sequence[AssetStatus]) -> None:
+    table = Table("asset", "state", "fingerprint", "cause", title=f"Recipe {pipeline.name}")
+    for asset in found:
+        causes = escape("\n".join(asset.causes))
+        table.add_row(asset.asset, _coloured(asset.state), short(asset.fingerprint), causes)
+    console.print(table)
+
+
+def plan(console: Console, pipeline: Pipeline, planned: Sequence[PlannedAsset]) -> None:
+    """One sentence, then the assets with their work and why."""
+    console.print(f"{escape(pipeline.name)}: {sentence(planned)}")
+    table = Table("asset", "action", "work", "cause", title=f"Plan of {pipeline.name}")
+    for asset in planned:
+        work = ", ".join(f"{_count(count)} {name}" for name, count in asset.work.items())
+        table.add_row(asset.asset, _coloured(asset.action), work, escape("\n".join(asset.causes)))
+    console.print(table)
+    for asset in planned:
+        for note in asset.notes:
+            console.print(f"[yellow]{asset.asset}:[/] {escape(note)}")
+
+
+def comparison(console: Console, found: Comparison) -> None:
+    """A row a recipe, its settings below its name; below each mean its difference to the first, bright if more than noise."""
+    first = next((each for each in found.recipes if each.recipe == found.against), None)
+    title = "As last evaluated" + (f", on {first.pairs} held-out pairs" if first else "")
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("recipe and its settings", overflow="fold")
+    for name in SHOWN_VALUES:
+        table.add_column(name, no_wrap=True)
+    for each in found.recipes:
+        told = each.settings.items() if first in (each, None) else each.settings.items() - first.settings.items()
+        lines = [f"  {name.removeprefix('training.')} {value}" for name, value in sorted(told) if value is not None]
+        about = "\n".join([f"[bold]{each.recipe}[/]", *map(escape, lines)])
+        table.add_row(about, *(_compared(each, name) for name in SHOWN_VALUES), end_section=True)
+    console.print(table)
+    for each in found.recipes:
+        for note in each.notes:
+            console.print(f"[yellow]{each.recipe}:[/] {escape(note)}")
+    if any(each.differences for each in found.recipes):
+        console.print(
+            f"Below a value: its difference to {found.against} on the same pairs ± one standard error, dim where it is less "
+            "than two of them: chance explains it. Margins are in nats, before beta. A loss is shown only where it is the same "
+            "function of the same reference."
+        )
+
+
+def _compared(each: Compared, measure: str) -> str:
+    if measure not in each.means:
+        return "other loss" if each.means else ""
+    value = f"{each.means[measure]:.3f}"
+    if (by := each.differences.get(measure)) is None:
+        return value
+    style = "bold" if abs(by.mean) > 2 * by.standard_error else "dim"
+    return f"{value}\n[{style}]{by.mean:+.3f} ± {by.standard_error:.3f}[/]"
+
+
+def verification(console: Console, found: Verification) -> None:
+    """What was hashed again, and what was scored again, with what differs."""
+    table = Table("asset", "fingerprint", "", "fault", title=f"Recipe {found.recipe}: hashed again")
+    for asset in found.artifacts:
+        verdict = _coloured("ok" if asset.ok else "differs")
+        table.add_row(asset.asset, short(asset.fingerprint), verdict, escape(asset.fault or ""))
+    console.print(table)
+    if not found.rescored:
+        console.print("No pair was scored again.")
+        return
+    table = Table("row", "chosen stored", "live", "rejected stored", "live", "", title="Scored again, in nats")
+    for row in found.rescored:
+        values = [f"{row[side][name]:.5f}" for side in ("chosen", "rejected") for name in ("stored", "live")]
+        table.add_row(str(row["row"]), *values, _coloured("ok" if agrees(row) else "differs"))
+    console.print(table)
+    console.print(f"Tolerance: {found.tolerance} nats times the square root of the response's number of tokens")
+    if found.advice:
+        console.print(found.advice, style="yellow", markup=False, soft_wrap=True)
+
+
+def set_aside(console: Console, pipeline: Pipeline, found: SetAside) -> None:
+    """How many log-probs are out of the way, where they are, and what makes new ones."""
+    shards, tables = _counted(found.shards, "shard"), _counted(len(found.tables), "table")
+    console.print(
+        f"Set aside: the log-probs of {found.sequences:,} sequences ({shards}) and {tables} made of them. Until "
+        f"`pedigree gc --delete` they are kept in {', '.join(map(str, found.folders))}. The next "
+        f"`pedigree run {pipeline.argument}` scores them again.",
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def rolled_back(console: Console, name: str, restored: Version, left: Version) -> None:
+    """Which version of the model is champion again."""
+    console.print(
+        f"Version {restored.number} of {name} is champion again; version {left.number} is marked as rolled back and is not "
+        "promoted again.",
+        markup=False,
+    )
+
+
+def collection(console: Console, found: Collected) -> None:
+    table = Table("kind", "fingerprint or folder", "bytes", title="Deleted" if found.deleted else "Would be deleted")
+    for item in found.garbage:
+        table.add_row(escape(_short_kind(item.kind)), escape(shortened(item.fingerprint)), f"{item.bytes:,}")
+    if found.garbage:
+        console.print(table)
+    verb = "freed" if found.deleted else "would be freed with --delete"
+    console.print(f"{len(found.garbage)} items, {found.bytes:,} bytes {verb}; {found.kept} artifacts are kept")
+
+
+def _short_kind(kind: str) -> str:
+    return f"memo/{short(kind.removeprefix('memo/'))}" if kind.startswith("memo/") else kind
+
+
+def _count(count: int | None) -> str:
+    return "unknown" if count is None else f"{count:,}"
+
+
+def inspected(console: Console, found: InspectedRow) -> None:
+    """The pair's messages, then each response with the trained tokens underlined and its log-probs."""
+    origin = f"{found.messages['source']}, line {found.messages['line']}"
+    console.print(f"[bold]row {found.row}[/], {found.split} split, from {escape(origin)}", soft_wrap=True)
+    for name in ("tools", "chat_template_kwargs"):
+        if given := found.messages.get(name):
+            console.print(f"[dim]{name}:[/] {escape(given)}")
+    for message in found.messages["prompt"]:
+        said = " ".join(filter(None, (message.get(part) for part in ("reasoning_content", "content", "tool_calls"))))
+        console.print(f"[dim]{escape(message['role'])}:[/] {escape(said)}")
+    for name, side in (("chosen", found.chosen), ("rejected", found.rejected)):
+        console.print(f"\n[bold]{name}[/]: {len(side.token_ids)} tokens, {sum(side.mask)} of them trained")
+        console.print(_tokens(side), soft_wrap=True)
+        if any(value is not None for value in side.reference_token_logprobs):
+            console.print(f"[dim]reference, nats a token:[/] {_token_logprobs(side)}", soft_wrap=True)
+        reference, policy = shown_logprob(side.reference_logprob), shown_logprob(side.policy_logprob)
+        console.print(f"reference log-prob {reference}, policy log-prob {policy}")
+    if found.chosen.policy_logprob is None:
+        console.print("[dim]The policy was evaluated on held-out pairs only; --score computes its log-probs here.[/]")
+
+
+def _tokens(side: TokenizedSide) -> str:
+    return " ".join(
+        f"[underline]{escape(text)}[/]" if trained else f"[dim]{escape(text)}[/]"
+        for text, trained in zip(side.texts, side.mask, strict=True)
+    )
+
+
+def _token_logprobs(side: TokenizedSide) -> str:
+    pairs = zip(side.texts, side.reference_token_logprobs, strict=True)
+    return " ".join(f"{escape(repr(text))} {value:.2f}" for text, value in pairs if value is not None)
+
+
+def _coloured(word: str) -> str:
+    return f"[{_COLOURS[word]}]{word}[/]"

@@ -1,0 +1,95 @@
+"""The command `pedigree ui`: which recipes it shows, and the addresses that it prints."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from assets.execution.run_liveness import close_dead_runs
+from assets.pipeline.pipeline import Services
+from model_registry.connection import connect, page
+from training.contract.errors import PedigreeError
+from workflows.cli.output import people, reporting, results
+from workflows.commands.run import warn_of_unlimited_gpu
+from workflows.orchestration.resources import build_services, dagster_instance, pedigree_home
+from workflows.recipes.component import DEFS
+from workflows.recipes.discovery import (
+    ALONE_VARIABLE,
+    ExtraRecipe,
+    extra_recipes,
+    load_recipes,
+    recipe_fault,
+    recipe_place,
+    shows_project,
+)
+from workflows.recipes.yaml_file import recipes_in
+from workflows.servers.web_servers import web_servers
+
+_port = click.IntRange(1, 65535)
+
+
+@click.command()
+@click.argument("recipes", nargs=-1)
+@click.option(
+    "--port", type=_port, default=3000, show_default=True, help="Port of Dagster's web server, if it is free."
+)
+@click.option(
+    "--mlflow-port", type=_port, default=5000, show_default=True, help="Port of MLflow's web server, if it is free."
+)
+@reporting
+def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
+    """Start Dagster's and MLflow's web servers, until Ctrl-C. They listen on loopback alone.
+
+    RECIPES are the recipes to show, or folders of recipes. Without them, the recipes of the project are shown.
+    """
+    home = pedigree_home()
+    places = [recipe_place(text) for text in recipes]
+    if places:
+        os.environ[ALONE_VARIABLE] = os.pathsep.join(map(str, places))
+    listed = extra_recipes()
+    _tell_faults(listed, places)
+    services = build_services(home)
+    registry = services.registry
+    # The servers' processes would make the tables of a new home all at once.
+    with dagster_instance() as instance:
+        for address in {registry.tracking_uri, registry.uri}:
+            connect(address)
+        close_dead_runs(instance, home)
+        warn_of_unlimited_gpu(instance)
+    with web_servers(home, registry, port, mlflow_port, people.print) as (dagster, mlflow):
+        results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)", soft_wrap=True)
+        for address in _pages_of_runs(mlflow, services, listed):
+            results.print(f"MLflow:  {address}", soft_wrap=True)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+def _tell_faults(listed: list[ExtraRecipe], named: list[Path]) -> None:
+    """Tell what is wrong with the recipes `listed`. Raises it for a recipe that the command has named itself."""
+    for extra in listed:
+        if (wrong := extra.fault or recipe_fault(extra.folder)) is None:
+            continue
+        if extra.folder in named:
+            raise wrong
+        people.print(f"{wrong}\nThe runs of {extra.name} fail until that is mended.", markup=False, soft_wrap=True)
+
+
+def _pages_of_runs(mlflow: str, services: Services, listed: list[ExtraRecipe]) -> list[str]:
+    """Return the address of the runs of each recipe that has some; if none has, that of the list of experiments.
+
+    A click on an experiment in that list opens MLflow's page for chat traces, which is empty.
+    """
+    found = (services.tracker.experiment_id(name) for name in dict.fromkeys(_experiments(listed)))
+    pages = [page(mlflow, f"experiments/{number}/runs") for number in found if number is not None]
+    return pages or [page(mlflow, "experiments")]
+
+
+def _experiments(listed: list[ExtraRecipe]) -> Iterator[str]:
+    """Yield the names of the experiments of all recipes that are shown."""
+    folders = [*(recipes_in(DEFS) if shows_project() else ()), *(extra.folder for extra in listed)]
+    for folder in folders:
+        with suppress(PedigreeError):  # what is wrong with it was told
+            yield from (loaded.pipeline.family for loaded in load_recipes(folder))

@@ -1,0 +1,283 @@
+"""Garbage collection: finding and removing what nothing refers to any more under PEDIGREE_HOME.
+
+Kept is what is referred to by
+* a version of any model in the registry: its tags hold the fingerprints of its lineage;
+* the latest materialization of any asset of any recipe that this Dagster instance knows, fresh or stale;
+* a job in progress, that is, one whose key's lock is held; and whatever was made, or found in the store and used, since the
+  oldest unfinished run began, since Dagster may not have recorded it yet;
+with all its ancestors. The memo of a kept model is kept whole: it is what makes scoring cheap. An interrupted job keeps its
+folder as long as that has checkpoints to resume from, and a job whose description cannot be read keeps it for a day. Of
+versions that were downloaded from a server those stay that an alias points at, and all while a run is unfinished.
+
+The rest goes: other artifacts, folders of ended jobs, abandoned staging, what was set aside as corrupt. Each is removed
+under the lock of whoever would use it, so what came into use since it was found stays; downloads, which have none, stay if
+a run has begun since. What lies behind a symbolic link stays too, wherever that is put.
+
+With it goes what Dagster noted of automation conditions, megabytes for each run they start, after 30 days. Dagster does that
+itself only where its daemon evaluates them, and ours are evaluated with the code of the recipes.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache, cached_property, partial
+from itertools import chain
+from pathlib import Path
+from typing import get_args
+
+import dagster as dg
+from pydantic import ValidationError
+
+from assets.bodies.release import demand_releases
+from assets.execution.instance_ids import demand_all_records
+from assets.execution.run_liveness import BEGUN, close_dead_runs
+from assets.lineage.history import Materialization, latest_of, made_in
+from assets.pipeline.graph import GRAPH
+from assets.pipeline.pipeline import Services
+from model_registry.model_version import MERGED
+from training.contract.config.recipe import Dtype
+from training.contract.errors import CorruptArtifact, CorruptRecord
+from training.contract.protocol.job import Job
+from training.contract.store.logprob_cache import scoring_rule
+from training.contract.store.manifest import Manifest, Source, read_manifest
+from training.contract.store.removal import freed_bytes, keys_by_fingerprint, remove_artifact
+from training.contract.store.staging import lock_beside
+from training.contract.system.locks import holding, is_held
+
+Reference = tuple[str, str]  # kind and fingerprint
+
+_KINDS = (*GRAPH, MERGED, "proof")
+_MEMO = "memo/"
+_UNFINISHED_RUNS = dg.RunsFilter(statuses=[dg.DagsterRunStatus.QUEUED, *BEGUN])
+_UNREADABLE_JOB_SECONDS = 24 * 3600.0
+_EVALUATIONS_SECONDS = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Garbage:
+    """`kind`: that of an artifact, `memo/<rule>`, or `job`, `staging`, `corrupt`, `download`; then `fingerprint` is a name."""
+
+    kind: str
+    fingerprint: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Collected:
+    """`kept` counts the artifacts that stay; `deleted` says whether the garbage is gone or only named."""
+
+    garbage: list[Garbage]
+    bytes: int
+    kept: int
+    deleted: bool
+
+
+def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collected:
+    """Name what nothing refers to, and remove it if `delete`.
+
+    Raises RegistryError where the registry cannot be asked or is another one, StoreError where Dagster is, CorruptRecord where
+    it is unknown what a current artifact was made from: a run mends that first.
+    """
+    demand_all_records(instance, services.home)
+    close_dead_runs(instance, services.home)
+    sweep = Sweep(services, instance)
+    garbage = list(sweep.garbage())
+    if delete:
+        garbage = [item for item in garbage if sweep.remove(item)]
+        if (storage := instance.schedule_storage) is not None:
+            storage.purge_asset_evaluations(time.time() - _EVALUATIONS_SECONDS)
+    return Collected(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
+
+
+class Sweep:
+    """One look at everything, and the removal of what it found."""
+
+    def __init__(self, services: Services, instance: dg.DagsterInstance):
+        self._services, self._store, self._instance = services, services.store, instance
+        # Listed before their users are: what appears, or comes into use, later is no garbage.
+        self._used = {found: self._store.used(*found) for found in self._artifacts()}
+        self._keys = cache(partial(keys_by_fingerprint, self._store))
+        self._folders = {name: _folders(self._store.root / name) for name in ("staging", "corrupt")}
+        self._jobs = _folders((services.home / "jobs").resolve())
+        self._since = self._oldest_unfinished_run()
+
+    def garbage(self) -> Iterator[Garbage]:
+        kept = self.kept  # nothing is garbage before it is sure that this can be known
+        for kind, name in self._used:
+            if (kind, name) not in kept and kind.removeprefix(_MEMO) not in self._kept_rules:
+                yield _garbage(kind, self._store.folder(kind, name))
+        yield from (_garbage("job", folder) for folder in self._jobs if self._is_over(folder))
+        yield from (_garbage("staging", folder) for folder in self._folders["staging"] if self._is_abandoned(folder))
+        yield from (_garbage("corrupt", folder) for folder in self._folders["corrupt"])
+        if self._since is None:
+            for name in self._services.registry.outdated_downloads():
+                yield Garbage("download", name, freed_bytes(self._services.registry.downloads / name))
+
+    def remove(self, item: Garbage) -> bool:
+        """Remove it; False if it came into use meanwhile."""
+        match item.kind:
+            case "job":
+                folder = self._services.home / "jobs" / item.fingerprint
+                return _remove(folder, self._locks_of_job(folder), lambda: self._has_ended(folder))
+            case "staging":
+                folder = self._store.root / "staging" / item.fingerprint
+                beside = lock_beside(folder)
+                locks = [beside if beside.exists() else self._lock_named(folder.name)]
+                return self._is_abandoned(folder) and _remove(folder, locks)
+            case "corrupt":
+                return _remove(self._store.root / "corrupt" / item.fingerprint)
+            case "download":
+                unused = self._oldest_unfinished_run() is None
+                return unused and self._services.registry.remove_download(item.fingerprint)
+        keys = self._keys(item.kind).get(item.fingerprint, [])
+        used = self._used[item.kind, item.fingerprint]
+        return remove_artifact(self._store, item.kind, item.fingerprint, keys, used)
+
+    @cached_property
+    def kept(self) -> set[Reference]:
+        """Every artifact that is referred to, and its ancestors."""
+        kept: set[Reference] = set()
+        waiting = [*self._registered(), *self._materialized(), *self._in_progress(), *self._recent()]
+        while waiting:
+            reference = waiting.pop()
+            if reference in kept:
+                continue
+            kept.add(reference)
+            if (manifest := self._manifest(*reference)) is not None:
+                waiting += _references(manifest.made_from.inputs)
+        return {(kind, fingerprint) for kind, fingerprint in kept if self._store.folder(kind, fingerprint).is_dir()}
+
+    def _artifacts(self) -> Iterator[Reference]:
+        rules = [f"{_MEMO}{rule.name}" for rule in _folders(self._store.root / "memo")]
+        yield from ((kind, folder.name) for kind in (*_KINDS, *rules) for folder in _folders(self._store.root / kind))
+
+    def _registered(self) -> Iterator[Reference]:
+        versions = self._services.registry.versions()
+        demand_releases(self._services.registry, versions, self._latest)
+        for version in versions:
+            yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
+
+    @cached_property
+    def _latest(self) -> dict[dg.AssetKey, Materialization]:
+        return latest_of(self._instance, self._instance.get_asset_keys())
+
+    def _materialized(self) -> Iterator[Reference]:
+        """The latest, and what unfinished runs have: those go on from that, whatever others have recorded since."""
+        found = [self._latest]
+        found += [made_in(self._instance, run.run_id) for run in self._instance.get_runs(_UNFINISHED_RUNS)]
+        for key, recorded in chain.from_iterable(each.items() for each in found):
+            asset = key.path[-1]
+            if asset not in GRAPH or recorded.fingerprint is None:
+                continue
+            yield asset, recorded.fingerprint
+            if recorded.key is not None:
+                yield from self._inputs(asset, recorded.fingerprint, recorded.key)
+
+    def _inputs(self, kind: str, fingerprint: str, key: str) -> list[Reference]:
+        """What the artifact was made from in the way `key`. Raises CorruptRecord where nothing can say it any more."""
+        try:
+            derivation = self._store.derivation(kind, key)
+        except CorruptRecord:
+            manifest = self._manifest(kind, fingerprint)
+            if manifest is None or manifest.made_from.key != key:
+                raise
+            derivation = manifest.made_from
+        return [] if derivation is None else _references(derivation.inputs)
+
+    def _in_progress(self) -> Iterator[Reference]:
+        for folder in self._jobs:
+            job = _read_job(folder)
+            if job is not None and is_held(self._store.lock_file(job.artifact, job.derivation.key)):
+                yield from _references(job.inputs)
+
+    def _recent(self) -> Iterator[Reference]:
+        """What an unfinished run may have made, or found and used, before Dagster has recorded it."""
+        if self._since is not None:
+            began = int(self._since.timestamp()) * 10**9
+            yield from (found for found, used in self._used.items() if used is not None and used >= began)
+
+    @cached_property
+    def _kept_rules(self) -> set[str]:
+        """The scoring rules of all kept models, and those of kept tables."""
+        models = {fingerprint for kind, fingerprint in self.kept if kind in ("reference_model", "base_model")}
+        rules = {scoring_rule(model, dtype) for model in models for dtype in get_args(Dtype)}
+        tables = [self._manifest(*reference) for reference in self.kept if reference[0] == "reference_logprobs"]
+        return rules | {str(table.details["rule"]) for table in tables if table is not None}
+
+    def _manifest(self, kind: str, fingerprint: str) -> Manifest | None:
+        try:
+            return read_manifest(self._store.folder(kind, fingerprint))
+        except CorruptArtifact:
+            return None
+
+    def _oldest_unfinished_run(self) -> datetime | None:
+        records = self._instance.get_run_records(_UNFINISHED_RUNS)
+        return min((record.create_timestamp for record in records), default=None)
+
+    def _is_over(self, folder: Path) -> bool:
+        return not any(is_held(lock) for lock in self._locks_of_job(folder)) and self._has_ended(folder)
+
+    def _locks_of_job(self, folder: Path) -> list[Path]:
+        """The lock of the job's key; for an unreadable job, all locks whose key begins as its folder's name does."""
+        job = _read_job(folder)
+        if job is None:
+            return list(self._store.locks.glob(f"{folder.name}*.lock"))
+        return [self._store.lock_file(job.artifact, job.derivation.key)]
+
+    def _has_ended(self, folder: Path) -> bool:
+        """Whether there is nothing to resume: the job published its artifact, or it has no checkpoint."""
+        job = _read_job(folder)
+        if job is None:
+            return folder.is_dir() and time.time() - folder.stat().st_mtime > _UNREADABLE_JOB_SECONDS
+        return self._is_published(job) or not any((folder / job.checkpoints.name).rglob("step-*"))
+
+    def _is_published(self, job: Job) -> bool:
+        try:
+            record = self._store.record(job.artifact, job.derivation.key)
+        except CorruptRecord:
+            return False
+        return record is not None and self._store.folder(job.artifact, record.fingerprint).is_dir()
+
+    def _lock_named(self, name: str) -> Path:
+        return self._store.locks / f"{name}.lock"
+
+    def _is_abandoned(self, folder: Path) -> bool:
+        """A folder of staging is in use if the lock beside it is held, or that of the job it is named after."""
+        beside, named = lock_beside(folder), self._lock_named(folder.name)
+        if beside.exists() or named.exists():
+            return not is_held(beside) and not is_held(named)
+        return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
+
+
+def _garbage(kind: str, folder: Path) -> Garbage:
+    return Garbage(kind, folder.name, freed_bytes(folder))
+
+
+def _remove(folder: Path, locks: Sequence[Path] = (), still: Callable[[], bool] = lambda: True) -> bool:
+    """Remove the folder, holding its `locks`; False if one of them is held, or it is garbage no more."""
+    with holding(locks) as free:
+        removed = free and still()
+        if removed:
+            shutil.rmtree(folder, ignore_errors=True)
+    return removed
+
+
+def _folders(parent: Path) -> list[Path]:
+    """None where `parent` is a link, and none that is one: what lies behind a link is not ours to remove."""
+    if parent.is_symlink() or not parent.is_dir():
+        return []
+    return sorted(path for path in parent.iterdir() if path.is_dir() and not path.is_symlink())
+
+
+def _references(inputs: Mapping[str, Source]) -> list[Reference]:
+    return [(source.kind, source.fingerprint) for source in inputs.values()]
+
+
+def _read_job(folder: Path) -> Job | None:
+    """The job of a folder; None where it cannot be read, for example since another version of Pedigree wrote it."""
+    try:
+        return Job.read(folder / "job.json")
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,1 @@
+"""Schedules, sensors, the pool, and the places in PEDIGREE_HOME."""

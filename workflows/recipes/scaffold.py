@@ -1,0 +1,129 @@
+"""What `pedigree init` and `dg scaffold defs workflows.PreferenceTuning NAME` write: the smallest recipe, to fill in.
+
+If data or model are given, the recipe names them and has the training settings that suit them (suggested_settings.py).
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import dagster as dg
+
+from assets.inputs.row_count import count_rows
+from training.contract.errors import UsageError
+from training.contract.files.local_files import data_files
+from training.contract.identity.fingerprint import demand_text
+from training.contract.identity.model_identity import count_parameters
+from training.contract.system.atomic_io import write_durably
+from workflows.recipes.suggested_settings import Proposal, number, propose, size
+from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, refuse_name
+
+_RECIPE = """\
+# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan` says what a run would do.
+type: {type}
+attributes:
+  data:
+    sources:
+      - path: {data}
+  reference:
+    model: {model}
+  training:
+    loss: {{type: sigmoid, beta: 0.1}}
+{proposed}\
+  release:
+    model_name: "{name}"
+"""
+_DATA = "preferences.jsonl            # a file, a glob or a folder; or {hub: org/name, split: train, revision: ...}"
+_MODEL = "./base                          # a folder, a hub id, or models:/name@champion"
+_STEPS = """\
+    # {steps:,} steps for about {pairs:,} training pairs: fewer than about 100 hardly change a model. Published recipes take
+    # 1 to 3 epochs at batch sizes of 32 to 128, of tens of thousands of pairs; fewer pairs need smaller batches.
+    batch_size: {batch_size}
+    epochs: {epochs}
+"""
+_RATE = """\
+    # For {size} parameters. Published: 2e-7 for 70B and 5e-7 for 8B (Tulu 3, arXiv 2411.15124), 5e-7 for 7B (Zephyr,
+    # arXiv 2310.16944), 1e-6 for 1.7B (SmolLM2, alignment-handbook). Others follow from the inverse square root of the size,
+    # below 100 million parameters without a published example: docs/recipe.md#learning-rate-and-steps
+    optimizer: {{type: adamw, learning_rate: {rate}}}
+"""
+
+
+_HELD_OUT = 0.1  # the default of data.validation_fraction
+
+
+class RecipeScaffolder(dg.Scaffolder):
+    """Writes a recipe into a new folder. Raises UsageError for what a recipe cannot be."""
+
+    def scaffold(self, request: dg.ScaffoldRequest) -> None:
+        if request.append or request.scaffold_format != "yaml":
+            raise UsageError("a recipe is a defs.yaml in a folder of its own: leave out --format and the file's name")
+        init_recipe(request.target_path)
+
+
+def init_recipe(folder: Path, data: str | None = None, model: str | None = None) -> Path:
+    """Write a recipe into `folder`, which is made; returns its file. `data` and `model` are as a person types them.
+
+    Raises UsageError if it cannot be written or is there already, DataError or ModelError if `data` or `model` cannot be read.
+    """
+    file = folder.absolute() / RECIPE_FILE
+    demand_text(file)
+    refuse_name(file.parent)
+    if file.exists():
+        raise UsageError(f"{file} is there already; name another folder")
+    text = _RECIPE.format(
+        type=TYPE,
+        name=file.parent.name,
+        data=_DATA if data is None else _quoted(_place(data, file.parent)),
+        model=_MODEL if model is None else _quoted(_model(model, file.parent)),
+        proposed="".join(_proposed(data, model)),
+    )
+    try:
+        write_durably(file, text.encode())
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def _proposed(data: str | None, model: str | None) -> Iterator[str]:
+    """The lines of `training` that follow from the data, and those that follow from the model, as far as they are known."""
+    pairs = None if data is None else _training_pairs(_absolute(data))
+    parameters = None if model is None or not _absolute(model).is_dir() else count_parameters(_absolute(model))
+    proposal: Proposal = propose(pairs or 0, parameters)
+    if pairs:
+        yield _STEPS.format(steps=proposal.steps, pairs=pairs, batch_size=proposal.batch_size, epochs=proposal.epochs)
+    if parameters:
+        yield _RATE.format(size=size(parameters), rate=number(proposal.learning_rate))
+
+
+def _training_pairs(data: Path) -> int | None:
+    """About how many pairs are trained on: the rows but for the held-out share. None if rows cannot be counted simply."""
+    rows = [count_rows(file.path) for file in data_files(str(data))]
+    if None in rows:
+        return None
+    return round(sum(filter(None, rows)) * (1 - _HELD_OUT))
+
+
+def _model(model: str, folder: Path) -> str:
+    """A folder as a path; a hub id or a registered version as it is. Raises UsageError if a path leads to no folder."""
+    if _absolute(model).is_dir():
+        return _place(model, folder)
+    if model.startswith((".", "/", "~")):
+        raise UsageError(f"`--model {model}`: there is no folder {_absolute(model)}; name a folder, or a hub id")
+    return model
+
+
+def _place(path: str, folder: Path) -> str:
+    """The path in the recipe: relative to its folder if it lies in there, else absolute."""
+    place = _absolute(path)
+    return f"./{place.relative_to(folder)}" if place.is_relative_to(folder) else str(place)
+
+
+def _absolute(path: str) -> Path:
+    return Path(path).expanduser().absolute()
+
+
+def _quoted(text: str) -> str:
+    """A text as YAML reads it back, whatever characters it has."""
+    demand_text(Path(text))
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""Processes that serve pages and models."""

@@ -1,0 +1,1 @@
+"""Which assets are fresh or stale, and what a run would give."""
