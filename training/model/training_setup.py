@@ -5,7 +5,7 @@ pass. By then the model's forward pass has returned, so the attention implementa
 dropout is drawn again from the generator's earlier state.
 
 Compiling makes fused kernels of a layer, which all layers share: attention is left out (its plan is plain Python), lengths of
-rows are symbolic, and dropout is drawn as it would be without. The tiles of the head (logprob_tiles.py) are compiled too. Kernels
+rows are symbolic, and dropout is drawn as it would be without. The head (logprob_tiles.py) is compiled too. Kernels
 are made at the first call, the best for sizes like those of that call, so a small batch is run before the first step, forward
 and backward, and once without gradients as held-out pairs are. This warm-up changes nothing: its loss is multiplied by zero,
 and random generators, mode and buffers of the model are restored.
