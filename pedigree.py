@@ -10,22 +10,22 @@ import signal
 import sys
 from io import TextIOWrapper
 
-from training.contract.system.imports import import_uncollected
+from training.contract.system.imports import import_without_gc
 
 
 def main() -> None:
-    demand_linux()
+    check_linux()
     open_standard_streams()
     is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
     if is_pythons:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    cli = import_uncollected("workflows.cli.main")
+    cli = import_without_gc("workflows.cli.main")
     if is_pythons:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
 
 
-def demand_linux() -> None:
+def check_linux() -> None:
     """Exit where no job could be started: that none outlives its launcher is the kernel's doing (contract/lifetime.py)."""
     if sys.platform != "linux":
         sys.exit(

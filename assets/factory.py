@@ -8,7 +8,7 @@ import dagster as dg
 from assets.bodies import data, evaluation, policy, reference, release, sources, specs
 from assets.bodies.automation import ON_CONTENT
 from assets.bodies.checks import check_specs
-from assets.execution.asset_context import Step
+from assets.execution.asset_context import AssetContext
 from assets.execution.interruption import ending_in_words
 from assets.execution.job_log import with_log
 from assets.execution.run_liveness import sign
@@ -17,10 +17,10 @@ from assets.inputs.name_claims import claim_name
 from assets.inputs.recipe_location import written_where_named
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline, Services, emitting
-from training.contract.identity.file_hashing import telling
+from training.contract.identity.file_hashing import report_hashing_to
 
 _OWNER = "team:preference-tuning"
-_BODIES: dict[str, Callable[[Step], dg.MaterializeResult]] = {
+_BODIES: dict[str, Callable[[AssetContext], dg.MaterializeResult]] = {
     "preference_source": sources.preference_source,
     "base_model": sources.base_model,
     "tokenization_spec": specs.tokenization_spec,
@@ -37,7 +37,7 @@ _BODIES: dict[str, Callable[[Step], dg.MaterializeResult]] = {
 }
 
 
-def declare_assets(pipeline: Pipeline) -> list[dg.AssetsDefinition]:
+def build_assets(pipeline: Pipeline) -> list[dg.AssetsDefinition]:
     """The assets of `pipeline`, in the order of the graph."""
     return [_declare(pipeline, asset) for asset in GRAPH]
 
@@ -61,10 +61,10 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         sign(context.instance, context.run, services.home)
         note_code_versions(context)
         claim_name(services.home, pipeline)
-        step = Step(pipeline, services, context)
+        step = AssetContext(pipeline, services, context)
         started = time.monotonic()
         hashing = emitting(with_log(services, context.log, asset).listener, asset)
-        with ending_in_words(step), telling(hashing), written_where_named(pipeline):
+        with ending_in_words(step), report_hashing_to(hashing), written_where_named(pipeline):
             made = _BODIES[asset](step)
         return dg.MaterializeResult(
             metadata={**(made.metadata or {}), "seconds": round(time.monotonic() - started, 3)},

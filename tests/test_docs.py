@@ -13,7 +13,7 @@ from assets.bodies.checks import check_specs
 from assets.pipeline.graph import GRAPH
 from training.contract.config.optimizer import Muon
 from training.contract.config.recipe import Adapter, Recipe, SupervisedTuning, Training
-from training.contract.config.variants import RecipeFile, merged
+from training.contract.config.variants import RecipeDocument, merged
 from training.losses.preference import METRICS
 from workflows.recipes.discovery import load_recipe
 
@@ -36,7 +36,7 @@ def leaves(section: type[BaseModel]) -> Iterator[str]:
 
 def test_every_field_is_in_the_documents():
     code = " ".join(re.findall(r"```.*?```|`[^`]+`", RECIPE_PAGE + PAGES["docs/losses.md"], re.DOTALL))
-    assert set(leaves(RecipeFile)) - set(re.findall(r"[a-z_]+", code)) == set()
+    assert set(leaves(RecipeDocument)) - set(re.findall(r"[a-z_]+", code)) == set()
 
 
 def test_every_check_is_in_the_documents():
@@ -95,13 +95,13 @@ def examples() -> Iterator[Any]:
             content = yaml.safe_load(block)
             content = content.get("attributes", content)
             content = {"training": content} if content.keys() <= Training.model_fields.keys() else content
-            if content.keys() <= RecipeFile.model_fields.keys():
+            if content.keys() <= RecipeDocument.model_fields.keys():
                 yield {name: value for name, value in content.items() if value != "..."}
 
 
 @pytest.mark.parametrize("content", list(examples()), ids=lambda content: "-".join(content))
 def test_an_example_is_a_recipe(content: dict[str, Any]):
-    RecipeFile.model_validate(merged(MINIMAL, content))
+    RecipeDocument.model_validate(merged(MINIMAL, content))
 
 
 def test_the_defaults_of_muon_are_those_of_the_example():

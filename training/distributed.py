@@ -124,7 +124,7 @@ def group(device: DeviceName) -> Iterator[Group]:
     if world > 1:
         store, on_gpu = _store(world), own.type == "cuda"
         if nodes > 1:
-            demand_alike(store, rank, world, nodes, own)
+            check_same_devices(store, rank, world, nodes, own)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,
@@ -148,7 +148,7 @@ def _store(world: int) -> dist.Store:
     return store
 
 
-def demand_alike(store: dist.Store, rank: int, world: int, nodes: int, own: torch.device) -> None:
+def check_same_devices(store: dist.Store, rank: int, world: int, nodes: int, own: torch.device) -> None:
     """Raises TrainingError on every rank where some have a GPU and others none. Collective.
 
     These would use gloo, those NCCL, and all would wait until the time is up.

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from training.contract.errors import DataError, PedigreeError, TrainingError
-from training.contract.identity.file_hashing import telling
+from training.contract.identity.file_hashing import report_hashing_to
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.input_files import InputFiles
 from training.contract.protocol.job import SUPERVISOR, Failure, Job, JobKind
-from training.contract.store.store import Made, Store
-from training.contract.system.atomic_io import free_bytes, lacks_room, write_error
-from training.contract.system.imports import import_uncollected
+from training.contract.store.store import JobResult, Store
+from training.contract.system.atomic_io import free_bytes, is_disk_full, write_error
+from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent
 from training.launch.process_tree import ancestors
 
@@ -56,7 +56,7 @@ def main(path: Path) -> int:
     _bind_to_launcher()
     job = Job.read(path)
     try:
-        distributed = import_uncollected("training.distributed")
+        distributed = import_without_gc("training.distributed")
         alone = contextlib.nullcontext(distributed.ALONE)
         with distributed.group(job.compute.device) if job.distributed else alone as members:
             make(job, members)
@@ -73,15 +73,15 @@ def make(job: Job, members: "Group") -> None:
     if members.is_main:
         shutil.rmtree(job.staging, ignore_errors=True)
         job.staging.mkdir(parents=True)
-    about = import_uncollected("training.provenance").provenance(members)
+    about = import_without_gc("training.provenance").provenance(members)
     members.barrier()
-    with telling(events.emit), inputs.watched():
+    with report_hashing_to(events.emit), inputs.watched():
         _verify(inputs, members)
         with inputs.blamed():
-            made: Made = import_uncollected(WORK[job.kind]).run(job, members, events)
+            made: JobResult = import_without_gc(WORK[job.kind]).run(job, members, events)
         members.barrier()
         if members.is_main:
-            inputs.demand_unchanged()
+            inputs.check_inputs_unchanged()
             for files in inputs.changed_models():
                 events.note(f"{files} changed after it was read: {job.artifact} is made from what was read")
             made = replace(made, details=made.details | {"provenance": about})
@@ -114,9 +114,9 @@ def _bind_to_launcher() -> None:
 def _explained(job: Job, error: Exception) -> Exception:
     """The error; or, if a library ran out of disk, whatever it raised, or torch out of memory, one a person can act on."""
     text = "".join(traceback.format_exception(error))
-    telling = [line for line in text.splitlines() if lacks_room(line)]
+    report_hashing_to = [line for line in text.splitlines() if is_disk_full(line)]
     lacks_memory = isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)))
-    if isinstance(error, PedigreeError) or not (telling or lacks_memory):
+    if isinstance(error, PedigreeError) or not (report_hashing_to or lacks_memory):
         return error
     with contextlib.suppress(OSError):
         sys.stderr.write(text)
@@ -124,7 +124,7 @@ def _explained(job: Job, error: Exception) -> Exception:
         advice = ", or ".join(_memory_savers(job)) or "run it on a machine with more memory"
         return TrainingError(f"{job.artifact}: {str(error).splitlines()[0]}; {advice}")
     # With the library's own line: it may be a quota, or another place, such as that for temporary files.
-    return write_error(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), telling[-1])
+    return write_error(f"make {job.artifact}", min(job.store, job.folder, key=free_bytes), report_hashing_to[-1])
 
 
 def _memory_savers(job: Job) -> Iterator[str]:

@@ -12,13 +12,13 @@ from pathlib import Path
 import dagster as dg
 
 from training.contract.errors import RecipeError
-from workflows.commands.user_checks import declared_for
+from workflows.commands.user_checks import assets_built_for
 from workflows.orchestration.pool_wait import wait_patiently
 from workflows.orchestration.resources import pedigree_home, services
 from workflows.recipes.component import DEFS
-from workflows.recipes.discovery import ExtraRecipe, extra_recipes, load_recipes, recipe_fault, shows_project
-from workflows.recipes.placeholder import stand_in
-from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, cause_in, refuse_foreign_parts, types_in
+from workflows.recipes.discovery import ExtraRecipe, extra_recipes, load_recipes, recipe_problem, shows_project
+from workflows.recipes.placeholder import placeholder_definitions
+from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, cause_in, check_no_foreign_parts, types_in
 
 
 @dg.definitions
@@ -41,23 +41,23 @@ def _of_project(listed: Sequence[dg.Definitions]) -> dg.Definitions:
     if shows_project():
         return definitions_in(DEFS.parent)
     assets = [asset for each in listed for asset in each.assets or () if isinstance(asset, dg.AssetsDefinition)]
-    return declared_for({key for asset in assets for key in asset.keys})
+    return assets_built_for({key for asset in assets for key in asset.keys})
 
 
 def definitions_of(extra: ExtraRecipe) -> dg.Definitions:
     """The recipe and its variants, or what stands in for them where that is wrong: others live beside it."""
     if extra.fault is not None:
-        return stand_in(extra.name, extra.fault)
+        return placeholder_definitions(extra.name, extra.fault)
     try:
         return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(extra.folder)))
     except Exception as error:  # ours, or whatever Dagster finds out only when the assets are made
-        return stand_in(extra.name, RecipeError(cause_in(extra.folder / RECIPE_FILE, error)))
+        return placeholder_definitions(extra.name, RecipeError(cause_in(extra.folder / RECIPE_FILE, error)))
 
 
 def definitions_in(folder: Path) -> dg.Definitions:
     """What the folder `defs` in `folder` declares. Raises RecipeError in our words, where Dagster's would be pydantic's."""
     for file in _files(folder):
-        refuse_foreign_parts(file)
+        check_no_foreign_parts(file)
     try:
         return dg.load_from_defs_folder(path_within_project=folder)
     except Exception:
@@ -69,7 +69,7 @@ def definitions_in(folder: Path) -> dg.Definitions:
 def _fault(folder: Path) -> RecipeError | None:
     """What is wrong with the first of the recipes, or of what is meant to be one."""
     files = [file for file in _files(folder) if not ((types := types_in(file)) and all(map(_is_foreign, types)))]
-    return next(filter(None, (recipe_fault(file.parent) for file in files)), None)
+    return next(filter(None, (recipe_problem(file.parent) for file in files)), None)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.execution.stopped_runs import Stop, find_stops
+from assets.execution.stopped_runs import StoppedRun, find_stops
 from assets.lineage.history import Materialization, latest_of
 from assets.pipeline.graph import GRAPH
 from training.contract.identity.fingerprint import fingerprint, short
@@ -87,9 +87,9 @@ class _Seen:
 
     instance: dg.DagsterInstance
     recorded: dict[dg.AssetKey, Materialization]
-    stops: dict[str, Stop]
+    stops: dict[str, StoppedRun]
 
-    def has_changed_since(self, stop: Stop) -> bool:
+    def has_changed_since(self, stop: StoppedRun) -> bool:
         """Whether an asset has another data version than at the end of that run."""
         later = (key for key, made in self.recorded.items() if made.time > stop.time and made.run != stop.run)
         return any(self._version_at(key, stop.time) != self.recorded[key].fingerprint for key in later)

@@ -7,7 +7,7 @@ The body of an asset reports its checks, so every materialization has them.
 
 import dagster as dg
 
-from assets.bodies.policy_difference import Difference
+from assets.bodies.policy_difference import PolicyDifference
 from assets.comparison.leakage import Leakage
 from assets.pipeline.pipeline import Pipeline
 from training.contract.identity.fingerprint import short
@@ -157,7 +157,7 @@ def leakage(found: Leakage, pairs: int) -> dg.AssetCheckResult:
     return _result(LEAKAGE, not leaked, description, leaked_pairs=leaked)
 
 
-def differs(found: Difference) -> dg.AssetCheckResult:
+def differs(found: PolicyDifference) -> dg.AssetCheckResult:
     description = str(found)
     if found.is_negligible:
         description = (

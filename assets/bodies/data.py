@@ -7,11 +7,11 @@ import dagster as dg
 import pyarrow.parquet as pq
 
 from assets.bodies import checks
-from assets.bodies.embedding_check import demand_embeddings
-from assets.execution.asset_context import Step
-from assets.execution.job_log import tell
-from assets.execution.materialize import Work, realize
-from assets.inputs.current import FoundData, find_data
+from assets.bodies.embedding_check import check_embeddings
+from assets.execution.asset_context import AssetContext
+from assets.execution.job_log import log_message
+from assets.execution.materialize import JobSpec, materialize
+from assets.inputs.current import ResolvedData, find_data
 from assets.inputs.recipe_location import tokenizer_places
 from assets.lineage.pair_diff import pair_changes
 from assets.pipeline.graph import GRAPH
@@ -25,21 +25,21 @@ from training.contract.store.store import Artifact
 _NAMES = 3  # of the thousands that a folder may have
 
 
-def preferences_work(pipeline: Pipeline, found: FoundData) -> Work:
+def preferences_work(pipeline: Pipeline, found: ResolvedData) -> JobSpec:
     """The job that reads the files in `found`: those that were hashed, and no others."""
     locations = {
         "sources": [source.settings for source in found.sources],
         "files": [[file.model_dump(mode="json") for file in source.files] for source in found.sources],
     }
-    return Work("preferences", GRAPH["raw_preferences"].reads(pipeline.recipe), locations)
+    return JobSpec("preferences", GRAPH["raw_preferences"].reads(pipeline.recipe), locations)
 
 
-def pairs_work(pipeline: Pipeline) -> Work:
+def pairs_work(pipeline: Pipeline) -> JobSpec:
     """The job that tokenizes; `named` is for its errors."""
-    return Work("pairs", GRAPH["tokenized_pairs"].reads(pipeline.recipe), {"named": tokenizer_places(pipeline)})
+    return JobSpec("pairs", GRAPH["tokenized_pairs"].reads(pipeline.recipe), {"named": tokenizer_places(pipeline)})
 
 
-def raw_preferences(step: Step) -> dg.MaterializeResult:
+def raw_preferences(step: AssetContext) -> dg.MaterializeResult:
     found = find_data(step.pipeline)
     observed = step.history.latest("preference_source").fingerprint
     if observed is not None and observed != found.fingerprint:
@@ -48,15 +48,15 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
             f"{short(observed)}: they changed since; materialize preference_source together with raw_preferences, once "
             "they are written (`pedigree run` does both)"
         )
-    made = realize(step, preferences_work(step.pipeline, found))
+    made = materialize(step, preferences_work(step.pipeline, found))
     before, services = step.history.latest("raw_preferences").fingerprint, step.services
     changed = pair_changes(services.store, before, made.artifact, services.hashes)
     if words := list(changed.words() if changed else ()):
-        tell(services, step.context.log, step.asset, "; ".join(words))
+        log_message(services, step.context.log, step.asset, "; ".join(words))
         made = replace(made, changes=[*(made.changes or ()), *words])
     if names := _names_of_before(found, made.artifact):
         told = f"its rows name the files as they were called when these were first read: {', '.join(names[:_NAMES])}"
-        tell(services, step.context.log, step.asset, told + (", ..." if names[_NAMES:] else ""))
+        log_message(services, step.context.log, step.asset, told + (", ..." if names[_NAMES:] else ""))
     details = made.artifact.details
     counts = details["counts"]
     reasons = [{"reason": reason, "rows": count} for reason, count in details["reasons"].items()]
@@ -71,7 +71,7 @@ def raw_preferences(step: Step) -> dg.MaterializeResult:
     return made.result(metadata, rows_checks(step.pipeline, made.artifact))
 
 
-def _names_of_before(found: FoundData, rows: Artifact) -> list[str]:
+def _names_of_before(found: ResolvedData, rows: Artifact) -> list[str]:
     """Names that the rows give to files which are called otherwise now: the same rows are never written twice.
 
     Those that no file has; all of them where the files have exchanged their names.
@@ -94,14 +94,14 @@ def rows_checks(pipeline: Pipeline, rows: Artifact) -> list[dg.AssetCheckResult]
     return [checks.quarantine(rows, pipeline.recipe.data.max_quarantined)]
 
 
-def tokenized_pairs(step: Step) -> dg.MaterializeResult:
+def tokenized_pairs(step: AssetContext) -> dg.MaterializeResult:
     spec = _tokenization(step)
-    demand_embeddings(step.pipeline, step.services, spec)
-    made = realize(step, pairs_work(step.pipeline))
-    demand_embeddings(step.pipeline, step.services, spec, made.artifact)
+    check_embeddings(step.pipeline, step.services, spec)
+    made = materialize(step, pairs_work(step.pipeline))
+    check_embeddings(step.pipeline, step.services, spec, made.artifact)
     details = made.artifact.details
     planned = step.context.job_def.asset_layer.executable_asset_keys
-    demand_splits(step.pipeline, made.artifact, [asset for asset in GRAPH if step.pipeline.key(asset) in planned])
+    check_splits(step.pipeline, made.artifact, [asset for asset in GRAPH if step.pipeline.key(asset) in planned])
     dropped = [{"reason": reason, "pairs": count} for reason, count in details["reasons"].items()]
     metadata = {
         "dagster/row_count": details["counts"]["pairs"],
@@ -113,7 +113,7 @@ def tokenized_pairs(step: Step) -> dg.MaterializeResult:
     return made.result(metadata, pairs_checks(step.pipeline, made.artifact))
 
 
-def _tokenization(step: Step) -> Artifact:
+def _tokenization(step: AssetContext) -> Artifact:
     """The spec as last materialized, with the details of the way in which it was made then."""
     latest = step.history.latest("tokenization_spec")
     known = None if latest.key is None else step.services.store.find("tokenization_spec", latest.key)
@@ -125,7 +125,7 @@ def pairs_checks(pipeline: Pipeline, pairs: Artifact) -> list[dg.AssetCheckResul
     return [checks.responses(pairs), checks.prefix(pairs, limit), checks.complete(pairs, limit), checks.splits(pairs)]
 
 
-def demand_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -> None:
+def check_splits(pipeline: Pipeline, pairs: Artifact, assets: Collection[str]) -> None:
     """Raises DataError if one of `assets`, those of a run, would have no pairs to work with: now, not after the training."""
     counts, data = pairs.details["counts"], pipeline.recipe.data
     remedies = {

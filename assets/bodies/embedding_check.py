@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 
 from assets.inputs.model_ref import base_model_of
 from assets.inputs.recipe_location import written
-from assets.inputs.resolve import AbsentModel
+from assets.inputs.resolve import RemoteModel
 from assets.inputs.shipped_files import locate_shipping
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.pair_reader import SIDES, read_pairs
@@ -20,13 +20,13 @@ from training.contract.store.store import Artifact
 _SHOWN = 8
 
 
-def demand_embeddings(pipeline: Pipeline, services: Services, spec: Artifact, pairs: Artifact | None = None) -> None:
+def check_embeddings(pipeline: Pipeline, services: Services, spec: Artifact, pairs: Artifact | None = None) -> None:
     """Raise ModelError if a token that the template of `spec` writes, or one of `pairs`, has no embedding in the base model.
 
     A base model of the hub that is not on this machine is not downloaded for it.
     """
     located = locate_shipping(pipeline, services.registry, services.hashes)
-    if isinstance(located, AbsentModel) or (count := _embeddings(located.folder)) is None:
+    if isinstance(located, RemoteModel) or (count := _embeddings(located.folder)) is None:
         return
     tokens = [token for token, id_ in spec.details.get("template_tokens", {}).items() if id_ >= count]
     where = "the chat template writes"

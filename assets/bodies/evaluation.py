@@ -9,8 +9,8 @@ from assets.bodies.policy import delivered_run
 from assets.bodies.policy_difference import difference
 from assets.comparison.leakage import find_leakage
 from assets.comparison.paired_metrics import rows_by_pair
-from assets.execution.asset_context import Step
-from assets.execution.materialize import Work, realize
+from assets.execution.asset_context import AssetContext
+from assets.execution.materialize import JobSpec, materialize
 from assets.lineage.settings_diff import setting_changes
 from assets.pipeline.graph import Settings
 from assets.views.metadata import table
@@ -19,10 +19,10 @@ from training.contract.errors import StoreError
 from training.contract.store.store import Artifact
 
 
-def evaluation(step: Step) -> dg.MaterializeResult:
+def evaluation(step: AssetContext) -> dg.MaterializeResult:
     settings = step.settings
-    _demand_loss_of_policy(step, settings["loss"])
-    made = realize(step, Work("evaluation", settings))
+    _check_loss_of_policy(step, settings["loss"])
+    made = materialize(step, JobSpec("evaluation", settings))
     details = made.artifact.details
     metadata = {
         **{name: value for name, value in details["metrics"].items() if not name.startswith("eval/sources/")},
@@ -36,7 +36,7 @@ def evaluation(step: Step) -> dg.MaterializeResult:
     return made.result(metadata, found)
 
 
-def _demand_loss_of_policy(step: Step, loss: Settings) -> None:
+def _check_loss_of_policy(step: AssetContext, loss: Settings) -> None:
     """Raises StoreError where the policy was trained with another loss: two specs have it, and one may be made alone."""
     name = step.pipeline.name
     trained = step.history.derivation("policy", step.history.fingerprint("policy")).settings["loss"]
@@ -48,7 +48,7 @@ def _demand_loss_of_policy(step: Step, loss: Settings) -> None:
         )
 
 
-def _leakage(step: Step, evaluation: Artifact) -> dg.AssetCheckResult:
+def _leakage(step: AssetContext, evaluation: Artifact) -> dg.AssetCheckResult:
     policy, rows = evaluation.derivation.inputs["policy"].fingerprint, rows_by_pair(evaluation)
     pairs = evaluation.derivation.inputs["tokenized_pairs"].fingerprint
     raw_preferences = step.history.derivation("tokenized_pairs", pairs).inputs["raw_preferences"].fingerprint
@@ -60,7 +60,7 @@ def _of_sources(rows: list[dict[str, Any]] | None) -> dict[str, Any]:
     return {"sources": table(rows, tuple(rows[0]))} if rows else {}
 
 
-def delivered_evaluation(step: Step, policy: Artifact, evaluation: Artifact) -> str | None:
+def delivered_evaluation(step: AssetContext, policy: Artifact, evaluation: Artifact) -> str | None:
     """The MLflow run of an evaluated policy, after what it misses was delivered: events, held-out metrics, the report.
 
     None where the server does not take them; a later run delivers them then.
@@ -73,7 +73,7 @@ def delivered_evaluation(step: Step, policy: Artifact, evaluation: Artifact) -> 
     return run_id if tracker.log_evaluation(run_id, evaluation.fingerprint, metrics, at, report) else None
 
 
-def _tracked(step: Step, evaluation: Artifact) -> dict[str, Any]:
+def _tracked(step: AssetContext, evaluation: Artifact) -> dict[str, Any]:
     """The link to the report in the policy's MLflow run, if the server has them."""
     made_from = evaluation.derivation.inputs["policy"].fingerprint
     policy = step.services.store.open("policy", made_from, hashes=False)

@@ -9,12 +9,12 @@ from typing import Any
 import dagster as dg
 
 from assets.bodies import checks
-from assets.execution.asset_context import Step
-from assets.execution.materialize import Work, realize
+from assets.execution.asset_context import AssetContext
+from assets.execution.materialize import JobSpec, materialize
 from assets.inputs.resolve import locate_champion
 from assets.pipeline.pipeline import Listener
 from assets.views.metadata import reward_curves
-from model_registry.mlflow_types import DatasetUsed
+from model_registry.mlflow_types import DatasetRef
 from model_registry.tracked_run import TrackedRun
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import short
@@ -24,10 +24,10 @@ from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact
 
 
-def policy(step: Step) -> dg.MaterializeResult:
+def policy(step: AssetContext) -> dg.MaterializeResult:
     settings = step.settings
     start = _start(step, settings["champion"]) if settings.get("champion") else {}
-    made = realize(step, Work("policy", settings, start, during=partial(_follow, step)))
+    made = materialize(step, JobSpec("policy", settings, start, during=partial(_follow, step)))
     details = made.artifact.details
     metadata = {
         "rewards": step.picture("rewards", made.artifact, lambda: reward_curves(details["series"])),
@@ -41,7 +41,7 @@ def policy(step: Step) -> dg.MaterializeResult:
     return made.result(metadata, [checks.step0(made.artifact), checks.rewards(made.artifact)])
 
 
-def _start(step: Step, champion: str) -> dict[str, Any]:
+def _start(step: AssetContext, champion: str) -> dict[str, Any]:
     """The location of the champion that the spec starts from. Raises StoreError if no version has its weights any more."""
     located = locate_champion(step.pipeline.recipe, step.services.registry, weights=champion)
     if located is None or located.fingerprint != champion:
@@ -54,7 +54,7 @@ def _start(step: Step, champion: str) -> dict[str, Any]:
     return {"champion": str(located.folder)}
 
 
-def delivered_run(step: Step, policy: Artifact) -> str | None:
+def delivered_run(step: AssetContext, policy: Artifact) -> str | None:
     """The MLflow run of a policy that was trained before, after what it misses was delivered; None if there is none."""
     derivation = step.history.derivation("policy", policy.fingerprint)
     return _deliver(step, replace(policy, derivation=derivation), policy.json("recipe.json"))
@@ -67,7 +67,7 @@ def _events(policy: Artifact) -> Iterator[Event]:
     return (event for event in told if is_its_own or event["event"] != "eval")
 
 
-def _deliver(step: Step, policy: Artifact, recipe: dict[str, Any]) -> str | None:
+def _deliver(step: AssetContext, policy: Artifact, recipe: dict[str, Any]) -> str | None:
     """The id of the policy's MLflow run; one that does not exist, or lacks events, is replayed. None where no server answers.
 
     `recipe`: what the run shows as its own. That of the artifact is of the first recipe which led to these weights.
@@ -80,7 +80,7 @@ def _deliver(step: Step, policy: Artifact, recipe: dict[str, Any]) -> str | None
     return run.run_id
 
 
-def _links(step: Step, policy: Artifact) -> dict[str, Any]:
+def _links(step: AssetContext, policy: Artifact) -> dict[str, Any]:
     tracker, run_id = step.services.tracker, _deliver(step, policy, step.pipeline.recipe.model_dump(mode="json"))
     if run_id is None:
         return {}
@@ -89,13 +89,13 @@ def _links(step: Step, policy: Artifact) -> dict[str, Any]:
 
 
 @contextmanager
-def _follow(step: Step, job: Job) -> Iterator[Listener]:
+def _follow(step: AssetContext, job: Job) -> Iterator[Listener]:
     """The run is made when the job starts, and hears its events."""
     with _run(step, job.derivation, job.recipe) as run:
         yield run.record
 
 
-def _run(step: Step, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
+def _run(step: AssetContext, derivation: Derivation, recipe: dict[str, Any]) -> AbstractContextManager[TrackedRun]:
     pipeline, trained_on = step.pipeline, derivation.inputs["tokenized_pairs"].fingerprint
     pairs = step.services.store.open("tokenized_pairs", trained_on, hashes=False)  # not always the latest
     lineage = step.history.lineage({name: source.fingerprint for name, source in derivation.inputs.items()})
@@ -105,7 +105,7 @@ def _run(step: Step, derivation: Derivation, recipe: dict[str, Any]) -> Abstract
         name=f"{pipeline.name}-{short(derivation.key)}",
         params=recipe,
         tags={**lineage, "recipe": pipeline.name, "dagster_run_id": step.context.run.run_id},
-        dataset=DatasetUsed(
+        dataset=DatasetRef(
             name="tokenized_pairs",
             fingerprint=pairs.fingerprint,
             source=pairs.folder.as_uri(),

@@ -17,7 +17,7 @@ _NUMBERS = ("_logprob", "_tokens")
 
 
 @dataclass(frozen=True)
-class Difference:
+class PolicyDifference:
     """`shift`: mean over responses of |policy - reference| log-prob, in nats a token.
 
     `margin`: mean of how many nats the policy prefers the chosen response to the rejected one more than the reference does;
@@ -43,14 +43,14 @@ class Difference:
         return f"{told}, and {self.changed} of {self.samples} sampled answers changed"
 
 
-def difference(evaluation: Artifact) -> Difference:
+def difference(evaluation: Artifact) -> PolicyDifference:
     """Read how the policy of `evaluation` differs from the reference model."""
     table = pq.read_table(evaluation.file("pairs.parquet"))
     column = {name: table[name].to_numpy().astype(np.float64) for name in table.column_names if name.endswith(_NUMBERS)}
     moved = [column[f"policy_{side}_logprob"] - column[f"reference_{side}_logprob"] for side in SIDES]
     by_token = [np.abs(each) / np.maximum(1, column[f"{side}_tokens"]) for side, each in zip(SIDES, moved, strict=True)]
     samples = evaluation.json("samples.json")
-    return Difference(
+    return PolicyDifference(
         shift=float(np.mean(by_token)),
         margin=float(np.mean(moved[0] - moved[1])),
         changed=sum(sample["before"] != sample["after"] for sample in samples),

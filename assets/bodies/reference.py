@@ -7,10 +7,10 @@ from pathlib import Path
 import dagster as dg
 
 from assets.bodies import checks
-from assets.execution.asset_context import Step
+from assets.execution.asset_context import AssetContext
 from assets.execution.changes import input_changes
-from assets.execution.materialize import Realized, Work, publish_found, realize
-from assets.inputs.current import Found
+from assets.execution.materialize import JobSpec, MaterializedArtifact, materialize, publish_resolved
+from assets.inputs.current import ResolvedInput
 from assets.pipeline.graph import derive
 from assets.pipeline.pipeline import Services
 from assets.views.pair_page import render_page, write_page
@@ -21,22 +21,22 @@ from training.contract.store.store import Artifact
 _SHOWN_ROWS = 8
 
 
-def reference_model(step: Step) -> dg.MaterializeResult:
+def reference_model(step: AssetContext) -> dg.MaterializeResult:
     if step.pipeline.recipe.reference.sft is None:
-        made = point_to_base_model(step.services, step.history.artifact("base_model").fingerprint, step.context.log)
+        made = reference_pointer(step.services, step.history.artifact("base_model").fingerprint, step.context.log)
         return replace(made, changes=input_changes(step)).result({"made_by": "pointer to the base model"})
-    made = realize(step, Work("sft", step.settings))
+    made = materialize(step, JobSpec("sft", step.settings))
     return made.result({"made_by": "supervised tuning on chosen responses", **_numbers(made)})
 
 
-def point_to_base_model(services: Services, base_model: str, log: Logger) -> Realized:
+def reference_pointer(services: Services, base_model: str, log: Logger) -> MaterializedArtifact:
     """The reference model that is the base model with this fingerprint, unchanged."""
     how = derive("reference_model", {"base_model": base_model}, {})
-    return publish_found(services, Found(how, base_model, {"pointer.json": {"base_model": base_model}}), log)
+    return publish_resolved(services, ResolvedInput(how, base_model, {"pointer.json": {"base_model": base_model}}), log)
 
 
-def reference_logprobs(step: Step) -> dg.MaterializeResult:
-    made = realize(step, Work("reference", step.settings))
+def reference_logprobs(step: AssetContext) -> dg.MaterializeResult:
+    made = materialize(step, JobSpec("reference", step.settings))
     made_from = made.artifact.derivation.inputs["tokenized_pairs"].fingerprint
     pairs = step.services.store.open("tokenized_pairs", made_from)  # another run may have made others meanwhile
     metadata = {
@@ -48,7 +48,7 @@ def reference_logprobs(step: Step) -> dg.MaterializeResult:
     return made.result(metadata, [checks.coverage(made.artifact, pairs.details["counts"]["pairs"])])
 
 
-def _page(step: Step, pairs: Artifact, table: Artifact) -> Path:
+def _page(step: AssetContext, pairs: Artifact, table: Artifact) -> Path:
     """A page with a few pairs and the log-probs of their tokens. It is no artifact: the next one replaces it."""
     reader = PairReader(step.services.store, pairs, table)
     rows = [row for number in reader.spread(_SHOWN_ROWS) if (row := reader.read(number)) is not None]
@@ -56,7 +56,7 @@ def _page(step: Step, pairs: Artifact, table: Artifact) -> Path:
     return write_page(step.services.home / "pages" / f"{step.pipeline.name}-reference_logprobs.html", page)
 
 
-def _cache_use(made: Realized) -> dict[str, int]:
+def _cache_use(made: MaterializedArtifact) -> dict[str, int]:
     """How many sequences were found in the memo, and how many this materialization scored."""
     details = made.artifact.details
     if made.reused:
@@ -64,6 +64,6 @@ def _cache_use(made: Realized) -> dict[str, int]:
     return {"cache_hits": details["hits"], "cache_misses": details["scored"]}
 
 
-def _numbers(made: Realized) -> dict[str, float]:
+def _numbers(made: MaterializedArtifact) -> dict[str, float]:
     """The plain numbers among the artifact's details; Dagster plots them over materializations."""
     return {k: v for k, v in made.artifact.details.items() if isinstance(v, (int, float)) and k != "seconds"}

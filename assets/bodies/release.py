@@ -16,17 +16,17 @@ import dagster as dg
 from assets.bodies.evaluation import delivered_evaluation
 from assets.comparison.champion import compared
 from assets.comparison.paired_metrics import measured, rows_by_pair
-from assets.execution.asset_context import Step
+from assets.execution.asset_context import AssetContext
 from assets.execution.changes import input_changes
-from assets.execution.job_log import tell, tell_phase
+from assets.execution.job_log import log_message, log_phase
 from assets.execution.merge_adapter import plain_model
-from assets.inputs.version_repair import files_fault, put_back
+from assets.inputs.version_repair import files_problem, restore_files
 from assets.lineage.history import Materialization
 from assets.pipeline.graph import GRAPH, derive
 from assets.pipeline.pipeline import Pipeline, Services
 from assets.views.metadata import inputs_table, shown_changes
-from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, shown, through_restart
-from model_registry.gate import ComparedPairs, Decision, Measure, decide
+from model_registry.connection import REGISTRY_VARIABLE, TRACKING_VARIABLE, retry_while_unavailable, shown
+from model_registry.gate import Decision, Measure, PairedScores, decide
 from model_registry.model_version import MERGED, PREVIOUS_TAG, ROLLED_BACK_TAG, Version, lineage_tags
 from model_registry.registry import Registry
 from training.contract.errors import RegistryError, StoreError
@@ -44,14 +44,14 @@ _OF_POLICY = {
 }
 
 
-def released_model(step: Step) -> dg.MaterializeResult:
+def released_model(step: AssetContext) -> dg.MaterializeResult:
     candidate = _Candidate(step, step.inputs())
     changes = input_changes(step)
 
     def release() -> dg.MaterializeResult:
         return _result(candidate, _release(candidate), changes)
 
-    return through_restart(release, partial(tell, step.services, step.context.log, "released_model"))
+    return retry_while_unavailable(release, partial(log_message, step.services, step.context.log, "released_model"))
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class _Released:
 class _Candidate:
     """A policy that is to be released; `inputs` are what `released_model` is made from: fingerprints by name."""
 
-    step: Step
+    step: AssetContext
     inputs: dict[str, str]
 
     @property
@@ -97,7 +97,7 @@ class _Candidate:
         return self.step.history.lineage(self.inputs)
 
 
-def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
+def promotion_lock(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
     """The right to move the aliases of the registered model `name`, waiting for whoever has it.
 
     Two recipes may release into one model: the champion a candidate was compared with must be the one it replaces.
@@ -105,15 +105,15 @@ def sole_decision(store: Store, name: str) -> AbstractContextManager[BinaryIO]:
     return store.lock("released_model", fingerprint("registered_model", name))
 
 
-def release_fault(services: Services, pipeline: Pipeline, key: str) -> str | None:
+def release_problem(services: Services, pipeline: Pipeline, key: str) -> str | None:
     """What the registry lacks of the version, with a decision, that the derivation `key` of `released_model` gave."""
     known = services.registry.find_version(pipeline.recipe.release.model_name, {RELEASE_KEY_TAG: key})
     if known is None or not _has_decision(known):
         return "its version is no longer in the registry"
-    return files_fault(services.registry, known, services.hashes)
+    return files_problem(services.registry, known, services.hashes)
 
 
-def demand_releases(
+def check_releases_exist(
     registry: Registry, versions: Sequence[Version], recorded: Mapping[dg.AssetKey, Materialization]
 ) -> None:
     """Raises RegistryError where none of the releases `recorded` is among its `versions`: they may be in another registry."""
@@ -129,16 +129,16 @@ def demand_releases(
 
 
 def _release(candidate: _Candidate) -> _Released:
-    """Raises RegistryAway, RegistryError or StoreError; calling it again goes on from there."""
+    """Raises RegistryUnavailable, RegistryError or StoreError; calling it again goes on from there."""
     registry, log = candidate.registry, candidate.step.context.log
     key = candidate.derivation.key
     with candidate.store.lock("released_model", key):
         known = registry.find_version(candidate.name, {RELEASE_KEY_TAG: key})
-        is_restored = known is not None and put_back(candidate.step.services, known)
+        is_restored = known is not None and restore_files(candidate.step.services, known)
         if known is not None and _has_decision(known):
             return _Released(known, "computed" if is_restored else "reused")
         version = _register(candidate)
-        with sole_decision(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
+        with promotion_lock(candidate.store, version.name):  # not earlier: a rollback would have to wait for files
             registry.nominate(version)
             decision, version = _carry_out(candidate, version)
             log.info(f"version {version.number} of {version.name}: {version.tags[_REASONS_TAG]}")
@@ -160,9 +160,9 @@ def _register(candidate: _Candidate) -> Version:
             f"no version is registered before the MLflow run of {step.pipeline.name}'s policy is whole: {failure}; another run "
             "adds what is missing and computes nothing again"
         )
-    _demand_same_tokenizer(candidate)
+    _check_same_tokenizer(candidate)
     model = plain_model(step, policy)
-    tell_phase(step.services, step.context.log, "released_model", f"storing the files of a version of {candidate.name}")
+    log_phase(step.services, step.context.log, "released_model", f"storing the files of a version of {candidate.name}")
     lineage = candidate.lineage if model is policy else {**candidate.lineage, MERGED: model.fingerprint}
     return registry.register(
         candidate.name,
@@ -177,7 +177,7 @@ def _register(candidate: _Candidate) -> Version:
     )
 
 
-def _demand_same_tokenizer(candidate: _Candidate) -> None:
+def _check_same_tokenizer(candidate: _Candidate) -> None:
     """Raises StoreError if the tokenizer or template that would be released is not the one that made the policy's tokens."""
     name, above = candidate.step.pipeline.name, candidate.above
     trained, shipped = (above[spec].json("spec.json") for spec in ("tokenization_spec", "release_spec"))
@@ -222,7 +222,7 @@ def _decide(candidate: _Candidate, version: Version, champion: Version | None) -
     metrics, gate = evaluation.details["metrics"], candidate.step.pipeline.recipe.release.gate
     if champion is None:
         losses = measured(Measure.LOSS, rows_by_pair(evaluation), {})
-        decision = decide(ComparedPairs(Measure.LOSS, losses), metrics, gate)
+        decision = decide(PairedScores(Measure.LOSS, losses), metrics, gate)
     else:
         pairs = compared(candidate.step, evaluation, candidate.lineage["raw_preferences"], champion)
         decision = decide(pairs, metrics, gate)
@@ -259,7 +259,7 @@ def _result(candidate: _Candidate, released: _Released, changes: list[str] | Non
     version, champion = released.version, candidate.registry.champion(released.version.name)
     is_champion = champion is not None and champion.number == version.number  # a person may have moved the alias since
     if champion is not None and not is_champion:  # `_release` has seen to the files of `version`
-        put_back(candidate.step.services, champion)
+        restore_files(candidate.step.services, champion)
     metadata: dict[str, Any] = {
         "outcome": released.outcome,
         "changes": shown_changes(changes),

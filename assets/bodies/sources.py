@@ -7,19 +7,19 @@ run holds either observations or materializations, and a retraining has to begin
 
 import dagster as dg
 
-from assets.execution.asset_context import Step
+from assets.execution.asset_context import AssetContext
 from assets.execution.job_log import with_log
-from assets.execution.materialize import realize_found
+from assets.execution.materialize import materialize_resolved
 from assets.inputs.current import find_data, find_model, named_files
 from assets.inputs.model_ref import base_model_of
-from assets.inputs.version_repair import put_back_named
+from assets.inputs.version_repair import restore_named
 from assets.views.metadata import table
 from training.contract.identity.fingerprint import short
 
 
-def preference_source(step: Step) -> dg.MaterializeResult:
+def preference_source(step: AssetContext) -> dg.MaterializeResult:
     found = find_data(step.pipeline)
-    made = realize_found(step, found)
+    made = materialize_resolved(step, found)
     rows = made.artifact.details["rows"]
     files = [
         {**entry, "name": name, "rows": rows.get(name), "sha256": short(entry["sha256"])}
@@ -33,10 +33,10 @@ def preference_source(step: Step) -> dg.MaterializeResult:
     )
 
 
-def base_model(step: Step) -> dg.MaterializeResult:
-    put_back_named(step.services, step.pipeline, base_model_of(step.pipeline.recipe))
+def base_model(step: AssetContext) -> dg.MaterializeResult:
+    restore_named(step.services, step.pipeline, base_model_of(step.pipeline.recipe))
     found = find_model(step.pipeline, with_log(step.services, step.context.log, "base_model"))
-    made = realize_found(step, found)
+    made = materialize_resolved(step, found)
     assert found.located is not None
     commit = found.located.commit
     return made.result(

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 from assets.comparison.leakage import find_leakage
 from assets.comparison.paired_metrics import Row, common_measure, measured, prompts, rows_by_messages, rows_by_pair
-from assets.execution.asset_context import Step
-from assets.execution.job_log import tell
-from model_registry.gate import MIN_PROMPTS, ComparedPairs, Measure, count_prompts
+from assets.execution.asset_context import AssetContext
+from assets.execution.job_log import log_message
+from model_registry.gate import MIN_PROMPTS, Measure, PairedScores, count_prompts
 from model_registry.model_version import Version
-from training.contract.errors import CorruptArtifact, RegistryAway, RegistryError
+from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable
 from training.contract.store.store import Artifact
 
 
-def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: Version) -> ComparedPairs:
+def compared(step: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version) -> PairedScores:
     """What can be compared of a candidate's `evaluation`, made from `raw_preferences`, and the champion's.
 
     Where few pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank, over
@@ -29,8 +29,8 @@ def compared(step: Step, evaluation: Artifact, raw_preferences: str, champion: V
 
 
 def _comparable(
-    step: Step, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact
-) -> tuple[ComparedPairs, Mapping[str, Row]]:
+    step: AssetContext, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact
+) -> tuple[PairedScores, Mapping[str, Row]]:
     """What can be compared of both evaluations, leaked pairs included, and the candidate's rows of it."""
     rows, others = rows_by_pair(evaluation), rows_by_pair(theirs)
     by_tokens = _compared(common_measure(evaluation, theirs), rows, others, said)
@@ -39,7 +39,7 @@ def _comparable(
         return by_tokens, rows
     try:
         before = _artifact_of(step, champion, "raw_preferences")
-    except RegistryAway:
+    except RegistryUnavailable:
         raise
     except RegistryError:
         if is_enough:
@@ -52,12 +52,12 @@ def _comparable(
     return by_messages, said_rows
 
 
-def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> ComparedPairs:
+def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> PairedScores:
     values, of_champion = measured(measure, rows, others), measured(measure, others, others)
-    return ComparedPairs(measure, values, of_champion, prompts(rows, said))
+    return PairedScores(measure, values, of_champion, prompts(rows, said))
 
 
-def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:
+def _artifact_of(step: AssetContext, champion: Version, kind: str) -> Artifact:
     """From this store; that of another home goes with the version, if it is its evaluation.
 
     Raises RegistryError where another program made it champion, another home has what is needed, or both copies are spoiled.
@@ -75,11 +75,11 @@ def _artifact_of(step: Step, champion: Version, kind: str) -> Artifact:
         except CorruptArtifact as error:
             place = store.set_aside(kind, found)
             text = f"{error}. Set aside in {place}; that among the version's files is taken."
-            tell(step.services, step.context.log, "released_model", text)
+            log_message(step.services, step.context.log, "released_model", text)
     try:
         with store.staging() as staging:
             return store.adopt(step.services.registry.fetch(champion, kind, staging), kind, found)
-    except RegistryAway:
+    except RegistryUnavailable:
         raise
     except CorruptArtifact as error:
         raise RegistryError(

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import dagster as dg
 
-from assets.lineage.consistency import demand_one_lineage
+from assets.lineage.consistency import check_one_lineage
 from assets.lineage.history import History, input_version_tag
 from assets.pipeline.graph import GRAPH, Settings, with_upstream
 from assets.pipeline.pipeline import Pipeline, Services
@@ -14,7 +14,7 @@ from training.contract.store.store import Artifact
 
 
 @dataclass(frozen=True)
-class Step:
+class AssetContext:
     """`context` is Dagster's; everything else a body uses can be reached from here."""
 
     pipeline: Pipeline
@@ -46,7 +46,7 @@ class Step:
         Raises UsageError for one that never was made, StoreError where they do not go together.
         """
         found = {name: self.history.fingerprint(name) for name in self._names()}
-        demand_one_lineage(self.history, self.asset, found)
+        check_one_lineage(self.history, self.asset, found)
         return found
 
     def picture(

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from assets.execution.asset_context import Step
-from assets.inputs.current import ROOTS, Found, find_root
-from assets.lineage.causes import Cause, Explainer, Now, in_words
+from assets.execution.asset_context import AssetContext
+from assets.inputs.current import ROOTS, ResolvedInput, resolve_root
+from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, in_words
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.pipeline.graph import GRAPH
 from training.contract.errors import CorruptRecord, PedigreeError
@@ -16,13 +16,13 @@ from training.contract.store.manifest import Derivation
 _FROM_RECIPE = ("training_spec", "evaluation_spec")  # their settings are all there is to compare
 
 
-def found_changes(step: Step, found: Found) -> list[str] | None:
+def resolved_changes(step: AssetContext, found: ResolvedInput) -> list[str] | None:
     """How `found` differs from the latest materialization of the asset; None if there is none."""
     key = step.history.latest(found.asset).key
     return None if key is None else changes_since(step.services.store, key, found)
 
 
-def input_changes(step: Step) -> list[str] | None:
+def input_changes(step: AssetContext) -> list[str] | None:
     """Why an asset is not what was last materialized: the causes that `pedigree status` has; None for the first time.
 
     An input whose change cannot be explained is told by its fingerprints.
@@ -32,11 +32,11 @@ def input_changes(step: Step) -> list[str] | None:
     return in_words(step.asset, _causes(step))
 
 
-def _causes(step: Step) -> Iterator[Cause]:
+def _causes(step: AssetContext) -> Iterator[Cause]:
     history, asset, recipe = step.history, step.asset, step.pipeline.recipe
-    explainer, node = Explainer(step.services.store, _Made(step), _fingerprints), GRAPH[asset]
+    explainer, node = CauseFinder(step.services.store, _Made(step), _fingerprints), GRAPH[asset]
     latest = {name: history.latest(name).fingerprint for name in node.inputs(recipe)}
-    now = Now(node.version, node.reads(recipe), latest)
+    now = CurrentDerivation(node.version, node.reads(recipe), latest)
     try:
         before, fault = history.made_from(asset), NO_RECORD
     except CorruptRecord:
@@ -60,9 +60,9 @@ def _fingerprints(name: str, old: str, now: str | None) -> str:
 class _Made:
     """How what a step is made from was made itself."""
 
-    step: Step
+    step: AssetContext
 
-    def __call__(self, asset: str, fingerprint: str | None) -> Now | None:
+    def __call__(self, asset: str, fingerprint: str | None) -> CurrentDerivation | None:
         """None for what this recipe does not have upstream of the step. Raises StoreError."""
         history = self.step.history
         if fingerprint is None or asset not in history.assets:
@@ -70,16 +70,16 @@ class _Made:
         how = history.derivation(asset, fingerprint)
         inputs = {name: source.fingerprint for name, source in how.inputs.items()}
         if asset not in ROOTS:
-            return Now(how.code_version, how.settings, inputs)
+            return CurrentDerivation(how.code_version, how.settings, inputs)
         found = self._found(how)
-        return None if found is None else Now(how.code_version, how.settings, inputs, found)
+        return None if found is None else CurrentDerivation(how.code_version, how.settings, inputs, found)
 
-    def _found(self, how: Derivation) -> Found | None:
+    def _found(self, how: Derivation) -> ResolvedInput | None:
         """What the source or spec `how` was made from, if it is still as it was then."""
         if how.kind in _FROM_RECIPE:
-            return Found(how, None, {})
+            return ResolvedInput(how, None, {})
         services = self.step.services
         with suppress(PedigreeError, OSError):
-            found = find_root(self.step.pipeline, services, how.kind, services.hashes)
+            found = resolve_root(self.step.pipeline, services, how.kind, services.hashes)
             return found if found.derivation.key == how.key else None
         return None

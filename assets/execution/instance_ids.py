@@ -19,7 +19,7 @@ def note_records(instance: dg.DagsterInstance, home: Path) -> None:
         write_durably(note, f"{instance.root_directory}\n".encode())
 
 
-def demand_all_records(instance: dg.DagsterInstance, home: Path) -> None:
+def check_same_instance(instance: dg.DagsterInstance, home: Path) -> None:
     """Raises StoreError where runs in `home` were recorded by another Dagster than `instance`."""
     own = _identity(instance)
     for note in sorted(_notes(home).glob("[!.]*")):

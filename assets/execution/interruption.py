@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import dagster as dg
 
-from assets.execution.asset_context import Step
+from assets.execution.asset_context import AssetContext
 from assets.pipeline.pipeline import Pipeline
 from training.contract.protocol.job import Job, checkpoints_of, committed_steps
 
@@ -55,7 +55,7 @@ def naming_checkpoint(pipeline: Pipeline, job: Job) -> Iterator[None]:
 
 
 @contextmanager
-def ending_in_words(step: Step) -> Iterator[None]:
+def ending_in_words(step: AssetContext) -> Iterator[None]:
     """Let an interruption of `step` end its run in words. A command that was interrupted cancels its run."""
     try:
         yield

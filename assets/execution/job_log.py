@@ -49,11 +49,11 @@ def with_log(services: Services, log: Logger, asset: str) -> Services:
     return replace(services, listener=hear)
 
 
-def tell_phase(services: Services, log: Logger, asset: str, phase: str) -> None:
+def log_phase(services: Services, log: Logger, asset: str, phase: str) -> None:
     """Tell a person what is done now, where no job does it, in the same places as the events of a job."""
     with_log(services, log, asset).listener({"event": "phase", "phase": phase})
 
 
-def tell(services: Services, log: Logger, asset: str, text: str) -> None:
+def log_message(services: Services, log: Logger, asset: str, text: str) -> None:
     """Tell a person of something beside the events of a job, in the same places."""
     with_log(services, log, asset).listener({"event": "note", "text": text})

@@ -13,12 +13,12 @@ from typing import Any, BinaryIO
 
 import dagster as dg
 
-from assets.execution.asset_context import Step
-from assets.execution.changes import found_changes, input_changes
+from assets.execution.asset_context import AssetContext
+from assets.execution.changes import input_changes, resolved_changes
 from assets.execution.interruption import naming_checkpoint
-from assets.execution.job_log import tell, with_log
-from assets.inputs.current import Found
-from assets.inputs.resolve import LocatedModel, glimpse_base_model, locate_base_model
+from assets.execution.job_log import log_message, with_log
+from assets.inputs.current import ResolvedInput
+from assets.inputs.resolve import LocatedModel, locate_base_model, peek_base_model
 from assets.pipeline.graph import derive
 from assets.pipeline.pipeline import Listener, Pipeline, Services, ignore
 from assets.views.metadata import artifact_metadata, shown_changes
@@ -28,12 +28,12 @@ from training.contract.identity.fingerprint import short
 from training.contract.protocol.events import Event, read_events
 from training.contract.protocol.job import Input, Job, JobKind, job_folder
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Made, write_json
+from training.contract.store.store import Artifact, JobResult, write_json
 from training.launch.launcher import run_job
 
 
 @dataclass(frozen=True)
-class Realized:
+class MaterializedArtifact:
     """An artifact, and whether it was there already.
 
     `changes`: in words, what differs from the latest materialization; None for the first one.
@@ -54,7 +54,7 @@ class Realized:
 
 
 @dataclass(frozen=True)
-class Work:
+class JobSpec:
     """A job to launch if the artifact is not there; `during` gives a further listener to the job's events."""
 
     kind: JobKind
@@ -63,53 +63,53 @@ class Work:
     during: Callable[[Job], AbstractContextManager[Listener]] | None = None
 
 
-def realize(step: Step, work: Work, found: Found | None = None) -> Realized:
+def materialize(step: AssetContext, work: JobSpec, found: ResolvedInput | None = None) -> MaterializedArtifact:
     """The artifact of an asset: from the store if its derivation is known, else by a job.
 
     `found` is given for a spec, whose changes are told by what was found; else those of the inputs are told.
     """
     made = make(step.pipeline, step.services, step.asset, work, step.inputs(), step.context.log)
-    return replace(made, changes=input_changes(step) if found is None else found_changes(step, found))
+    return replace(made, changes=input_changes(step) if found is None else resolved_changes(step, found))
 
 
-def realize_found(step: Step, found: Found) -> Realized:
+def materialize_resolved(step: AssetContext, found: ResolvedInput) -> MaterializedArtifact:
     """The artifact of a source or a spec that no job has to make."""
-    return replace(publish_found(step.services, found, step.context.log), changes=found_changes(step, found))
+    return replace(publish_resolved(step.services, found, step.context.log), changes=resolved_changes(step, found))
 
 
 def make(
-    pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, str], log: Logger
-) -> Realized:
+    pipeline: Pipeline, services: Services, asset: str, work: JobSpec, inputs: Mapping[str, str], log: Logger
+) -> MaterializedArtifact:
     """`asset` made from `inputs` (fingerprints by name), in the store; Dagster is told nothing.
 
     Inputs, and the base model where it lies, are read and hashed only if a job is to read them.
     """
     how = derive(asset, dict(inputs), work.settings)
     with services.store.lock(asset, how.key) as lock:
-        known = artifact = find_sound(services, how, log)
+        known = artifact = find_intact(services, how, log)
         if artifact is None:
             job = describe_job(pipeline, services, asset, work, inputs)
             log.info(f"{asset}: nothing of key {short(how.key)} in the store; job in {job.folder}")
             with naming_checkpoint(pipeline, job):
                 artifact = run_work(services, job, work, lock, log)
-    return Realized(artifact, reused=known is not None)
+    return MaterializedArtifact(artifact, reused=known is not None)
 
 
-def publish_found(services: Services, found: Found, log: Logger) -> Realized:
+def publish_resolved(services: Services, found: ResolvedInput, log: Logger) -> MaterializedArtifact:
     """What was found as an artifact of a few small JSON files, without a job; Dagster is told nothing."""
     assert found.fingerprint is not None, f"{found.asset} is made by a job"
     derivation = found.derivation
     with services.store.lock(derivation.kind, derivation.key):
-        known = artifact = find_sound(services, derivation, log)
+        known = artifact = find_intact(services, derivation, log)
         if artifact is None:
             with services.store.staging() as staging:
                 for name, content in found.files.items():
                     write_json(staging / name, content)
-                artifact = services.store.publish(staging, derivation, Made(found.fingerprint, found.details()))
-    return Realized(artifact, reused=known is not None)
+                artifact = services.store.publish(staging, derivation, JobResult(found.fingerprint, found.details()))
+    return MaterializedArtifact(artifact, reused=known is not None)
 
 
-def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:
+def find_intact(services: Services, derivation: Derivation, log: Logger) -> Artifact | None:
     """What the store has for `derivation`. A corrupt artifact that can be made again is set aside, and people are told.
 
     A corrupt record is no reason to train again for hours: the manifest says the same.
@@ -118,9 +118,9 @@ def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artif
     try:
         return store.reuse(kind, key)
     except CorruptRecord as error:
-        place = store.mend_record(kind, key)
-        tell(services, log, kind, f"{error}. Set aside in {place}; the manifest of its artifact is used.")
-        return find_sound(services, derivation, log)
+        place = store.repair_record(kind, key)
+        log_message(services, log, kind, f"{error}. Set aside in {place}; the manifest of its artifact is used.")
+        return find_intact(services, derivation, log)
     except CorruptArtifact as error:
         made = store.record(kind, key)
         assert made is not None, f"{kind} {key} was never made"
@@ -130,7 +130,7 @@ def find_sound(services: Services, derivation: Derivation, log: Logger) -> Artif
                 "backup, or move it away, and the next run trains it again"
             ) from error
         place = store.set_aside(kind, made.fingerprint)
-        tell(services, log, kind, f"{error}. Set aside in {place}; it is made again.")
+        log_message(services, log, kind, f"{error}. Set aside in {place}; it is made again.")
         return None
 
 
@@ -142,7 +142,7 @@ def is_irreplaceable(derivation: Derivation) -> bool:
     return derivation.kind == "policy" or (derivation.kind == "reference_model" and bool(derivation.settings))
 
 
-def describe_job(pipeline: Pipeline, services: Services, asset: str, work: Work, inputs: Mapping[str, str]) -> Job:
+def describe_job(pipeline: Pipeline, services: Services, asset: str, work: JobSpec, inputs: Mapping[str, str]) -> Job:
     """The job that makes `asset` from `inputs` (fingerprints by name): one of the graph, or another kind of artifact.
 
     The inputs are verified here. What the job reads is compared with that: a location in `work` is verified by the job itself.
@@ -176,7 +176,7 @@ def _input(pipeline: Pipeline, services: Services, name: str, fingerprint: str) 
 
 def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifact) -> tuple[Path, Stamps]:
     """Where the base model lies now. Raises StoreError if it is no longer the one that `artifact` was made from."""
-    glimpsed = _glimpsed_folder(pipeline, services)
+    glimpsed = _peeked_folder(pipeline, services)
     stamps = settled(model_stamps(glimpsed)) if glimpsed else {}
     located = locate_base_model(pipeline, services.registry, weights=artifact.fingerprint)
     if located.fingerprint != artifact.fingerprint:
@@ -188,15 +188,15 @@ def _base_model_folder(pipeline: Pipeline, services: Services, artifact: Artifac
     return located.folder, stamps if glimpsed == located.folder else {}
 
 
-def _glimpsed_folder(pipeline: Pipeline, services: Services) -> Path | None:
+def _peeked_folder(pipeline: Pipeline, services: Services) -> Path | None:
     """Where the base model seems to lie, before it is hashed; None where that cannot be said so soon."""
     with suppress(PedigreeError, OSError):
-        glimpsed = glimpse_base_model(pipeline, services.registry, services.hashes)
+        glimpsed = peek_base_model(pipeline, services.registry, services.hashes)
         return glimpsed.folder if isinstance(glimpsed, LocatedModel) else None
     return None
 
 
-def run_work(services: Services, job: Job, work: Work, lock: BinaryIO, log: Logger) -> Artifact:
+def run_work(services: Services, job: Job, work: JobSpec, lock: BinaryIO, log: Logger) -> Artifact:
     """Run `job` to its end and give what it published; the log, the services' listener and that of `work` hear its events.
 
     A job that resumes repeats the events of its earlier attempts, which people have seen already. Times are compared with

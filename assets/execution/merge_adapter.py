@@ -4,8 +4,8 @@ With `export: adapter` a policy is a few files that are useless without their ba
 nevertheless, merged by a job: whoever loads a version expects a complete model.
 """
 
-from assets.execution.asset_context import Step
-from assets.execution.materialize import Work, make
+from assets.execution.asset_context import AssetContext
+from assets.execution.materialize import JobSpec, make
 from model_registry.model_version import MERGED
 from training.contract.identity.model_identity import ADAPTER_CONFIG
 from training.contract.store.store import Artifact, Store
@@ -21,10 +21,10 @@ def base_of(policy: Artifact, store: Store) -> Artifact | None:
     return store.open("reference_model", policy.manifest.made_from.inputs["reference_model"].fingerprint)
 
 
-def plain_model(step: Step, policy: Artifact) -> Artifact:
+def plain_model(step: AssetContext, policy: Artifact) -> Artifact:
     """`policy` itself, or, if it is an adapter, the model that a job merges it into."""
     base = base_of(policy, step.services.store)
     if base is None:
         return policy
     inputs = {"policy": policy.fingerprint, "reference_model": base.fingerprint}
-    return make(step.pipeline, step.services, MERGED, Work("merge", {}), inputs, step.context.log).artifact
+    return make(step.pipeline, step.services, MERGED, JobSpec("merge", {}), inputs, step.context.log).artifact

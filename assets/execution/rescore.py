@@ -9,7 +9,7 @@ from typing import Any
 
 import dagster as dg
 
-from assets.execution.materialize import Work, describe_job, run_work
+from assets.execution.materialize import JobSpec, describe_job, run_work
 from assets.lineage.history import History
 from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import StoreError, UsageError
@@ -46,7 +46,7 @@ def rescore(pipeline: Pipeline, services: Services, inputs: dict[str, Artifact],
 
     It is done by a job of one process. The store is not asked: the point is to compute them anew.
     """
-    work = Work("proof", {"rows": rows})
+    work = JobSpec("proof", {"rows": rows})
     job = describe_job(pipeline, services, "proof", work, {name: given.fingerprint for name, given in inputs.items()})
     alone = job.compute.model_copy(update={"processes_per_node": 1, "nodes": 1})
     job = job.model_copy(update={"compute": alone})

@@ -15,8 +15,8 @@ from pathlib import Path
 import dagster as dg
 
 from assets.execution.instance_ids import note_records
-from training.contract.store.staging import Claim, claim_folder
-from training.contract.system.atomic_io import share_databases
+from training.contract.store.staging import LockedFolder, claim_folder
+from training.contract.system.atomic_io import make_group_writable
 from training.contract.system.locks import is_held
 
 PROCESS_TAG = "pedigree/process"
@@ -36,16 +36,16 @@ def sign(instance: dg.DagsterInstance, run: dg.DagsterRun, home: Path) -> None:
     What dead processes left is closed first, as a command does before its run: else one that a schedule started would wait
     for a slot of theirs in a pool.
     """
-    keep_interrupts()
+    reraise_lost_interrupts()
     note_records(instance, home)
     share_records(Path(instance.root_directory), run.run_id, home)
     if process_of(run) is None:
-        close_dead_runs(instance, home)
+        fail_orphaned_runs(instance, home)
         instance.add_run_tags(run.run_id, signature(run.run_id, home))
 
 
 @functools.cache
-def keep_interrupts() -> None:
+def reraise_lost_interrupts() -> None:
     """From now on send this process an interrupt again that was lost.
 
     A signal raises in whatever is running, and Python ignores what is raised in a callback of a weak reference, of which
@@ -64,7 +64,7 @@ def keep_interrupts() -> None:
     sys.unraisablehook = send_again
 
 
-def close_dead_runs(instance: dg.DagsterInstance, home: Path) -> None:
+def fail_orphaned_runs(instance: dg.DagsterInstance, home: Path) -> None:
     """Close runs whose process is gone, as failed, and free the slots in pools of all such runs, however they ended.
 
     A killed process cannot close its run, and Dagster closes no run on its own machine. Such a run would count as started for
@@ -98,7 +98,7 @@ def share_records(records: Path, run_id: str, home: Path) -> None:
     At the beginning of the run, once: whoever is killed does it at no end, and whoever comes next closes the run.
     `run_id` is for the cache alone.
     """
-    share_databases(records.rglob("*.db*"), like=Path(_claim(home).lock.name))
+    make_group_writable(records.rglob("*.db*"), like=Path(_claim(home).lock.name))
 
 
 def signature(run_id: str, home: Path) -> dict[str, str]:
@@ -124,6 +124,6 @@ def is_alive(process: str, home: Path) -> bool:
 
 
 @functools.cache
-def _claim(home: Path) -> Claim:
+def _claim(home: Path) -> LockedFolder:
     """Held until this process ends, when the kernel releases the lock."""
     return claim_folder(home / "processes")

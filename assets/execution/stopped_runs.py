@@ -17,7 +17,7 @@ CODE_VERSIONS_TAG = ".dagster/pedigree_code_versions"  # Dagster's pages hide ta
 
 
 @dataclass(frozen=True)
-class Stop:
+class StoppedRun:
     """A run that a person has stopped: its id, its end, and the code versions of what it was to make, by asset."""
 
     run: str
@@ -40,7 +40,7 @@ def note_code_versions(context: dg.AssetExecutionContext) -> None:
             context.instance.add_run_tags(context.run.run_id, {CODE_VERSIONS_TAG: text})
 
 
-def find_stops(instance: dg.DagsterInstance, latest: Collection[Materialization]) -> dict[str, Stop]:
+def find_stops(instance: dg.DagsterInstance, latest: Collection[Materialization]) -> dict[str, StoppedRun]:
     """The last runs of these assets that a person has stopped, by id."""
     run_ids = sorted({run for made in latest if (run := made.last_run)})
     if not run_ids:
@@ -56,5 +56,5 @@ def was_stopped(instance: dg.DagsterInstance, latest: Sequence[Materialization])
     return all(made.last_run in stops and made.run != made.last_run for made in latest)
 
 
-def _stop(run: dg.DagsterRun, time: float) -> Stop:
-    return Stop(run.run_id, time, json.loads(run.tags.get(CODE_VERSIONS_TAG, "{}")))
+def _stop(run: dg.DagsterRun, time: float) -> StoppedRun:
+    return StoppedRun(run.run_id, time, json.loads(run.tags.get(CODE_VERSIONS_TAG, "{}")))

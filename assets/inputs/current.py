@@ -9,18 +9,18 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from assets.inputs.resolve import (
-    AbsentModel,
     LocatedModel,
     LocatedSource,
     LocatedTokenizer,
-    glimpse_base_model,
+    RemoteModel,
     locate_base_model,
     locate_champion,
     locate_sources,
     locate_tokenizer,
+    peek_base_model,
 )
 from assets.inputs.row_count import count_rows
-from assets.inputs.shipped_files import LocatedShipping, locate_shipping
+from assets.inputs.shipped_files import LocatedShippedFiles, locate_shipping
 from assets.pipeline.graph import GRAPH, derive
 from assets.pipeline.pipeline import Pipeline, Services, emitting
 from training.contract.files.hub import check_files
@@ -34,7 +34,7 @@ ROOTS = tuple(name for name, node in GRAPH.items() if not node.needs)
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedInput:
     """How a source or a spec would be made now, and what it would be.
 
     This class itself is for what follows from the recipe alone, and for a pointer to the base model.
@@ -57,7 +57,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class FoundData(Found):
+class ResolvedData(ResolvedInput):
     """`sources`: in the order of the recipe."""
 
     sources: list[LocatedSource]
@@ -88,7 +88,7 @@ class FoundData(Found):
 
 
 @dataclass(frozen=True)
-class FoundModel(Found):
+class ResolvedModel(ResolvedInput):
     """`located` is None where the model has to be downloaded first."""
 
     located: LocatedModel | None
@@ -103,21 +103,21 @@ class FoundModel(Found):
 
 
 @dataclass(frozen=True)
-class FoundTokenizer(Found):
+class ResolvedTokenizer(ResolvedInput):
     """What a tokenization spec is made from; a job makes it."""
 
     located: LocatedTokenizer
 
 
 @dataclass(frozen=True)
-class FoundRelease(Found):
+class ResolvedRelease(ResolvedInput):
     """What a release spec is made from; a job makes it. `shipping` is None if the base model has to be downloaded first."""
 
     tokenizer: LocatedTokenizer
-    shipping: LocatedShipping | None
+    shipping: LocatedShippedFiles | None
 
 
-def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> Found:
+def resolve_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCache | None = None) -> ResolvedInput:
     """`asset`, one of `ROOTS`, as it would be now. Raises DataError, HubError, ModelError or RegistryError.
 
     With a `cache`, files in it are not read again, and no model of the hub is downloaded.
@@ -137,10 +137,10 @@ def find_root(pipeline: Pipeline, services: Services, asset: str, cache: HashCac
     if asset == "training_spec" and pipeline.recipe.training.start_from == "champion":
         champion = locate_champion(pipeline.recipe, services.registry, cache)
         fields = {**fields, "champion": champion and champion.fingerprint}
-    return Found(derive(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields})
+    return ResolvedInput(derive(asset, {}, fields), fingerprint(asset, fields), {"spec.json": fields})
 
 
-def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
+def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> ResolvedData:
     """The preference sources. File names give the order and, by their extensions, how they are read, and nothing else.
 
     So a moved file, or one with another name, is the same data.
@@ -152,44 +152,46 @@ def find_data(pipeline: Pipeline, cache: HashCache | None = None) -> FoundData:
         for each in identity
     ]
     how = derive("preference_source", {}, {"sources": identity})
-    return FoundData(how, fingerprint("preference_source", contents), {"sources.json": identity}, sources)
+    return ResolvedData(how, fingerprint("preference_source", contents), {"sources.json": identity}, sources)
 
 
-def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundModel:
+def find_model(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> ResolvedModel:
     if cache is None:
         emit = emitting(services.listener, "base_model")
-        located: LocatedModel | AbsentModel = locate_base_model(pipeline, services.registry, emit)
+        located: LocatedModel | RemoteModel = locate_base_model(pipeline, services.registry, emit)
     else:
-        located = glimpse_base_model(pipeline, services.registry, cache)
-    if isinstance(located, AbsentModel):
-        return FoundModel(derive("base_model", {}, asdict(located)), None, {}, None)
+        located = peek_base_model(pipeline, services.registry, cache)
+    if isinstance(located, RemoteModel):
+        return ResolvedModel(derive("base_model", {}, asdict(located)), None, {}, None)
     how = derive("base_model", {}, located.identity)
-    return FoundModel(how, located.fingerprint, {"identity.json": located.identity}, located)
+    return ResolvedModel(how, located.fingerprint, {"identity.json": located.identity}, located)
 
 
-def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundTokenizer:
+def find_tokenizer(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> ResolvedTokenizer:
     located = locate_tokenizer(pipeline, services.registry, cache)
     settings = {**GRAPH["tokenization_spec"].reads(pipeline.recipe), **located.identity}
-    return FoundTokenizer(derive("tokenization_spec", {}, settings), None, {}, located)
+    return ResolvedTokenizer(derive("tokenization_spec", {}, settings), None, {}, located)
 
 
-def find_release(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> FoundRelease:
+def find_release(pipeline: Pipeline, services: Services, cache: HashCache | None = None) -> ResolvedRelease:
     tokenizer = locate_tokenizer(pipeline, services.registry, cache)
     shipping = locate_shipping(pipeline, services.registry, cache)
     settings = {**GRAPH["release_spec"].reads(pipeline.recipe), **tokenizer.identity}
-    if isinstance(shipping, AbsentModel):
-        return FoundRelease(derive("release_spec", {}, settings | asdict(shipping)), None, {}, tokenizer, None)
-    return FoundRelease(derive("release_spec", {}, settings | shipping.identity), None, {}, tokenizer, shipping)
+    if isinstance(shipping, RemoteModel):
+        return ResolvedRelease(derive("release_spec", {}, settings | asdict(shipping)), None, {}, tokenizer, None)
+    return ResolvedRelease(derive("release_spec", {}, settings | shipping.identity), None, {}, tokenizer, shipping)
 
 
-def _find_evaluation(pipeline: Pipeline, services: Services, cache: HashCache | None) -> Found:
+def _find_evaluation(pipeline: Pipeline, services: Services, cache: HashCache | None) -> ResolvedInput:
     """The fields of the recipe, and at which tokens the base model's files say that the released model stops."""
     fields = GRAPH["evaluation_spec"].reads(pipeline.recipe)
     shipping = locate_shipping(pipeline, services.registry, cache)
-    if isinstance(shipping, AbsentModel):
-        return Found(derive("evaluation_spec", {}, fields | asdict(shipping)), None, {})
+    if isinstance(shipping, RemoteModel):
+        return ResolvedInput(derive("evaluation_spec", {}, fields | asdict(shipping)), None, {})
     fields = fields | {"eos_token_ids": shipping.identity["eos_token_ids"]}
-    return Found(derive("evaluation_spec", {}, fields), fingerprint("evaluation_spec", fields), {"spec.json": fields})
+    return ResolvedInput(
+        derive("evaluation_spec", {}, fields), fingerprint("evaluation_spec", fields), {"spec.json": fields}
+    )
 
 
 def named_files(identity: list[Any]) -> dict[str, dict[str, Any]]:

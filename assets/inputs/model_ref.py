@@ -12,7 +12,7 @@ from training.contract.system.progress import Emit
 
 
 @dataclass(frozen=True)
-class NamedModel:
+class ModelRef:
     """`field` is that of the recipe which names it. Every method raises ModelError or RegistryError."""
 
     field: str
@@ -61,13 +61,13 @@ class NamedModel:
         return ModelError(f"it is neither a folder beside the recipe nor a model that the hub gives: {error}")
 
 
-def base_model_of(recipe: Recipe) -> NamedModel:
-    return NamedModel("reference.model", recipe.reference.model, recipe.reference.revision)
+def base_model_of(recipe: Recipe) -> ModelRef:
+    return ModelRef("reference.model", recipe.reference.model, recipe.reference.revision)
 
 
-def tokenizer_of(recipe: Recipe) -> NamedModel:
+def tokenizer_of(recipe: Recipe) -> ModelRef:
     """The base model's, unless the recipe names another."""
     settings = recipe.tokenization
     if settings.tokenizer is None:
         return base_model_of(recipe)
-    return NamedModel("tokenization.tokenizer", settings.tokenizer, settings.revision)
+    return ModelRef("tokenization.tokenizer", settings.tokenizer, settings.revision)

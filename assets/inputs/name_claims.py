@@ -34,7 +34,7 @@ class _Owner:
             return None
 
 
-def refuse_namesake(home: Path, pipeline: Pipeline) -> None:
+def check_name_is_free(home: Path, pipeline: Pipeline) -> None:
     """Raises UsageError where the name of the pipeline is that of a recipe in another folder, for another model."""
     note, mine = _note(home, pipeline), _Owner.of(pipeline)
     first = _Owner.read(note)
@@ -50,8 +50,8 @@ def refuse_namesake(home: Path, pipeline: Pipeline) -> None:
 
 
 def claim_name(home: Path, pipeline: Pipeline) -> None:
-    """Note that the name is this recipe's. Raises UsageError as `refuse_namesake` does."""
-    refuse_namesake(home, pipeline)
+    """Note that the name is this recipe's. Raises UsageError as `check_name_is_free` does."""
+    check_name_is_free(home, pipeline)
     note, mine = _note(home, pipeline), _Owner.of(pipeline)
     if _Owner.read(note) != mine:
         write_durably(note, json.dumps(vars(mine), ensure_ascii=False).encode())

@@ -14,7 +14,7 @@ import yaml
 
 from assets.inputs.model_ref import tokenizer_of
 from assets.pipeline.pipeline import Pipeline
-from training.contract.errors import PedigreeError, RegistryAway, UsageError
+from training.contract.errors import PedigreeError, RegistryUnavailable, UsageError
 
 _OF_A_PATH = (errno.EACCES, errno.ENAMETOOLONG)  # what the operating system has against a path that a field gives
 _FIELD = re.compile(r"`([a-z_]+(?:\.\w+)*)(?::[^`]*)?`")  # alone, or with a value behind it
@@ -25,7 +25,7 @@ def written(pipeline: Pipeline, field: str) -> Iterator[None]:
     """Begins each error within by the place of `field`, unless that is not to blame: a server is away, or a disk is full."""
     try:
         yield
-    except RegistryAway:
+    except RegistryUnavailable:
         raise
     except PedigreeError as error:
         raise type(error)(f"{_place(pipeline, field)}: {error}") from error

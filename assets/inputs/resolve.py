@@ -5,7 +5,7 @@ records what it sees, gives none.
 
 A data set of the hub is identified by the hashes of its data files there and by the configs in its card, so a commit that
 only changes the card's text is no change. A model is identified by its weights wherever they lie, so a model of the hub has
-to be downloaded; `glimpse_base_model` does without.
+to be downloaded; `peek_base_model` does without.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from assets.inputs.model_ref import NamedModel, base_model_of, tokenizer_of
+from assets.inputs.model_ref import ModelRef, base_model_of, tokenizer_of
 from assets.inputs.recipe_location import written
 from assets.pipeline.pipeline import Pipeline
 from model_registry.model_version import Version
@@ -45,7 +45,7 @@ _HEADER = re.compile(r"---\s*\n(.*?)\n---", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class AbsentModel:
+class RemoteModel:
     """A model of the hub that is not on this machine: only its id and commit are known."""
 
     hub: str
@@ -108,7 +108,7 @@ def locate_base_model(
         return LocatedModel(folder, _identity_of_download(named, commit, folder), commit)
 
 
-def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) -> LocatedModel | AbsentModel:
+def peek_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache) -> LocatedModel | RemoteModel:
     """The base model as far as this machine has it: nothing is downloaded from the hub, no file in the cache is read again.
 
     A registered model whose files are on a server is fetched, once.
@@ -120,12 +120,12 @@ def glimpse_base_model(pipeline: Pipeline, registry: Registry, cache: HashCache)
         commit = named.commit()
         found = named.repository.cached(commit, _MODEL_FILES, _OTHER_WEIGHTS)
         if found is None:
-            return AbsentModel(named.address, commit)
+            return RemoteModel(named.address, commit)
         return LocatedModel(found, _identity_of_download(named, commit, found, cache), commit)
 
 
 def _local_model(
-    named: NamedModel, registry: Registry, cache: HashCache | None = None, weights: str | None = None
+    named: ModelRef, registry: Registry, cache: HashCache | None = None, weights: str | None = None
 ) -> LocatedModel:
     if named.is_registered:
         return _released_model(registry.version_at(named.address), registry, cache, weights)
@@ -250,9 +250,7 @@ def _configs(card: str) -> Any:
         return header[1]
 
 
-def _identity_of_download(
-    named: NamedModel, commit: str, folder: Path, cache: HashCache | None = None
-) -> dict[str, Any]:
+def _identity_of_download(named: ModelRef, commit: str, folder: Path, cache: HashCache | None = None) -> dict[str, Any]:
     """The identity of a downloaded model. An error names the weights that the repository has, not the cache's folder."""
     try:
         return weights_identity(folder, cache)

@@ -6,7 +6,7 @@ from typing import Any
 
 from assets.inputs.model_ref import base_model_of
 from assets.inputs.recipe_location import written
-from assets.inputs.resolve import AbsentModel
+from assets.inputs.resolve import RemoteModel
 from assets.pipeline.pipeline import Pipeline
 from model_registry.registry import Registry
 from training.contract.identity.hash_cache import HashCache, file_hashes
@@ -18,7 +18,7 @@ _CONFIGS, _OF_OTHERS = ("*config.json",), ("*/*",)  # of the hub these alone are
 
 
 @dataclass(frozen=True)
-class LocatedShipping:
+class LocatedShippedFiles:
     """A base model's folder. `identity`: what is shipped of it, or decides how that is loaded.
 
     `base_generation`: how it generates; `eos_token_ids`: at which it stops; `processors`: the sha256 of
@@ -31,7 +31,7 @@ class LocatedShipping:
 
 def locate_shipping(
     pipeline: Pipeline, registry: Registry, cache: HashCache | None = None
-) -> LocatedShipping | AbsentModel:
+) -> LocatedShippedFiles | RemoteModel:
     """Look at the base model's folder, without its weights. Raises ModelError, HubError or RegistryError.
 
     With a `cache`, files in it are not read again, and nothing is downloaded from the hub.
@@ -46,9 +46,9 @@ def locate_shipping(
             commit = named.commit()
             found = named.repository.cached(commit, _CONFIGS, _OF_OTHERS)
             if found is None:
-                return AbsentModel(named.address, commit)
+                return RemoteModel(named.address, commit)
             folder = found
-        return LocatedShipping(folder, _identity(folder, cache))
+        return LocatedShippedFiles(folder, _identity(folder, cache))
 
 
 def _identity(folder: Path, cache: HashCache | None) -> dict[str, Any]:

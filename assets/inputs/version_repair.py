@@ -6,7 +6,7 @@ And what spoils the weights of a policy in place spoils the version's, which are
 
 import logging
 
-from assets.inputs.model_ref import NamedModel
+from assets.inputs.model_ref import ModelRef
 from assets.inputs.recipe_location import written
 from assets.pipeline.pipeline import Pipeline, Services
 from model_registry.files import VersionFiles, local_path
@@ -20,7 +20,7 @@ from training.contract.identity.model_identity import weights_fingerprint, weigh
 _LOG = logging.getLogger(__name__)
 
 
-def put_back(services: Services, version: Version) -> bool:
+def restore_files(services: Services, version: Version) -> bool:
     """Whether the files of `version` had a fault and have none any more; a warning says so. Raises RegistryError."""
     registry, store = services.registry, services.store
     shipped = "release_spec" if version.fingerprint_of("release_spec") else "tokenization_spec"  # versions of before
@@ -28,7 +28,7 @@ def put_back(services: Services, version: Version) -> bool:
     with store.lock("released_model", fingerprint("version_files", version.source)):
         if version.fingerprint_of("policy") is None:  # it is another program's, and so are its files
             return False
-        if (fault := files_fault(registry, version, services.hashes)) is None:
+        if (fault := files_problem(registry, version, services.hashes)) is None:
             return False
         try:
             found = [store.open(kind, version.fingerprint_of(kind) or "").folder for kind in kinds]
@@ -44,17 +44,17 @@ def put_back(services: Services, version: Version) -> bool:
     return True
 
 
-def put_back_named(services: Services, pipeline: Pipeline, named: NamedModel) -> None:
+def restore_named(services: Services, pipeline: Pipeline, named: ModelRef) -> None:
     """The same for the version that a recipe begins with, if it is one.
 
     A recipe that begins with what it released itself would else never get as far as its release, which puts files back.
     """
     if named.is_registered:
         with written(pipeline, named.field):
-            put_back(services, services.registry.version_at(named.address))
+            restore_files(services, services.registry.version_at(named.address))
 
 
-def files_fault(registry: Registry, version: Version, cache: HashCache | None = None) -> str | None:
+def files_problem(registry: Registry, version: Version, cache: HashCache | None = None) -> str | None:
     """What is wrong with the files of `version`, in words. Raises RegistryError.
 
     With a `cache`, files in it are not read again, and those on a server are not fetched.

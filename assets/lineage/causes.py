@@ -7,7 +7,7 @@ to what a person did: a field of the recipe, a file, another version of a librar
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from assets.inputs.current import Found
+from assets.inputs.current import ResolvedInput
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.pipeline.graph import Settings
 from training.contract.errors import StoreError
@@ -18,7 +18,7 @@ Cause = tuple[str, str]  # the asset where it arises, and its words
 
 
 @dataclass(frozen=True)
-class Now:
+class CurrentDerivation:
     """How an asset is made now; `inputs` are fingerprints by name, None for one that has yet to be made.
 
     `found`: for a source or a spec, what it is made from.
@@ -27,11 +27,11 @@ class Now:
     version: str
     settings: Settings
     inputs: Mapping[str, str | None]
-    found: Found | None = None
+    found: ResolvedInput | None = None
 
 
 @dataclass(frozen=True)
-class Explainer:
+class CauseFinder:
     """Finds the causes behind inputs that differ.
 
     `now` says how the artifact of an asset with a fingerprint is made, None if that is unknown. `known` gives the causes of an
@@ -39,11 +39,11 @@ class Explainer:
     """
 
     store: Store
-    now: Callable[[str, str | None], Now | None]
+    now: Callable[[str, str | None], CurrentDerivation | None]
     unexplained: Callable[[str, str, str | None], str]
     known: Callable[[str], list[Cause]] = lambda name: []
 
-    def inherited(self, asset: str, before: Derivation, now: Now) -> Iterator[Cause]:
+    def inherited(self, asset: str, before: Derivation, now: CurrentDerivation) -> Iterator[Cause]:
         """Why the inputs of `asset` differ from those of `before`, how it was made."""
         for name, version in now.inputs.items():
             old = before.inputs.get(name)

@@ -19,7 +19,7 @@ from training.contract.identity.fingerprint import short
 _READ_TOGETHER = {"tokenization_spec": ("release_spec",)}
 
 
-def demand_one_lineage(history: History, asset: str, inputs: Mapping[str, str]) -> None:
+def check_one_lineage(history: History, asset: str, inputs: Mapping[str, str]) -> None:
     """Raises StoreError if the `inputs` of `asset` (fingerprints by name), or their ancestors, do not go together."""
     met, waiting = dict(inputs), deque(inputs)
     told = {name: f"{history.pipeline.name}/{name} is {short(found)} now" for name, found in inputs.items()}

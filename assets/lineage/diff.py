@@ -14,7 +14,14 @@ files. Comparing them needs neither torch nor transformers. The words for each a
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from assets.inputs.current import Found, FoundData, FoundModel, FoundRelease, FoundTokenizer, named_files
+from assets.inputs.current import (
+    ResolvedData,
+    ResolvedInput,
+    ResolvedModel,
+    ResolvedRelease,
+    ResolvedTokenizer,
+    named_files,
+)
 from assets.lineage.release_diff import release_changes
 from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import tokenizer_changes
@@ -22,14 +29,14 @@ from assets.pipeline.graph import GRAPH, Settings
 from training.contract.errors import CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Record, Store
+from training.contract.store.store import DerivationRecord, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
 CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
 _MOST_FILES = 5
 
 
-def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
+def changes_since(store: Store, key: str | None, found: ResolvedInput) -> list[str]:
     """How `found` differs from the artifact of the same asset whose derivation has `key`; empty if in nothing."""
     try:
         record = None if key is None else store.record(found.asset, key)
@@ -39,13 +46,13 @@ def changes_since(store: Store, key: str | None, found: Found) -> list[str]:
         return [NO_RECORD]
     words = list(_code_version(record.derivation, found.derivation.code_version))
     match found:
-        case FoundData():
+        case ResolvedData():
             words += _data_changes(record, found, _rows_as_recorded(store, found))
-        case FoundModel():
+        case ResolvedModel():
             words += _model_changes(record, found)
-        case FoundTokenizer():
+        case ResolvedTokenizer():
             words += _tokenization_changes(store, record, found)
-        case FoundRelease():
+        case ResolvedRelease():
             words += release_changes(store, record, found)
         case _:
             words += setting_changes(record.derivation.settings, found.derivation.settings)
@@ -66,7 +73,7 @@ def _code_version(before: Derivation, now: str) -> Iterator[str]:
         yield f"code version {before.code_version} -> {now}"
 
 
-def _rows_as_recorded(store: Store, found: FoundData) -> dict[str, int | None] | None:
+def _rows_as_recorded(store: Store, found: ResolvedData) -> dict[str, int | None] | None:
     """The rows of `found` if it was recorded, so that they are not counted again."""
     try:
         recorded = store.record(found.asset, found.derivation.key)
@@ -75,7 +82,7 @@ def _rows_as_recorded(store: Store, found: FoundData) -> dict[str, int | None] |
     return None if recorded is None else recorded.details.get("rows")
 
 
-def _data_changes(record: Record, found: FoundData, rows: dict[str, int | None] | None) -> Iterator[str]:
+def _data_changes(record: DerivationRecord, found: ResolvedData, rows: dict[str, int | None] | None) -> Iterator[str]:
     old, new = record.derivation.settings["sources"], found.identity
     old_files, new_files = named_files(old), named_files(new)
     known = record.details.get("rows", {})
@@ -124,7 +131,7 @@ def _row_counts(before: int | None, now: int | None) -> str:
     return "" if before is None or now is None else f" ({before:,} -> {now:,} rows read)"
 
 
-def _model_changes(record: Record, found: FoundModel) -> Iterator[str]:
+def _model_changes(record: DerivationRecord, found: ResolvedModel) -> Iterator[str]:
     before, now, located = record.derivation.settings, found.derivation.settings, found.located
     if located is None:
         yield f"{now['hub']} is at commit {short(now['commit'])}, which is not downloaded yet"
@@ -137,7 +144,7 @@ def _model_changes(record: Record, found: FoundModel) -> Iterator[str]:
         yield f"config {words}"
 
 
-def _tokenization_changes(store: Store, record: Record, found: FoundTokenizer) -> Iterator[str]:
+def _tokenization_changes(store: Store, record: DerivationRecord, found: ResolvedTokenizer) -> Iterator[str]:
     before, now = dict(record.derivation.settings), dict(found.derivation.settings)
     old_files, new_files = ({**s.pop("files"), "template": s.pop("chat_template")} for s in (before, now))
     if old_files != new_files:

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from assets.inputs.current import FoundRelease
+from assets.inputs.current import ResolvedRelease
 from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import json_object
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import short
-from training.contract.store.store import Record, Store
+from training.contract.store.store import DerivationRecord, Store
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOLD_ELSEWHERE = {"chat_template", "added_tokens_decoder", "transformers_version", "tokenizer_class"}
 _NESTED = ("files", "config", "base_generation", "processors", "base_config")
 
 
-def release_changes(store: Store, record: Record, found: FoundRelease) -> Iterator[str]:
+def release_changes(store: Store, record: DerivationRecord, found: ResolvedRelease) -> Iterator[str]:
     """Yield how `found` differs from the release spec that `record` is of."""
     before, now = dict(record.derivation.settings), dict(found.derivation.settings)
     if found.shipping is None:
@@ -46,7 +46,7 @@ def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
-def _config_changes(store: Store, record: Record, folder: Path) -> Iterator[str]:
+def _config_changes(store: Store, record: DerivationRecord, folder: Path) -> Iterator[str]:
     """How the tokenizer's config differs from the one that was saved; nothing if that cannot be compared."""
     try:
         frozen = store.open(record.derivation.kind, record.fingerprint, hashes=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from training.contract.config.data_source import settings_of_sources
-from training.contract.config.fields import Section
+from training.contract.config.fields import ConfigSection
 from training.contract.config.recipe import Recipe
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.identity.software import SOFTWARE, scoring_software, token_software
@@ -26,7 +26,7 @@ def _data(recipe: Recipe) -> Settings:
     return settings_of_sources(data.sources) | data.model_dump(include={"validation_fraction", "duplicates"})
 
 
-def _dumped(section: Section, *later: str, exclude: Collection[str] = ()) -> Settings:
+def _dumped(section: ConfigSection, *later: str, exclude: Collection[str] = ()) -> Settings:
     """A section, without the fields in `later` that have their defaults: while they ask for nothing, a key stays as it was."""
     fields = type(section).model_fields
     unused = {name for name in later if getattr(section, name) == fields[name].get_default()}

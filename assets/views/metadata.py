@@ -10,7 +10,7 @@ import dagster as dg
 from training.contract.identity.fingerprint import short
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Artifact
-from training.contract.system.imports import import_uncollected
+from training.contract.system.imports import import_without_gc
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +70,7 @@ def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataV
 
 def _figure() -> "Figure":
     """An empty one. Its library is imported when one is drawn: most commands draw none, and would wait a third of a second."""
-    figure: Figure = import_uncollected("matplotlib.figure").Figure(figsize=_SIZE_INCHES, layout="constrained")
+    figure: Figure = import_without_gc("matplotlib.figure").Figure(figsize=_SIZE_INCHES, layout="constrained")
     return figure
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tokenizers import Tokenizer
 
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Artifact, Store
 
@@ -50,7 +50,7 @@ class PairReader:
         self._pairs = read_pairs(pairs)
         self._tokenizer = Tokenizer.from_file(str(pairs.file("tokenizer/tokenizer.json")))
         self._table = None if table is None else LogProbTable.read(table.folder, len(self._pairs))
-        self._memo = None if self._table is None else Memo(store, self._table.rule)
+        self._memo = None if self._table is None else LogprobCache(store, self._table.rule)
 
     def spread(self, count: int) -> list[int]:
         """At most `count` rows, evenly spaced."""

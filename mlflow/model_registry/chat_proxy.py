@@ -29,7 +29,7 @@ _DATA = "data: "
 _LOOPBACK_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
-class Refused(Exception):
+class BadRequest(Exception):
     """A request that cannot be answered, with the HTTP status that says so."""
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -57,14 +57,14 @@ def application(proxy: ProxySettings) -> Starlette:
             Route("/health", health),
         ],
         middleware=_known_hosts(proxy.host),
-        exception_handlers={Refused: _told},
+        exception_handlers={BadRequest: _told},
         lifespan=_lifespan(proxy.upstream),
     )
 
 
 def translated(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
     """Rewrite a request for `transformers serve`. Raises Refused if it is none that can be answered."""
-    asked = _demand_answerable(proxy, asked)
+    asked = _check_request(proxy, asked)
     temperature = asked.get("temperature") or 0
     kept = {name: value for name, value in asked.items() if name not in ("n", "generation_config")}
     request = {**kept, "model": proxy.served_as, "temperature": float(temperature)}
@@ -73,22 +73,22 @@ def translated(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
     return request
 
 
-def _demand_answerable(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
+def _check_request(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
     """Return the request. Raises Refused with the field that is wrong."""
     if not isinstance(asked, dict):
-        raise Refused(f"the request is a JSON {type(asked).__name__}; expected an object with `messages`")
+        raise BadRequest(f"the request is a JSON {type(asked).__name__}; expected an object with `messages`")
     if (model := asked.get("model", proxy.model)) != proxy.model:
-        raise Refused(f"`model` is {model!r}; this server has {proxy.model!r} alone: ask for that", 404)
+        raise BadRequest(f"`model` is {model!r}; this server has {proxy.model!r} alone: ask for that", 404)
     if not _are_messages(asked.get("messages")):
-        raise Refused('`messages` must be a list such as [{"role": "user", "content": "Hello"}]')
+        raise BadRequest('`messages` must be a list such as [{"role": "user", "content": "Hello"}]')
     if asked.get("n") not in (None, 1):
-        raise Refused(f"`n` is {asked['n']!r}; expected 1: ask again for another answer")
+        raise BadRequest(f"`n` is {asked['n']!r}; expected 1: ask again for another answer")
     temperature = asked.get("temperature") or 0
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise Refused(f"`temperature` is {temperature!r}; expected 0, which is greedy, or a number above")
+        raise BadRequest(f"`temperature` is {temperature!r}; expected 0, which is greedy, or a number above")
     for name in ("max_tokens", "max_completion_tokens"):
         if (length := asked.get(name)) is not None and (type(length) is not int or length < 1):
-            raise Refused(f"`{name}` is {length!r}; expected an integer of 1 or more, or leave it out")
+            raise BadRequest(f"`{name}` is {length!r}; expected an integer of 1 or more, or leave it out")
     return asked
 
 
@@ -111,7 +111,7 @@ async def _answer(proxy: ProxySettings, request: Request) -> Response:
     try:
         asked = await request.json()
     except ValueError as error:
-        raise Refused(f"the request is no JSON: {error}") from error
+        raise BadRequest(f"the request is no JSON: {error}") from error
     client: httpx2.AsyncClient = request.state.client
     asking = client.build_request("POST", "/v1/chat/completions", json=translated(proxy, asked))
     try:
@@ -119,7 +119,7 @@ async def _answer(proxy: ProxySettings, request: Request) -> Response:
         if answer.status_code != 200 or not asked.get("stream"):
             return await _whole(proxy, answer)
     except httpx2.HTTPError as error:
-        raise Refused(f"the model does not answer: {error!r}; start the server again", 502) from error
+        raise BadRequest(f"the model does not answer: {error!r}; start the server again", 502) from error
     return StreamingResponse(_events(proxy, answer), media_type="text/event-stream")
 
 
@@ -130,7 +130,7 @@ async def _whole(proxy: ProxySettings, answer: httpx2.Response) -> Response:
     finally:
         await answer.aclose()
     if answer.status_code != 200:
-        raise Refused(_detail(content), answer.status_code)
+        raise BadRequest(_detail(content), answer.status_code)
     return JSONResponse({**json.loads(content), "model": proxy.model})
 
 
@@ -162,7 +162,7 @@ def _renamed(proxy: ProxySettings, part: str) -> str:
 
 
 async def _told(_: Request, error: Exception) -> Response:
-    status = error.status if isinstance(error, Refused) else 500
+    status = error.status if isinstance(error, BadRequest) else 500
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": str(error), "type": kind, "code": status}}, status)
 

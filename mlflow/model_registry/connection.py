@@ -17,9 +17,9 @@ from mlflow import MlflowClient
 from mlflow.exceptions import RestException
 from sqlalchemy import make_url
 
-from model_registry.database import is_database_away, sole_maker, without_secrets
-from training.contract.errors import PedigreeError, RegistryAway, RegistryError
-from training.contract.system.atomic_io import share_databases
+from model_registry.database import is_database_away, schema_lock, without_secrets
+from training.contract.errors import PedigreeError, RegistryError, RegistryUnavailable
+from training.contract.system.atomic_io import make_group_writable
 from training.contract.system.locks import locked
 
 # MLflow's own defaults (7 retries, 120 s each) would hold up whoever follows a training for minutes.
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Connection:
-    """A tracking server or database that may be away: `asking` raises then, `attempt` tells `warn` and goes on.
+    """A tracking server or database that may be away: `asking` raises then, `try_request` tells `warn` and goes on.
 
     After a failure that took long, every attempt fails at once for as long again, so that ten calls do not wait ten times.
     `failure` is that of the last attempt that failed.
@@ -66,7 +66,7 @@ class Connection:
 
     @contextlib.contextmanager
     def asking(self, what: str, patient: bool = False) -> Iterator[MlflowClient]:
-        """The client, with short timeouts unless `patient`, as for files. Raises RegistryError, RegistryAway."""
+        """The client, with short timeouts unless `patient`, as for files. Raises RegistryError, RegistryUnavailable."""
         started = time.monotonic()
         try:
             with contextlib.nullcontext() if patient else _brief_patience():
@@ -78,7 +78,7 @@ class Connection:
             # Dagster shows the words of every cause, and those of this one may have the password of the address.
             raise failure from (error if shown(self.uri) == self.uri else None)
 
-    def attempt(self, what: str, work: Callable[[MlflowClient], T]) -> T | None:
+    def try_request(self, what: str, work: Callable[[MlflowClient], T]) -> T | None:
         """What `work` gives, done with short timeouts; None where it fails, with a warning, once until `what` succeeds."""
         started = time.monotonic()
         if started < self._away_until:
@@ -89,7 +89,7 @@ class Connection:
         except Exception as error:  # whatever a database, a network or a disk can do
             ended = time.monotonic()
             self.failure = failure = self._failure(what, error, ended - started)
-            if isinstance(failure, RegistryAway) and ended - started > _LONG_SECONDS:
+            if isinstance(failure, RegistryUnavailable) and ended - started > _LONG_SECONDS:
                 self._away_until = ended + (ended - started)
             if what not in self._told:
                 self._told.add(what)
@@ -99,7 +99,7 @@ class Connection:
         return done
 
     def _failure(self, what: str, error: Exception, seconds: float) -> RegistryError:
-        kind = RegistryAway if is_away(error) else RegistryError
+        kind = RegistryUnavailable if is_away(error) else RegistryError
         return kind(f"MLflow at {shown(self.uri)} cannot {what}: {reason(error, self.uri, seconds)}")
 
 
@@ -124,7 +124,7 @@ def connect(uri: str) -> MlflowClient:
 @contextlib.contextmanager
 def _sole_opener(uri: str) -> Iterator[None]:
     if is_database(uri):
-        with sole_maker(uri):
+        with schema_lock(uri):
             yield
     elif database := _sqlite_file(uri):
         lock = database.with_name(f"{database.name}.lock")
@@ -147,7 +147,7 @@ def _make_tables(database: Path, lock: Path) -> None:
     for left in (unfinished, unfinished.with_name(f"{unfinished.name}-journal")):
         left.unlink(missing_ok=True)
     MlflowClient(f"{_SQLITE}{unfinished}")
-    share_databases([unfinished], lock)
+    make_group_writable([unfinished], lock)
     unfinished.rename(database)
 
 
@@ -156,12 +156,12 @@ def _brief_patience() -> contextlib.AbstractContextManager[None]:
     return _environment({name: value for name, value in _BRIEF.items() if name not in os.environ})
 
 
-def unrepeated() -> contextlib.AbstractContextManager[None]:
+def without_retries() -> contextlib.AbstractContextManager[None]:
     """Let MLflow's client send each request once. After a failure, check whether it took effect nevertheless."""
     return _environment(_ONCE)
 
 
-def unprinted() -> contextlib.AbstractContextManager[None]:
+def quiet() -> contextlib.AbstractContextManager[None]:
     """Keep MLflow's client from printing links to stdout, where a command has its JSON."""
     return _environment({"MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true"})
 
@@ -185,7 +185,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                     os.environ[name] = value
 
 
-def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds: float = _RESTART_SECONDS) -> T:
+def retry_while_unavailable(work: Callable[[], T], tell: Callable[[str], None], seconds: float = _RESTART_SECONDS) -> T:
     """The result of `work`, repeated while the server is away, for at most `seconds`: one that restarts is back by then.
 
     For scheduled work, which nobody is there to repeat. `tell` hears once that it waits. Raises what `work` raises.
@@ -194,7 +194,7 @@ def through_restart(work: Callable[[], T], tell: Callable[[str], None], seconds:
     while True:
         try:
             return work()
-        except RegistryAway as error:
+        except RegistryUnavailable as error:
             if time.monotonic() > deadline:
                 raise
             if not waits:

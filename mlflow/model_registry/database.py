@@ -33,7 +33,7 @@ def is_database_away(words: str) -> bool:
 
 
 @contextlib.contextmanager
-def sole_maker(uri: str) -> Iterator[None]:
+def schema_lock(uri: str) -> Iterator[None]:
     """The right to make the tables of a database; whoever else asks, on any machine, waits.
 
     Raises what SQLAlchemy raises where the database does not answer: MLflow asks ten times, for 102 seconds in silence, before

@@ -25,7 +25,7 @@ from training.contract.errors import RegistryError
 from training.contract.identity.model_identity import PROCESSORS
 from training.contract.identity.tokenizer_files import tokenizer_files
 from training.contract.store.staging import claimed
-from training.contract.system.atomic_io import lacks_room, write_error
+from training.contract.system.atomic_io import is_disk_full, write_error
 
 MODEL_FOLDER = "model"
 EVALUATION_FOLDER = "evaluation"
@@ -63,7 +63,7 @@ def packaged(name: str, files: VersionFiles, parent: Path) -> Iterator[Path]:
             if files.evaluation is not None:
                 shutil.copytree(files.evaluation, folder / EVALUATION_FOLDER)
         except (OSError, RegistryError) as error:
-            if lacks_room(str(error)):
+            if is_disk_full(str(error)):
                 raise write_error(f"package {name}", parent, error) from error
             raise
         yield folder

@@ -55,7 +55,7 @@ class Measure(StrEnum):
 
 
 @dataclass(frozen=True)
-class ComparedPairs:
+class PairedScores:
     """What `measure` says of the pairs of a candidate and of the champion, if there is one, and which prompts they have.
 
     `leaked` names shared pairs whose prompts one of both was trained on before.
@@ -107,7 +107,7 @@ class Decision:
     figures: dict[str, float]
 
 
-def decide(pairs: ComparedPairs, metrics: Mapping[str, float], gate: Gate) -> Decision:
+def decide(pairs: PairedScores, metrics: Mapping[str, float], gate: Gate) -> Decision:
     """Compare the candidate with the champion, by the pair's identity, on all shared pairs that have not leaked.
 
     `metrics` are those of the candidate's evaluation, with the accuracies; below a floor of the recipe's `gate` nothing is
@@ -115,7 +115,7 @@ def decide(pairs: ComparedPairs, metrics: Mapping[str, float], gate: Gate) -> De
     """
     accuracy = metrics["eval/rewards/accuracies"]
     figures = {"candidate_pairs": float(len(pairs.candidate)), "accuracy": accuracy}
-    reasons = _unfit(pairs.candidate, "candidate")
+    reasons = _values_problem(pairs.candidate, "candidate")
     if gate.min_accuracy is not None:
         reasons += _below(gate.min_accuracy, accuracy, figures)
     for name, floor in gate.min_accuracy_of.items():
@@ -138,7 +138,7 @@ def rounded(score: float, count: int) -> float:
     return round(score * count) / count
 
 
-def _unfit(values: Values, whose: str) -> list[str]:
+def _values_problem(values: Values, whose: str) -> list[str]:
     if not values:
         return [f"the {whose} has no held-out losses"]
     broken = sum(not math.isfinite(value) for value in values.values())
@@ -159,7 +159,7 @@ def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: 
     )
 
 
-def _compare(pairs: ComparedPairs, champion: Values, figures: dict[str, float]) -> tuple[bool, list[str]]:
+def _compare(pairs: PairedScores, champion: Values, figures: dict[str, float]) -> tuple[bool, list[str]]:
     """Whether the candidate is better by more than one standard error on the pairs both have, and the reason."""
     measure, leaked = pairs.measure, pairs.leaked
     shared = sorted(pairs.shared - leaked)
@@ -176,7 +176,7 @@ def _compare(pairs: ComparedPairs, champion: Values, figures: dict[str, float]) 
             "needed: compare them yourself, and point the alias champion at the better one in MLflow"
         ]
     ours, theirs = ({pair: values[pair] for pair in shared} for values in (pairs.candidate, champion))
-    if broken := _unfit(ours, "candidate") + _unfit(theirs, "champion"):
+    if broken := _values_problem(ours, "candidate") + _values_problem(theirs, "champion"):
         return False, broken
     better = paired_difference(theirs, ours, pairs.prompts)
     gain, error = better.mean, better.standard_error

@@ -26,7 +26,7 @@ _NOT_METRICS = {"event", "time", "step"}
 
 
 @dataclass(frozen=True)
-class DatasetUsed:
+class DatasetRef:
     """The pairs a policy was trained on: `fingerprint` identifies them, `rows` counts them by split."""
 
     name: str
@@ -66,7 +66,7 @@ def is_finite(metric: Metric) -> bool:
     return math.isfinite(metric.value)
 
 
-def dataset_input(used: DatasetUsed) -> DatasetInput:
+def dataset_input(used: DatasetRef) -> DatasetInput:
     dataset = Dataset(
         name=used.name,
         digest=used.fingerprint[:DIGEST_CHARACTERS],

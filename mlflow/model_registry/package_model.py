@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from training.contract.system.imports import import_uncollected
+from training.contract.system.imports import import_without_gc
 from training.contract.system.process import die_with_parent
 
 _MLMODEL = "MLmodel"
@@ -27,15 +27,15 @@ _REQUIRED = ("mlflow", "torch", "transformers")
 
 def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
     """Write the model in `policy` to the new folder `out`, in its own dtype; its chat answers call it `name`."""
-    import_uncollected("transformers.modeling_utils")  # which every model's code imports, and most of the time goes to
-    transformers, flavor = import_uncollected("transformers"), import_uncollected("mlflow.transformers")
+    import_without_gc("transformers.modeling_utils")  # which every model's code imports, and most of the time goes to
+    transformers, flavor = import_without_gc("transformers"), import_without_gc("mlflow.transformers")
     [architecture] = transformers.AutoConfig.from_pretrained(policy, trust_remote_code=False).architectures
     kind = getattr(transformers, architecture)
     model = kind.from_pretrained(policy, dtype="auto", use_safetensors=True, trust_remote_code=False)
     model.config._name_or_path = model.name_or_path = name
     words = transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     words.name_or_path = name
-    described = import_uncollected("mlflow.models").Model()
+    described = import_without_gc("mlflow.models").Model()
     flavor.save_model(
         {"model": model, "tokenizer": words},
         str(out),
@@ -52,7 +52,7 @@ def package(name: str, policy: Path, tokenizer: Path, out: Path) -> None:
 
 def _answer_ourselves(described: Any, name: str, out: Path) -> None:
     """Have chats answered by our code instead of MLflow's, in the `python_function` flavor alone."""
-    pyfunc = import_uncollected("mlflow.pyfunc")
+    pyfunc = import_without_gc("mlflow.pyfunc")
     environment = described.flavors[pyfunc.FLAVOR_NAME][pyfunc.ENV]
     pyfunc.add_to_model(
         described,

@@ -15,7 +15,7 @@ from mlflow import MlflowClient
 from mlflow.artifacts import download_artifacts
 from mlflow.exceptions import MlflowException
 
-from model_registry.connection import Connection, is_server, page, shown, unrepeated
+from model_registry.connection import Connection, is_server, page, shown, without_retries
 from model_registry.files import (
     MODEL_FOLDER,
     VersionFiles,
@@ -71,7 +71,7 @@ class Registry:
             source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
         if source not in {version.source for version in self.versions(name)}:  # what a version points at is kept
             self.store_files(name, source, VersionFiles(policy, tokenizer or policy, settings or policy, evaluation))
-        with self._connection.asking(f"register {name}") as client, unrepeated():
+        with self._connection.asking(f"register {name}") as client, without_retries():
             if _registered(client, name) is None:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
@@ -168,7 +168,7 @@ class Registry:
         """Make the champion's predecessor champion again, and mark the champion as rolled back; gives both, in this order."""
         champion = self.champion(name)
         if champion is None:
-            self._demand_registered(name)
+            self._check_registered(name)
             raise RegistryError(f"{name} has no champion in {shown(self.uri)}, so there is nothing to roll back")
         previous = champion.tags.get(PREVIOUS_TAG)
         if previous is None:
@@ -215,7 +215,7 @@ class Registry:
             raise RegistryError(
                 f"{address} is not an address of a model; expected models:/name@champion or models:/name/3"
             )
-        self._demand_registered(match["name"], match["alias"])
+        self._check_registered(match["name"], match["alias"])
         with self._connection.asking(f"find {address}") as client:
             return Version.of(
                 client.get_model_version_by_alias(match["name"], match["alias"])
@@ -255,7 +255,7 @@ class Registry:
             return True
         return False
 
-    def _demand_registered(self, name: str, alias: str | None = None) -> None:
+    def _check_registered(self, name: str, alias: str | None = None) -> None:
         """Raises UnknownModel where there is no model `name`, RegistryError where it has no such alias, with what there is."""
         with self._connection.asking(f"look for {name}") as client:
             aliases = _registered(client, name)

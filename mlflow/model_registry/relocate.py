@@ -20,7 +20,7 @@ _ADDRESSES = (
 _PLACE = "/mlflow/artifacts"
 
 
-def follow_move(database: Path, root: Path) -> None:
+def relocate_artifacts(database: Path, root: Path) -> None:
     """Rewrite the addresses in the SQLite file `database` that point into another home, so that they lead below `root`.
 
     One transaction. A database that cannot be read is left to MLflow, which says why.

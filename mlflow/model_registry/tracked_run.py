@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 
-from model_registry.connection import Connection, unprinted
-from model_registry.mlflow_types import DatasetUsed, dataset_input, is_finite, metrics_of
+from model_registry.connection import Connection, quiet
+from model_registry.mlflow_types import DatasetRef, dataset_input, is_finite, metrics_of
 from training.contract.protocol.events import Event
 
 # Between two deliveries, and after one that failed.
@@ -33,7 +33,7 @@ class RunPlan:
     name: str
     params: Mapping[str, str]
     tags: Mapping[str, str]
-    dataset: DatasetUsed | None
+    dataset: DatasetRef | None
 
 
 class Points:
@@ -80,7 +80,7 @@ class TrackedRun:
 
     def flush(self) -> None:
         """Deliver what is pending."""
-        done = self._connection.attempt("log this run; training goes on, events are kept", self._deliver)
+        done = self._connection.try_request("log this run; training goes on, events are kept", self._deliver)
         self._next_delivery = time.monotonic() + (_DELIVER_SECONDS if done else _RETRY_SECONDS)
 
     def finish(self, status: str) -> None:
@@ -88,10 +88,10 @@ class TrackedRun:
 
         def work(client: MlflowClient) -> None:
             self._deliver(client)
-            with unprinted():
+            with quiet():
                 client.set_terminated(self.run_id, status)
 
-        self._connection.attempt(f"finish this run as {status}; replay its events later", work)
+        self._connection.try_request(f"finish this run as {status}; replay its events later", work)
 
     def _take(self, event: Event) -> None:
         for metric in metrics_of(event):

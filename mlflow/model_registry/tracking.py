@@ -30,9 +30,9 @@ from model_registry.connection import (
     is_server,
     page,
     shown,
-    unrepeated,
+    without_retries,
 )
-from model_registry.mlflow_types import DatasetUsed, flatten, is_finite, tags_of
+from model_registry.mlflow_types import DatasetRef, flatten, is_finite, tags_of
 from model_registry.tracked_run import RunPlan, TrackedRun
 from training.contract.errors import RegistryError, UsageError
 
@@ -49,11 +49,11 @@ def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
 
     Raises UsageError for an address that can never answer. One that is only away is noticed when it is asked.
     """
-    demand_database_folder(home, "PEDIGREE_HOME")
+    check_database_folder(home, "PEDIGREE_HOME")
     return _address(TRACKING_VARIABLE, environ) or f"sqlite:///{home.absolute()}/mlflow/mlflow.db"
 
 
-def demand_database_folder(folder: Path, variable: str) -> None:
+def check_database_folder(folder: Path, variable: str) -> None:
     """Raises UsageError if the address of a SQLite file in `folder`, which `variable` names, would lead elsewhere."""
     place = str(folder.absolute())
     if make_url(f"sqlite:///{place}").database != place:
@@ -111,7 +111,7 @@ class Tracker:
         name: str,
         params: Mapping[str, Any],
         tags: Mapping[str, Any],
-        dataset: DatasetUsed | None = None,
+        dataset: DatasetRef | None = None,
     ) -> Iterator[TrackedRun]:
         """The run of the policy `key`, new or continued; finished, failed or killed as the body ends."""
         plan = RunPlan(name, flatten(params), {**tags_of(tags), KEY_TAG: key}, dataset)
@@ -138,7 +138,7 @@ class Tracker:
             runs = [] if place is None else _runs(client, place.experiment_id, key)
             return next((str(run.info.run_id) for run in runs if run.info.status == "FINISHED"), None)
 
-        return self._connection.attempt("look for a run", work)
+        return self._connection.try_request("look for a run", work)
 
     def experiment_id(self, name: str) -> str | None:
         """Return the id of an experiment. None if there is none of that name, or if the server does not answer."""
@@ -147,7 +147,7 @@ class Tracker:
             found = client.get_experiment_by_name(name)
             return None if found is None or found.lifecycle_stage == "deleted" else str(found.experiment_id)
 
-        return self._connection.attempt("look for an experiment", work)
+        return self._connection.try_request("look for an experiment", work)
 
     def tag(self, run_id: str, tags: Mapping[str, Any]) -> None:
         """Add tags to a run, finished or not; what an outage keeps away the next call brings."""
@@ -156,7 +156,7 @@ class Tracker:
             for name, value in tags_of(tags).items():
                 client.set_tag(run_id, name, value)
 
-        self._connection.attempt("tag a run", work)
+        self._connection.try_request("tag a run", work)
 
     @property
     def is_served(self) -> bool:
@@ -173,7 +173,7 @@ class Tracker:
             experiment_id = client.get_run(run_id).info.experiment_id
             return page(self.tracking_uri, f"experiments/{experiment_id}/runs/{run_id}/{part}")
 
-        return self._connection.attempt("find the page of a run", work) or page(self.tracking_uri)
+        return self._connection.try_request("find the page of a run", work) or page(self.tracking_uri)
 
     def log_evaluation(self, run_id: str, identity: str, metrics: Mapping[str, float], step: int, report: Path) -> bool:
         """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`; gives whether the server has both.
@@ -193,7 +193,7 @@ class Tracker:
             client.set_tag(run_id, _EVALUATION_TAG, identity)
             return True
 
-        return bool(self._connection.attempt("log the evaluation; a later run does", work))
+        return bool(self._connection.try_request("log the evaluation; a later run does", work))
 
     def _finite(self, points: list[Metric]) -> list[Metric]:
         if left_out := sorted(point.key for point in points if not is_finite(point)):
@@ -205,7 +205,7 @@ class Tracker:
         experiment_id = self._experiment(client, experiment)
         if runs := _runs(client, experiment_id, key):
             return runs[0]
-        with unrepeated():  # if the answer is lost, the next delivery finds the run
+        with without_retries():  # if the answer is lost, the next delivery finds the run
             return client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
 
     def _experiment(self, client: MlflowClient, name: str) -> str:

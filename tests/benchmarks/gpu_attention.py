@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from training.model.attention.packed_attention import by_segment, in_one_call
-from training.model.attention.shared_prefix import Plan, TokenSequence, build_row
+from training.model.attention.shared_prefix import PackedAttentionPlan, TokenSequence, build_row
 
 HEADS, KV_HEADS, HEAD = 16, 4, 64
 LENGTHS = [(700, 300, 120), (90, 40, 500), (256, 128, 128, 7)]  # a prompt and its responses, some tokens each
@@ -39,7 +39,7 @@ def _group(prompt: int, *responses: int) -> Iterator[TokenSequence]:
 
 
 def _run(
-    way: Callable[..., Tensor], given: list[Tensor], plan: Plan, window: int | None, upstream: Tensor
+    way: Callable[..., Tensor], given: list[Tensor], plan: PackedAttentionPlan, window: int | None, upstream: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The values, and all gradients in a row."""
     operands = [tensor.clone().requires_grad_() for tensor in given]

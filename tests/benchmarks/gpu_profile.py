@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from training import main
 from training.contract.protocol.job import Job
-from training.contract.system.imports import import_uncollected
+from training.contract.system.imports import import_without_gc
 from training.distributed import group
 from training.loop.rank_sync import Flags
-from training.loop.train_step import Stepper, StepResult
+from training.loop.train_step import StepResult, TrainStep
 
 FIRST, STEPS = 6, 2
 # What the name of a kernel contains, and what it is for; the first that fits.
@@ -53,11 +53,11 @@ def rows_of(events: Iterable[dict[str, Any]]) -> list[list[str]]:
 
 
 def measure(path: Path) -> list[list[str]]:
-    job, plain = Job.read(path), Stepper.step
-    import_uncollected(main.WORK[job.kind])
+    job, plain = Job.read(path), TrainStep.step
+    import_without_gc(main.WORK[job.kind])
     watch = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
-    def step(stepper: Stepper, number: int, flags: Flags) -> StepResult:
+    def step(stepper: TrainStep, number: int, flags: Flags) -> StepResult:
         if number == FIRST:
             _wait()
             watch.start()
@@ -67,7 +67,7 @@ def measure(path: Path) -> list[list[str]]:
             watch.stop()
         return result
 
-    Stepper.step = step  # type: ignore[assignment, method-assign]
+    TrainStep.step = step  # type: ignore[assignment, method-assign]
     with group(job.compute.device) as alone:
         main.make(job, alone)
     with tempfile.NamedTemporaryFile(suffix=".json") as trace:

@@ -13,13 +13,13 @@ from pathlib import Path
 from tests.benchmarks.setting import cpu_seconds, peak_mb
 from training import main
 from training.contract.protocol.job import Job
-from training.contract.system.imports import import_uncollected
+from training.contract.system.imports import import_without_gc
 from training.distributed import group
 
 
 def measure(path: Path) -> dict[str, float]:
     job = Job.read(path)
-    import_uncollected(main.WORK[job.kind])
+    import_without_gc(main.WORK[job.kind])
     imports, imports_peak, started = cpu_seconds(), peak_mb(), time.perf_counter()
     with group(job.compute.device) as alone:
         main.make(job, alone)

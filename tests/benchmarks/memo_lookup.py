@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.store import Store
 
 RULE = "a" * 64
@@ -25,14 +25,14 @@ LOOKUP = """
 import json, sys, time
 from pathlib import Path
 import numpy as np
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.store import Store
 
 def anonymous_mebibytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
-memo, sequences, seed = Memo(Store(Path(sys.argv[1])), sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+memo, sequences, seed = LogprobCache(Store(Path(sys.argv[1])), sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 keys = np.random.default_rng(seed).integers(0, 256, (sequences, 32), dtype=np.uint8)
 asked = np.concatenate([keys[: sequences // 2], 255 - keys[: sequences // 2]])[np.random.default_rng(1).permutation(sequences)]
 del keys
@@ -48,7 +48,7 @@ print(json.dumps({"seconds": np.diff(seconds).tolist(), "mebibytes": anonymous_m
 
 @pytest.mark.parametrize("shards", [10, 1000])
 def test_ten_million_sequences(tmp_path: Path, shards: int) -> None:
-    memo, seed = Memo(Store(tmp_path), RULE), 7
+    memo, seed = LogprobCache(Store(tmp_path), RULE), 7
     keys = np.random.default_rng(seed).integers(0, 256, (SEQUENCES, 32), dtype=np.uint8)
     for part in np.split(keys, shards):
         memo.add(part, np.full(len(part), TOKENS, np.int32), np.full(len(part) * TOKENS, -1.0, np.float32))

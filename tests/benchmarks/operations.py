@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tests.benchmarks.workload import batches, training_settings
 from training.data.tokenization.pair_dataset import SIDES, Pairs
-from training.model.attention.shared_prefix import Row, TokenSequence, build_row
+from training.model.attention.shared_prefix import PackedRow, TokenSequence, build_row
 from training.model.logprobs.head import head_of
 from training.model.logprobs.logprob_tiles import Budget, token_logprobs
 from training.model.logprobs.response_logprobs import response_logprobs
@@ -73,7 +73,7 @@ def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> floa
     return float(sum(flops for kernel, flops in by_kernel.items() if "attention" not in str(kernel)))
 
 
-def _again(model: PreTrainedModel, row: Row) -> float:
+def _again(model: PreTrainedModel, row: PackedRow) -> float:
     """What the head's backward adds where no tile is kept: more of its forward, as counted on hidden states of zero."""
     head, hidden_NH = head_of(model), torch.zeros(len(row.predictors_N), model.config.hidden_size)
     totals = []
@@ -87,7 +87,7 @@ def _again(model: PreTrainedModel, row: Row) -> float:
     return float(totals[0] - totals[1])
 
 
-def _attention(model: PreTrainedModel, row: Row) -> float:
+def _attention(model: PreTrainedModel, row: PackedRow) -> float:
     pairs = sum(part.length * (row.plan.before(n) + part.length) for n, part in enumerate(row.plan.segments))
     return (1 + 2.5) * 4 * _width(model) * model.config.num_hidden_layers * pairs
 

@@ -29,7 +29,7 @@ from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.distributed import group
 from training.loop.rank_sync import Flags
-from training.loop.train_step import Stepper, StepResult
+from training.loop.train_step import StepResult, TrainStep
 from training.model.attention import packed_attention
 from training.model.logprobs.response_logprobs import response_logprobs
 
@@ -91,15 +91,15 @@ def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 def profile_steps(job: Job) -> Counter[str]:
     """Do `job` with the profiler on in its steps."""
     found: Counter[str] = Counter()
-    take = ranged("step", Stepper.step)
+    take = ranged("step", TrainStep.step)
 
-    def watched(stepper: Stepper, step: int, flags: Flags) -> StepResult:
+    def watched(stepper: TrainStep, step: int, flags: Flags) -> StepResult:
         with profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as watch:
             taken: StepResult = take(stepper, step, flags)
         found.update(shares(watch.events()))
         return taken
 
-    Stepper.step = watched  # type: ignore[method-assign, assignment]
+    TrainStep.step = watched  # type: ignore[method-assign, assignment]
     response_logprobs.build_row = ranged("lay out", response_logprobs.build_row)  # type: ignore[attr-defined]
     AttentionInterface.register(packed_attention.SHARED_PREFIX, ranged("attention", packed_attention.attend))
     with group("cpu") as alone:

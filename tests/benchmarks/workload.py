@@ -25,8 +25,8 @@ from training.contract.config.recipe import Compute, Dtype, Reference, Tokenizat
 from training.contract.identity.fingerprint import fingerprint, sequence_key
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Made, Store
-from training.data.tokenization.batch_sampler import Batches, train_items
+from training.contract.store.store import Artifact, JobResult, Store
+from training.data.tokenization.batch_sampler import BatchSampler, train_items
 from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, SIDES, Pairs
 from training.loop.objective import pair_tokens
 
@@ -98,8 +98,10 @@ def training_settings(micro_tokens: int = 16384, **changes: Any) -> Training:
     return Training.model_validate(fields | changes)
 
 
-def batches(pairs: Pairs, settings: Training) -> Batches:
-    return Batches(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, settings.seed)
+def batches(pairs: Pairs, settings: Training) -> BatchSampler:
+    return BatchSampler(
+        train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, settings.seed
+    )
 
 
 def reference_job(workload: Workload, pairs: Artifact, dtype: Dtype = DTYPE) -> Job:
@@ -135,7 +137,7 @@ def publish_pairs(
         with pa.OSFile(str(staging / PAIRS_FILE), "wb") as file, pa.ipc.new_stream(file, PAIRS_SCHEMA) as stream:
             stream.write_table(pa.Table.from_pylist(rows, schema=PAIRS_SCHEMA))
         way = Derivation(kind="tokenized_pairs", code_version="1", inputs={}, settings=name)
-        return store.publish(staging, way, Made(fingerprint("tokenized_pairs", name)))
+        return store.publish(staging, way, JobResult(fingerprint("tokenized_pairs", name)))
 
 
 def _write_base(tokenizer_folder: Path, folder: Path) -> None:

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 
 from tests.workflows.in_process import services_in
 from training.contract.errors import PedigreeError
-from training.contract.files.hub import asking_once
+from training.contract.files.hub import pin_hub_revisions
 from training.contract.protocol.events import Event
 from workflows.commands.plan import plan
 from workflows.commands.run import materialize
@@ -65,7 +65,7 @@ def main(home: Path, replies: TextIO) -> None:
     with dg.DagsterInstance.ephemeral() as instance:
         for line in sys.stdin:
             question = json.loads(line)
-            with nullcontext() if question["do"] == "run by Dagster" else asking_once():  # as within a command
+            with nullcontext() if question["do"] == "run by Dagster" else pin_hub_revisions():  # as within a command
                 found = answer(question, home, instance)
             replies.write(json.dumps(found, default=str) + "\n")
             replies.flush()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from model_registry.chat_proxy import Refused, translated
+from model_registry.chat_proxy import BadRequest, translated
 from model_registry.proxy_settings import ProxySettings
 
 GENERATION = {"eos_token_id": 7, "do_sample": False, "temperature": 0.0, "max_new_tokens": 2048}
@@ -55,7 +55,7 @@ def test_a_sampled_answer_may_be_as_long_as_a_greedy_one():
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused_with_the_field(asked: Any, status: int, words: str):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(BadRequest) as refused:
         translated(PROXY, asked)
     assert refused.value.status == status
     assert words in str(refused.value)

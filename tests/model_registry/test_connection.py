@@ -30,12 +30,12 @@ from model_registry.connection import (
     note_address,
     page,
     reason,
+    retry_while_unavailable,
     shown,
-    through_restart,
-    unrepeated,
+    without_retries,
 )
 from model_registry.registry import Registry
-from training.contract.errors import RegistryAway, RegistryError, StoreError
+from training.contract.errors import RegistryError, RegistryUnavailable, StoreError
 from training.contract.system.locks import is_held
 
 Away = Callable[..., str]
@@ -93,9 +93,9 @@ def test_a_server_that_gives_no_answer_to_a_write_is_away(away, monkeypatch: pyt
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     connection = Connection(away(answer))
     with (
-        pytest.raises(RegistryAway, match=r"cannot begin: no good answer in [0-9.]+ s \(.+\); nothing"),
+        pytest.raises(RegistryUnavailable, match=r"cannot begin: no good answer in [0-9.]+ s \(.+\); nothing"),
         connection.asking("begin") as client,
-        unrepeated(),
+        without_retries(),
     ):
         client.create_run("0")
 
@@ -122,10 +122,10 @@ def test_a_server_that_never_answers_is_asked_once_not_ten_times(away, monkeypat
         client.search_experiments()
 
     started = time.monotonic()
-    assert [connection.attempt("look", ask) for _ in range(10)] == [None] * 10
+    assert [connection.try_request("look", ask) for _ in range(10)] == [None] * 10
     assert len(asked) == len(told) == 1
     time.sleep(time.monotonic() - started)  # at least as long as the failure took
-    assert not connection.attempt("look", ask) and len(asked) == 2
+    assert not connection.try_request("look", ask) and len(asked) == 2
 
 
 class NoCredentials(Exception):
@@ -169,19 +169,19 @@ def test_what_fails_at_once_is_tried_again_at_once():
         asked.append(client)
         raise ValueError("no such metric")
 
-    assert not connection.attempt("look", fail)
+    assert not connection.try_request("look", fail)
     time.sleep(0.5)
-    assert not connection.attempt("look", fail) and len(asked) == 2
-    assert connection.attempt("find", lambda client: "found") == "found"
-    assert not connection.attempt("look", fail) and len(told) == 1
-    assert connection.attempt("look", lambda client: "seen") == "seen"
-    assert not connection.attempt("look", fail) and len(told) == 2
+    assert not connection.try_request("look", fail) and len(asked) == 2
+    assert connection.try_request("find", lambda client: "found") == "found"
+    assert not connection.try_request("look", fail) and len(told) == 1
+    assert connection.try_request("look", lambda client: "seen") == "seen"
+    assert not connection.try_request("look", fail) and len(told) == 2
     assert str(connection.failure) == told[1] == "MLflow at http://127.0.0.1:9 cannot look: no such metric"
 
 
 def test_unrepeated_overrules_and_restores_the_patience_of_the_user(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "5")
-    with unrepeated():
+    with without_retries():
         assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "0"
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "5"
 
@@ -192,13 +192,13 @@ def test_patience_is_restored_where_threads_overlap(monkeypatch: pytest.MonkeyPa
     inside, may_leave = threading.Event(), threading.Event()
 
     def first() -> None:
-        with unrepeated():
+        with without_retries():
             inside.set()
             may_leave.wait(0.5)
 
     def second() -> None:
         inside.wait()
-        with unrepeated():
+        with without_retries():
             may_leave.set()
             earlier.join(0.5)
 
@@ -236,7 +236,7 @@ def test_no_password_is_in_a_message():
 def test_no_password_is_in_what_caused_an_error():
     """Dagster stores and shows every cause. Port 9 of loopback refuses at once, and MLflow's own words have the address."""
     connection = Connection("http://me:secret@127.0.0.1:9")
-    with pytest.raises(RegistryAway) as told, connection.asking("look for models") as client:
+    with pytest.raises(RegistryUnavailable) as told, connection.asking("look for models") as client:
         client.search_registered_models()
     assert "secret" not in "".join(traceback.format_exception(told.value))
 
@@ -389,7 +389,7 @@ def test_a_server_that_lets_nobody_connect_is_told_like_one_that_refuses(
     with (
         socket.create_server(("127.0.0.1", 0), backlog=0) as full,
         socket.create_connection(full.getsockname()),
-        pytest.raises(RegistryAway, match=told),
+        pytest.raises(RegistryUnavailable, match=told),
     ):
         Registry(f"http://127.0.0.1:{full.getsockname()[1]}", tmp_path).champion("demo")
 
@@ -401,13 +401,13 @@ def test_a_server_that_restarts_is_waited_for_and_no_longer(away, tmp_path: Path
     unknown = b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
     told: list[str] = []
     back = Registry(away(UNAVAILABLE, UNAVAILABLE, unknown), tmp_path)
-    assert through_restart(lambda: back.champion("demo"), told.append) is None
+    assert retry_while_unavailable(lambda: back.champion("demo"), told.append) is None
     assert len(told) == 1 and told[0].startswith("waits up to 60 s for a server that may be restarting: MLflow at http")
     gone = Registry(away(UNAVAILABLE), tmp_path)
-    with pytest.raises(RegistryAway):
-        through_restart(lambda: gone.champion("demo"), told.append, seconds=0.5)
+    with pytest.raises(RegistryUnavailable):
+        retry_while_unavailable(lambda: gone.champion("demo"), told.append, seconds=0.5)
     with pytest.raises(RegistryError, match="is not an address of a model"):
-        through_restart(lambda: gone.resolve("demo"), told.append)
+        retry_while_unavailable(lambda: gone.resolve("demo"), told.append)
     assert len(told) == 2, "what is no outage is told at once"
 
 
@@ -419,5 +419,5 @@ def test_an_attempt_survives_whatever_fails(tmp_path: Path):
     def fail(client: MlflowClient) -> None:
         raise StoreError("no room in the home")
 
-    assert not connection.attempt("record a step", fail)
+    assert not connection.try_request("record a step", fail)
     assert len(told) == 1 and "no room in the home" in told[0]

@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import model_registry.gate
-from model_registry.gate import MIN_PROMPTS, ComparedPairs, Decision, Measure, paired_difference, rounded
+from model_registry.gate import MIN_PROMPTS, Decision, Measure, PairedScores, paired_difference, rounded
 from training.contract.config.recipe import Gate
 
 ACCURACY = "eval/rewards/accuracies"
@@ -16,7 +16,7 @@ losses = st.lists(st.floats(0, 50), min_size=MIN_PROMPTS, max_size=60)
 
 
 def decide(candidate, champion, metrics=None, gate=None, **about) -> Decision:
-    pairs = ComparedPairs(about.pop("measure", Measure.LOSS), candidate, champion, **about)
+    pairs = PairedScores(about.pop("measure", Measure.LOSS), candidate, champion, **about)
     return model_registry.gate.decide(pairs, metrics or {ACCURACY: 0.75}, gate or Gate())
 
 

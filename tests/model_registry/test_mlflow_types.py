@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from mlflow.entities import Param, RunTag
 from mlflow.utils.validation import _validate_batch_log_data, _validate_dataset_inputs
 
-from model_registry.mlflow_types import DatasetUsed, dataset_input, fit, flatten, is_finite, metrics_of, tags_of
+from model_registry.mlflow_types import DatasetRef, dataset_input, fit, flatten, is_finite, metrics_of, tags_of
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
@@ -73,7 +73,7 @@ def test_values_that_are_not_finite_are_recognised():
 
 def test_a_data_set_is_known_by_its_fingerprint():
     fingerprint = hashlib.sha256(b"pairs").hexdigest()
-    used = dataset_input(DatasetUsed("demo", fingerprint, "preferences.jsonl", {"train": 90, "validation": 10}))
+    used = dataset_input(DatasetRef("demo", fingerprint, "preferences.jsonl", {"train": 90, "validation": 10}))
     _validate_dataset_inputs([used])
     assert used.dataset.digest == fingerprint[:36]
     assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]

@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 
 from model_registry.connection import connect
 from model_registry.files import link_or_copy, local_path
-from model_registry.mlflow_types import DatasetUsed
+from model_registry.mlflow_types import DatasetRef
 from model_registry.model_version import PREVIOUS_TAG, ROLLED_BACK_TAG, Version
 from model_registry.registry import Registry
 from model_registry.tracking import Tracker
@@ -76,7 +76,7 @@ def registered(tmp_path_factory: pytest.TempPathFactory, migrated_database: Path
 
 
 def new_run(tracker: Tracker) -> str:
-    used = DatasetUsed("demo", "c" * 64, "preferences.jsonl", {"train": 9})
+    used = DatasetRef("demo", "c" * 64, "preferences.jsonl", {"train": 9})
     with tracker.run(experiment="demo", key="a", name="a", params={}, tags={}, dataset=used) as run:
         pass
     assert run.run_id is not None

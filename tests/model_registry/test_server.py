@@ -17,7 +17,7 @@ from model_registry.registry import Registry
 from model_registry.tracking import Tracker
 from tests.workflows.homes import ATTRIBUTES, flip
 from training.contract.config.recipe import Recipe
-from training.contract.errors import RegistryAway, RegistryError
+from training.contract.errors import RegistryError, RegistryUnavailable
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
 from training.contract.protocol.events import EventWriter, Follower, read_events
 
@@ -61,7 +61,7 @@ def test_a_run_and_a_version_through_http(
     assert (registry.fetch(version, "evaluation", fetched) / "pairs.parquet").read_bytes() == b"pairs"
     with pytest.raises(RegistryError, match=r"cannot download raw_preferences of remote/1") as missing:
         registry.fetch(version, "raw_preferences", fetched)
-    assert not isinstance(missing.value, RegistryAway)
+    assert not isinstance(missing.value, RegistryUnavailable)
     with ThreadPoolExecutor(3) as many:
         folders = [many.submit(registry.resolve, "models:/remote@champion") for _ in range(3)]
         inodes = [found.result().stat().st_ino for found in folders]

@@ -18,7 +18,7 @@ import pytest
 from mlflow import MlflowClient
 from sqlalchemy import make_url
 
-from model_registry.mlflow_types import DatasetUsed
+from model_registry.mlflow_types import DatasetRef
 from model_registry.tracked_run import Points
 from model_registry.tracking import Tracker, artifact_root, registry_uri, tracking_uri
 from training.contract.errors import UsageError
@@ -29,7 +29,7 @@ ABOUT: dict[str, Any] = {
     "name": "policy aaaaaaaaaaaa",
     "params": {"training": {"loss": {"beta": 0.1}, "seed": 0}},
     "tags": {"pedigree.tokenized_pairs": "b" * 64, "dagster.run_id": "one"},
-    "dataset": DatasetUsed("demo", "c" * 64, "preferences.jsonl", {"train": 9, "validation": 1}),
+    "dataset": DatasetRef("demo", "c" * 64, "preferences.jsonl", {"train": 9, "validation": 1}),
 }
 
 

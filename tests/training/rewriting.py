@@ -22,7 +22,7 @@ from training.contract.identity.model_identity import weights_fingerprint, weigh
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Input, Job, JobKind
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 
 SETTINGS: dict[JobKind, dict[str, Any]] = {
     "policy": settings(max_steps=60),
@@ -74,7 +74,7 @@ class Place:
         with self.store.staging() as staging:
             shutil.copytree(folder, staging, dirs_exist_ok=True)
             (staging / "manifest.json").unlink(missing_ok=True)
-            self.store.publish(staging, how, Made(fingerprint))
+            self.store.publish(staging, how, JobResult(fingerprint))
 
     def copied_to(self, root: Path) -> "Place":
         shutil.copytree(self.root, root)

@@ -17,7 +17,7 @@ from training.contract.config.recipe import Training
 from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import Job
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 from training.data.tokenization.batch_sampler import epoch_order
 from training.distributed import ALONE, Group
 from training.jobs.policy import run
@@ -40,7 +40,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     return Training.model_validate(fields | changes).model_dump(mode="json")
 
 
-def tune(job: Job) -> Made:
+def tune(job: Job) -> JobResult:
     return run(job, ALONE, EventWriter(job.events, keep=True))
 
 

@@ -17,7 +17,7 @@ from tests.training.workshop import Workshop
 from training.contract.config.recipe import Compute
 from training.contract.errors import TrainingError
 from training.contract.protocol.job import Job
-from training.distributed import ALONE, demand_alike, group
+from training.distributed import ALONE, check_same_devices, group
 from training.launch.launcher import run_job
 from training.launch.local import LocalLauncher
 
@@ -141,7 +141,7 @@ def test_nodes_with_a_gpu_and_without_do_not_wait_for_each_other(devices: list[s
 
     def told(rank: int) -> str:
         try:
-            demand_alike(store, rank, world, world // 2, torch.device(devices[rank]))
+            check_same_devices(store, rank, world, world // 2, torch.device(devices[rank]))
         except TrainingError as error:
             return str(error)
         return "nothing"

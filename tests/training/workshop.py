@@ -11,7 +11,7 @@ from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.tokenizer_files import class_fields, tokenizer_files
 from training.contract.protocol.job import Input, Job, JobKind
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 from training.distributed import ALONE
 
 ON_CPU = Compute(device="cpu")
@@ -62,7 +62,7 @@ class Workshop:
             Store(self.store),
         )
         with store.staging() as staging:
-            return {how.kind: store.publish(staging, how, Made(how.key, details))}
+            return {how.kind: store.publish(staging, how, JobResult(how.key, details))}
 
     def read(self, rows: Path, validation_fraction: float) -> Artifact:
         """The preferences in the file `rows`."""

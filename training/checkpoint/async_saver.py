@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.checkpoint import Checkpoints, State
-from training.checkpoint.tensor_slices import Piece, write_pieces
+from training.checkpoint.checkpoint import Checkpoints, TrainingState
+from training.checkpoint.tensor_slices import TensorSlice, write_pieces
 from training.contract.errors import StoreError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.store.manifest import FileEntry
@@ -29,7 +29,7 @@ from training.distributed import Group
 _POLL_SECONDS = 0.02
 
 
-class Saver:
+class AsyncSaver:
     """Saves the states of one run; every rank has one, and starts the same saves."""
 
     def __init__(self, checkpoints: Checkpoints, group: Group) -> None:
@@ -48,8 +48,8 @@ class Saver:
     def failed(self) -> bool:
         return bool(self._failure)
 
-    def start(self, step: int, state: State, facts: dict[str, Any]) -> None:
-        """Begin to save; once this returns, `state` and `facts` may change. A failure is kept for `demand_saved`."""
+    def start(self, step: int, state: TrainingState, facts: dict[str, Any]) -> None:
+        """Begin to save; once this returns, `state` and `facts` may change. A failure is kept for `check_saved`."""
         assert not self.busy, f"step {step}: the save before is still under way"
         pieces = state.pieces(self._group.is_main)
         if self._group.device.type == "cpu":
@@ -57,7 +57,7 @@ class Saver:
                 write_pieces(pieces, self._file(step))
             pieces = []
         else:
-            pieces = [Piece(piece.name, piece.first, piece.shape, piece.rows.cpu()) for piece in pieces]
+            pieces = [TensorSlice(piece.name, piece.first, piece.shape, piece.rows.cpu()) for piece in pieces]
         self._sealed.clear()
         # A daemon, so that a process that fails does not wait for it: rank 0's may be waiting for a rank that is gone.
         self._thread = threading.Thread(target=self._run, args=(step, pieces, copy.deepcopy(facts)), daemon=True)
@@ -66,17 +66,17 @@ class Saver:
     def finish(self) -> None:
         """Wait until the last save is committed; every rank calls it. Raises StoreError on every rank if one failed."""
         self._sealed.wait()
-        self.demand_saved()
+        self.check_saved()
         if self._thread is not None:
             self._thread.join()
-        self.demand_saved()
+        self.check_saved()
 
-    def demand_saved(self) -> None:
+    def check_saved(self) -> None:
         """Raise StoreError on every rank if the last save failed on one; every rank calls it."""
         if failures := list(filter(None, self._group.gather_texts(self._failure))):
             raise StoreError("; ".join(failures))
 
-    def _run(self, step: int, pieces: list[Piece], facts: dict[str, Any]) -> None:
+    def _run(self, step: int, pieces: list[TensorSlice], facts: dict[str, Any]) -> None:
         with self._noted(step):
             if pieces:
                 write_pieces(pieces, self._file(step))
@@ -104,7 +104,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _noted(self, step: int) -> Iterator[None]:
-        """Keep the message of a failure, whatever it is, until `demand_saved` raises it on all ranks."""
+        """Keep the message of a failure, whatever it is, until `check_saved` raises it on all ranks."""
         try:
             yield
         except Exception as error:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from training.checkpoint.tensor_slices import LocalRows, Piece, PieceReader, piece_of
+from training.checkpoint.tensor_slices import LocalRows, TensorSlice, TensorSliceReader, piece_of
 from training.contract.errors import CorruptArtifact
 from training.contract.protocol.job import checkpoints_of, committed_steps
 from training.contract.store.manifest import (
@@ -42,7 +42,7 @@ from training.contract.store.manifest import (
     verify_contents,
     verify_files,
 )
-from training.contract.system.atomic_io import open_as_umask_says, sync_folder, write_durably
+from training.contract.system.atomic_io import apply_umask, sync_folder, write_durably
 from training.distributed import Group
 from training.optim.optimizer import Optimizers
 
@@ -52,21 +52,21 @@ _NONE = -1
 
 
 @dataclass(frozen=True)
-class State:
+class TrainingState:
     """What a checkpoint keeps: parameters, the optimizer that steps them, and what of each this rank holds."""
 
     parameters: Mapping[str, Parameter]
     optimizer: Optimizers
     local_rows: Callable[[str], LocalRows]
 
-    def pieces(self, main: bool) -> list[Piece]:
+    def pieces(self, main: bool) -> list[TensorSlice]:
         """What this rank writes: views of the tensors, which must not change until they are written."""
         tensors = {f"{_WEIGHTS}/{name}": parameter.detach() for name, parameter in self.parameters.items()}
         tensors |= self.optimizer.tensors()
         found = [self._piece(path, tensor, main) for path, tensor in tensors.items()]
         return [piece for piece in found if piece is not None]
 
-    def restore(self, reader: PieceReader) -> None:
+    def restore(self, reader: TensorSliceReader) -> None:
         """Read this rank's rows of all of it. Raises CorruptArtifact where a tensor is missing."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -74,13 +74,13 @@ class State:
         states = [path for path in reader.shapes if not path.startswith(f"{_WEIGHTS}/")]
         self.optimizer.restore((path, self._read(reader, path)) for path in states)
 
-    def _piece(self, path: str, tensor: Tensor, main: bool) -> Piece | None:
+    def _piece(self, path: str, tensor: Tensor, main: bool) -> TensorSlice | None:
         name = path.split("/", 1)[1]
         if tensor.shape == self.parameters[name].shape and tensor.ndim:
             return piece_of(path, tensor, self.local_rows(name))
-        return Piece(path, 0, tuple(tensor.shape), tensor) if main else None
+        return TensorSlice(path, 0, tuple(tensor.shape), tensor) if main else None
 
-    def _read(self, reader: PieceReader, path: str) -> Tensor:
+    def _read(self, reader: TensorSliceReader, path: str) -> Tensor:
         name, shape = path.split("/", 1)[1], reader.shapes.get(path)
         local = self.local_rows(name) if shape else None
         if local is not None and shape == (local.total, *self.parameters[name].shape[1:]):
@@ -94,7 +94,7 @@ class Checkpoint:
 
     step: int
     facts: dict[str, Any]
-    tensors: PieceReader
+    tensors: TensorSliceReader
 
 
 class Checkpoints:
@@ -113,8 +113,8 @@ class Checkpoints:
         """Write the manifest of a partial checkpoint and rename it; remove old ones. Raises OSError."""
         partial, place = self._place(step, _PARTIAL), self._place(step)
         manifest = Manifest.of_now(self._derivation, self._derivation.key, files, facts)
-        open_as_umask_says(partial)  # who goes on from it need not be who began
-        write_durably(partial / MANIFEST, manifest.sealed())
+        apply_umask(partial)  # who goes on from it need not be who began
+        write_durably(partial / MANIFEST, manifest.dumps())
         _replace(partial, place)
         sync_folder(self.folder)
         for old in committed_steps(self.folder)[: -self._keep]:
@@ -142,7 +142,7 @@ class Checkpoints:
         """The checkpoint of `step`, which is whole."""
         place = self._place(step)
         manifest = read_manifest(place)
-        return Checkpoint(step, manifest.details, PieceReader(place / name for name in sorted(manifest.files)))
+        return Checkpoint(step, manifest.details, TensorSliceReader(place / name for name in sorted(manifest.files)))
 
     def _last(self, group: Group) -> int | None:
         """The last step as rank 0 sees it, which alone moves corrupt checkpoints."""

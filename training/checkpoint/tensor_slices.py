@@ -41,7 +41,7 @@ class LocalRows:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorSlice:
     """Rows of the tensor `name`, from number `first` on; `shape` is that of the whole tensor."""
 
     name: str
@@ -50,14 +50,14 @@ class Piece:
     rows: Tensor
 
 
-def piece_of(name: str, tensor: Tensor, local: LocalRows) -> Piece:
+def piece_of(name: str, tensor: Tensor, local: LocalRows) -> TensorSlice:
     """What this rank writes of a tensor of which it holds the rows `tensor`."""
     assert len(tensor) == local.rows, f"{name}: {len(tensor)} rows, {local.rows} expected"
     begin, end = local.own()
-    return Piece(name, local.first + begin, (local.total, *tensor.shape[1:]), tensor.detach()[begin:end])
+    return TensorSlice(name, local.first + begin, (local.total, *tensor.shape[1:]), tensor.detach()[begin:end])
 
 
-def write_pieces(pieces: Iterable[Piece], file: Path) -> None:
+def write_pieces(pieces: Iterable[TensorSlice], file: Path) -> None:
     """Raises OSError or SafetensorError where the disk does not take it."""
     filled = [piece for piece in pieces if piece.rows.numel()]
     shapes = {piece.name: piece.shape for piece in filled}
@@ -66,7 +66,7 @@ def write_pieces(pieces: Iterable[Piece], file: Path) -> None:
 
 
 @dataclass(frozen=True)
-class _OpenPiece:
+class _OpenSlice:
     """A piece in an open file: which rows of its tensor it has."""
 
     file: Any
@@ -81,12 +81,12 @@ class _OpenPiece:
         return rows
 
 
-class PieceReader:
+class TensorSliceReader:
     """Reads rows of the tensors whose pieces are in `files`; `shapes` are those of the whole tensors."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         """Raises CorruptArtifact for a file that holds no pieces."""
-        self._pieces: dict[str, list[_OpenPiece]] = defaultdict(list)
+        self._pieces: dict[str, list[_OpenSlice]] = defaultdict(list)
         self.shapes: dict[str, tuple[int, ...]] = {}
         for file in files:
             try:
@@ -116,4 +116,4 @@ class PieceReader:
         for key in opened.keys():  # noqa: SIM118  # not a dict
             name, _, first = key.rpartition("@")
             rows = opened.get_slice(key).get_shape()[0] if shapes[name] else 1
-            self._pieces[name].append(_OpenPiece(opened, key, int(first), rows))
+            self._pieces[name].append(_OpenSlice(opened, key, int(first), rows))

@@ -16,7 +16,7 @@
     ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
     └── RegistryError             the MLflow tracking server or registry cannot do what was asked
         ├── UnknownModel          it has no model of that name; exit code 2
-        └── RegistryAway          no answer, or only that the server failed: it may be back in a moment
+        └── RegistryUnavailable  no answer, or only that the server failed: it may be back in a moment
 
 Every message names the place, the value found, what was expected and what to do. Programmers' mistakes are `assert`s.
 """
@@ -86,5 +86,5 @@ class UnknownModel(RegistryError):
     exit_code = 2
 
 
-class RegistryAway(RegistryError):
+class RegistryUnavailable(RegistryError):
     pass

@@ -24,7 +24,7 @@ from training.contract.errors import TemplateError
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.model.backbone import text_config
-from training.model.logprobs.response_logprobs import runs_in_lockstep
+from training.model.logprobs.response_logprobs import is_collective
 
 _NO_TOKEN = -1
 _GREEDY = Generation()
@@ -97,7 +97,7 @@ def answers(
 ) -> list[str]:
     """What `model` answers to each prompt, as text; every rank does its share and gets all."""
     everything = range(len(prompts))
-    share = everything if runs_in_lockstep(model) else everything[group.rank :: group.world]
+    share = everything if is_collective(model) else everything[group.rank :: group.world]
     rows = torch.full((len(share), 1 + max_new_tokens), _NO_TOKEN, dtype=torch.int64)
     for row, at in zip(rows, share, strict=True):
         tokens = continuation(model, prompts[at], stops, max_new_tokens, drawing, seed=at)

@@ -29,17 +29,17 @@ from training.contract.errors import DataError
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.store import Made, write_json
+from training.contract.store.store import JobResult, write_json
 from training.data.reading.pair_writer import PREFERENCES_FILE, PREFERENCES_SCHEMA
 from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
 from training.data.templates.tokenizer import load_tokenizer
-from training.data.tokenization.message_text import SaidPair, read_said
+from training.data.tokenization.message_text import PairText, read_said
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.evaluation.generate import answers, decode, spread_prompts, stop_tokens
 from training.evaluation.report import Report, Sample, WorstPair, render
-from training.model.logprobs.self_check import demand_exact
-from training.parallel.model_specs import FrozenModel
+from training.model.logprobs.self_check import check_exact
+from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import choose_layout
 from training.scoring.logprob_tails import read_table
 from training.scoring.pairs import ScoredPairs, score_pairs
@@ -48,7 +48,7 @@ _SHOWN_CHARACTERS = 500
 _WORST_PAIRS = 10
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     positions_V = held_out_positions(pairs)
     loss = Loss.model_validate(job.settings["loss"])
@@ -57,11 +57,11 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     shown = spread_prompts(pairs, positions_V, job.settings["samples"])
     prompts, length = [pairs.prompt_ids(index) for index in shown], job.settings["max_new_tokens"]
 
-    after_training = FrozenModel(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
-    before_training = FrozenModel(job.inputs["reference_model"], reference.dtype)
+    after_training = InferenceModelSpec(job.inputs["policy"], reference.dtype, job.inputs["reference_model"])
+    before_training = InferenceModelSpec(job.inputs["reference_model"], reference.dtype)
     layout = choose_layout(after_training, job.compute.parallel, group, events)
     policy = layout.place(after_training.load)
-    demand_exact(policy, events)
+    check_exact(policy, events)
     events.phase("score the held-out pairs with the policy")
     held_out = score_pairs(policy, pairs, positions_V, reference, loss, group, events)
     events.phase("sample answers of the policy and of the reference model")
@@ -72,7 +72,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     gc.collect()  # its parts form cycles, and two models need never fit at once
     before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group, drawing)
     if not group.is_main:
-        return Made("")
+        return JobResult("")
     samples = [
         Sample(int(pairs.rows[i]), decode(tokenizer, prompt), was, now, decode(tokenizer, pairs.response_ids(i)))
         for i, prompt, was, now in zip(shown, prompts, before, after, strict=True)
@@ -101,7 +101,7 @@ def _source_names(job: Job, rows_V: npt.NDArray[np.int64]) -> list[str | None]:
     return found
 
 
-def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Made:
+def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> JobResult:
     """Write the four files into the staging folder. The report is not in the fingerprint: its layout may change."""
     names_V = _source_names(job, held_out.pairs.rows[held_out.positions_V])
     named = sorted({name for name in names_V if name is not None})
@@ -138,10 +138,10 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
         "interval": list(held_out.accuracy().interval),
         "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in readable],
     }
-    return Made(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
+    return JobResult(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
 
 
-def _in_words(pair: WorstPair, said: Mapping[int, SaidPair]) -> WorstPair:
+def _in_words(pair: WorstPair, said: Mapping[int, PairText]) -> WorstPair:
     """Return the pair with its messages in place of decoded tokens, if they are known."""
     if (found := said.get(pair.row)) is None:
         return pair

@@ -26,7 +26,7 @@ from training.contract.identity.stop_tokens import GENERATION_CONFIG, released_s
 from training.contract.identity.tokenizer_files import copy_file, write_class_fields
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.store import Made, write_json
+from training.contract.store.store import JobResult, write_json
 from training.data.templates.chat_template import ChatTemplate
 from training.data.templates.template_warnings import end_of_turn, stop_notes
 from training.data.templates.tokenizer import load_tokenizer, save_tokenizer, tokenizer_fingerprint
@@ -38,7 +38,7 @@ _ANY_TOKENIZER = "TokenizersBackend"  # the class of transformers that takes tok
 _CLASS = "tokenizer_class"
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     """Write the files that are released. Raises TemplateError if they cannot be used, DataError if they changed."""
     assert group.world == 1, "collecting files is the work of one process"
     events.phase("collecting the files that are released")
@@ -47,7 +47,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         template = read_template(job, tokenizer)
     save_tokenizer(tokenizer, job.staging / TOKENIZER_FOLDER)
     with blaming(job, "tokenizer"):
-        _demand_same_beside_config(job, tokenizer_fingerprint(tokenizer))
+        _check_same_beside_config(job, tokenizer_fingerprint(tokenizer))
     eos = _eos_token_ids(job, tokenizer)
     notes = list(_notes(tokenizer, template, eos))
     for note in notes:
@@ -60,7 +60,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     }
     write_json(job.staging / SPEC_FILE, spec)
     shipped = {name: _content(job.staging / name) for name in sorted(_files(job.staging))}
-    return Made(fingerprint("release_spec", shipped), spec | {"notes": notes, "files": sorted(shipped)})
+    return JobResult(fingerprint("release_spec", shipped), spec | {"notes": notes, "files": sorted(shipped)})
 
 
 def _eos_token_ids(job: Job, tokenizer: PreTrainedTokenizerFast) -> list[int]:
@@ -80,7 +80,7 @@ def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, eos: list
     return stop_notes(ends, [tokenizer.convert_tokens_to_ids(token) for token in ends], eos, names)
 
 
-def _demand_same_beside_config(job: Job, expected: str) -> None:
+def _check_same_beside_config(job: Job, expected: str) -> None:
     """Raise TemplateError unless the saved tokenizer, beside the model's config.json, is still the one that was loaded.
 
     If its class is what makes the difference, it is saved as one that takes tokenizer.json as it is.

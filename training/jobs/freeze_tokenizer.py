@@ -18,8 +18,8 @@ from training.contract.errors import TemplateError
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.store import Made
-from training.data.templates.chat_template import PROBES, ChatTemplate, Rejected, probe
+from training.contract.store.store import JobResult
+from training.data.templates.chat_template import PROBES, ChatTemplate, ConversationRejected, probe
 from training.data.templates.template_probe import Conversation, left_out, marked
 from training.data.templates.template_warnings import end_of_turn, template_notes, template_tokens
 from training.data.templates.tokenization_spec import SPEC_FILE, TOKENIZER_FOLDER
@@ -30,7 +30,7 @@ from training.distributed import Group
 _SPEC_FIELDS = ("train_on", "max_length", "over_length")
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     """Freeze tokenizer and template. Raises TemplateError where they cannot be used as `job.settings` asks.
 
     Raises DataError where the files are no longer those whose sha256 `job.settings` holds.
@@ -65,7 +65,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         "notes": notes,
         "template_tokens": template_tokens(tokenizer, template),
     }
-    return Made(fingerprint("tokenization_spec", identity), spec | of_this_recipe)
+    return JobResult(fingerprint("tokenization_spec", identity), spec | of_this_recipe)
 
 
 def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
@@ -73,7 +73,7 @@ def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
     try:
         template.render(PROBES[0], generation_prompt=True, clock=True)
         spans = template.render(PROBES[2], clock=True)["spans"]
-    except Rejected as error:
+    except ConversationRejected as error:
         place = f"{name}, line {error.line}," if error.line else name
         raise TemplateError(
             f"{place} fails on a question and an answer: {error}; mend it, or set "
@@ -107,7 +107,7 @@ def _left_out(template: ChatTemplate) -> str | None:
     test = marked(Conversation(list(PROBES[2]), answer=1), in_ids=False)
     try:
         return left_out(template.render(test.copy.turns)["text"], test.marks)
-    except Rejected:
+    except ConversationRejected:
         return None
 
 

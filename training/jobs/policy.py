@@ -29,27 +29,27 @@ from training.contract.config.recipe import TrainingSpec
 from training.contract.errors import TrainingError
 from training.contract.identity.tokenizer_files import holds_tokenizer
 from training.contract.protocol.events import EventWriter
-from training.contract.protocol.input_files import demand_unchanged
+from training.contract.protocol.input_files import check_inputs_unchanged
 from training.contract.protocol.job import Input, Job
-from training.contract.store.store import Made, write_json
+from training.contract.store.store import JobResult, write_json
 from training.data.templates.tokenization_spec import TOKENIZER_FOLDER
 from training.data.templates.tokenizer import foreign_tokens, load_tokenizer
-from training.data.tokenization.batch_sampler import Batches, Positions, train_items
+from training.data.tokenization.batch_sampler import BatchSampler, Positions, train_items
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.loop.model_io import load_for_training, write_trained
 from training.loop.objective import PreferenceObjective, pair_tokens
-from training.loop.run_state import RunRecord
-from training.loop.train_step import Stepper
+from training.loop.run_state import RunState
+from training.loop.train_step import TrainStep
 from training.loop.trainer import Trainer
-from training.model.backbone import demand_positions, text_config
+from training.model.backbone import check_positions, text_config
 from training.model.expert_routing import ExpertBalance
-from training.parallel.model_specs import FrozenModel, TrainableModel
+from training.parallel.model_specs import InferenceModelSpec, TrainModelSpec
 from training.parallel.strategy import load_frozen
-from training.parallel.train_state import Masters
+from training.parallel.train_state import TrainableParams
 from training.scoring.logprob_tails import read_table
 from training.scoring.pairs import ScoredPairs, score_pairs
-from training.scoring.reference_check import Proof, evenly_spaced, nats_apart, prove_zero_margin
+from training.scoring.reference_check import ReferenceCheck, check_zero_margin, evenly_spaced, logprob_difference
 
 _REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 _PROVEN_PAIRS = 16
@@ -61,16 +61,16 @@ _PASSES_OF_A_STEP = 3
 _NO_SUCH_CHAMPION = "set `training.start_from: reference` until there is a champion with this tokenizer"
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     """Train the policy and write it into `job.staging`. Raises TrainingError where the run must not go on."""
     events.phase("reading pairs and reference log-probs")
-    tuning = _Tuning(job, group, events)
+    tuning = _PolicyJob(job, group, events)
     tuning.trainer.run(tuning.observe)
     events.phase("saving the policy")
     return tuning.save()
 
 
-class _Tuning:
+class _PolicyJob:
     """The parts of one run, and what is done with them before, between and after its steps.
 
     `starts_as_reference`: before the first step the policy is the model that made the table, in the same dtype.
@@ -79,11 +79,11 @@ class _Tuning:
     def __init__(self, job: Job, group: Group, events: EventWriter) -> None:
         self.job, self.group, self.events = job, group, events
         self.settings = settings = TrainingSpec.model_validate(job.settings)
-        self.record = RunRecord(job, group, events, ("loss", *_REWARDS))
+        self.record = RunState(job, group, events, ("loss", *_REWARDS))
         self.pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
         self.held_out = self.pairs.indices("validation")
         items, tokens = train_items(self.pairs), pair_tokens(self.pairs)
-        self.batches = Batches(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
+        self.batches = BatchSampler(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
         self.steps = settings.max_steps or settings.epochs * self.batches.steps_per_epoch
         self.evaluate_every = self._evaluate_every()
         everything = np.arange(len(self.pairs))
@@ -95,7 +95,7 @@ class _Tuning:
         self.masters = self._load()
         balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
         objective = PreferenceObjective(self.pairs, self.reference, settings.loss, group, balance)
-        self.stepper = Stepper(self.masters, objective, self.batches, settings, self.steps)
+        self.stepper = TrainStep(self.masters, objective, self.batches, settings, self.steps)
         self.trainer = Trainer(job, events, self.stepper, self.record)
 
     def _evaluate_every(self) -> int:
@@ -124,10 +124,10 @@ class _Tuning:
             return self.job.inputs["reference_model"]
         folder = Path(self.job.locations["champion"])
         if holds_tokenizer(folder):  # one that another program registered may hold the model alone
-            self._demand_same_tokens(folder)
+            self._check_same_tokens(folder)
         return Input(kind="champion", fingerprint=self.settings.champion, folder=folder)
 
-    def _demand_same_tokens(self, champion: Path) -> None:
+    def _check_same_tokens(self, champion: Path) -> None:
         tokenizer = load_tokenizer(self.job.inputs["tokenized_pairs"].folder / TOKENIZER_FOLDER)
         if foreign := foreign_tokens(tokenizer, load_tokenizer(champion)):
             raise TrainingError(
@@ -135,10 +135,10 @@ class _Tuning:
                 f"tokens of the pairs have another number there or none, first {foreign[0]!r}; {_NO_SUCH_CHAMPION}"
             )
 
-    def _load(self) -> Masters:
+    def _load(self) -> TrainableParams:
         self.events.phase("loading the model that becomes the policy")
         settings = self.settings
-        trainable = TrainableModel(
+        trainable = TrainModelSpec(
             self.start.folder,
             settings.precision,
             settings.adapter,
@@ -150,11 +150,11 @@ class _Tuning:
             routing = "training" if settings.router_aux_loss_coef else None
             masters = load_for_training(trainable, self.job.compute, self.group, self.events, routing)
         if settings.champion is not None:
-            self._demand_known_tokens(text_config(masters.model).vocab_size)
-            demand_positions(masters.model, self.pairs.longest, self.events)
+            self._check_known_tokens(text_config(masters.model).vocab_size)
+            check_positions(masters.model, self.pairs.longest, self.events)
         return masters
 
-    def _demand_known_tokens(self, vocabulary: int) -> None:
+    def _check_known_tokens(self, vocabulary: int) -> None:
         """Raise TrainingError for a champion that lacks tokens of the pairs: without a tokenizer, only its size can tell."""
         if (largest := self.pairs.largest_token) >= vocabulary:
             raise TrainingError(
@@ -167,7 +167,7 @@ class _Tuning:
 
         Pairs stay mapped, so they are compared after each step: no training goes on with others.
         """
-        demand_unchanged()
+        check_inputs_unchanged()
         if step == 0 and self.starts_as_reference:
             self._prove(self.masters.model)
         elif step == 0 and self.settings.champion is None:
@@ -178,7 +178,7 @@ class _Tuning:
     def _prove_apart(self) -> None:
         """Prove the table with the reference model, which is gone afterwards. Raises TrainingError."""
         self.events.phase("loading the reference model for the proof of step 0")
-        frozen = FrozenModel(self.job.inputs["reference_model"], self.reference.dtype)
+        frozen = InferenceModelSpec(self.job.inputs["reference_model"], self.reference.dtype)
         with self.record.timed("proof"):
             model = load_frozen(frozen, self.job.compute.parallel, self.group, self.events)
         self._prove(model)
@@ -199,14 +199,14 @@ class _Tuning:
             if len(held_out) and not self.starts_as_reference:  # else all of them, when they are first evaluated
                 self._compare(model, held_out, "held-out pairs")
 
-    def _compare(self, model: PreTrainedModel, positions: Positions, where: str) -> Proof:
-        return prove_zero_margin(self._score(model, positions), self.reference, self.settings.loss, where)
+    def _compare(self, model: PreTrainedModel, positions: Positions, where: str) -> ReferenceCheck:
+        return check_zero_margin(self._score(model, positions), self.reference, self.settings.loss, where)
 
     def _note_rounding(self) -> None:
         """Rounding is the same for policy and reference, and cancels in their difference, in one dtype only."""
         some = evenly_spaced(self.batches.batch(1), _PROVEN_PAIRS)
         with self.record.timed("proof"):
-            apart = nats_apart(self._score(self.masters.model, some))
+            apart = logprob_difference(self._score(self.masters.model, some))
         self.record.facts["step0_apart"] = apart
         dtype = self.settings.precision
         self.events.note(
@@ -218,7 +218,7 @@ class _Tuning:
         with self.record.timed("evaluation"):
             scored = self._score(self.masters.model, self.held_out)
             if step == 0 and self.starts_as_reference:
-                prove_zero_margin(scored, self.reference, self.settings.loss, "the held-out pairs")
+                check_zero_margin(scored, self.reference, self.settings.loss, "the held-out pairs")
         self.record.facts["eval"] = metrics = scored.metrics()
         self.events.emit("eval", step=step, **metrics)
 
@@ -228,20 +228,20 @@ class _Tuning:
         loss, silent = self.settings.loss, EventWriter(None)
         return score_pairs(model, self.pairs, positions, self.reference, loss, self.group, silent)
 
-    def save(self) -> Made:
+    def save(self) -> JobResult:
         """Write the policy's folder, on rank 0, which alone knows the fingerprint of what it wrote."""
         staging = self.job.staging
         with self.record.timed("saving"):
             fingerprint = write_trained(self.job, self.masters, self.start, self.settings.adapter)
         if not self.group.is_main:
-            return Made(fingerprint)
+            return JobResult(fingerprint)
         summary = self._summary()
         write_json(staging / "training.json", self.job.settings)
         write_json(staging / "recipe.json", self.job.recipe)
         write_json(staging / "metrics.json", summary)
         if self.job.events.is_file():
             shutil.copyfile(self.job.events, staging / "events.jsonl")
-        return Made(fingerprint, summary)
+        return JobResult(fingerprint, summary)
 
     def _summary(self) -> dict[str, Any]:
         """The run's facts: last metrics on both splits, counts, seconds, and the course of the rewards."""

@@ -18,24 +18,24 @@ from training.contract.identity.fingerprint import fingerprint_of_stream
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
-from training.contract.store.store import Made
-from training.data.formats.columns import Columns
+from training.contract.store.store import JobResult
+from training.data.formats.columns import ColumnMapping
 from training.data.formats.formats import FORMATS
 from training.data.formats.messages import Pair
-from training.data.formats.quarantine import Quarantined, Reason, Row
-from training.data.formats.ranked_responses import refuse_labels_from_0
+from training.data.formats.quarantine import Quarantined, QuarantineReason, Row
+from training.data.formats.ranked_responses import check_labels_from_1
 from training.data.reading.duplicates import Duplicates
 from training.data.reading.file_errors import check_names
 from training.data.reading.format_detection import detect
 from training.data.reading.hub_files import hub_files
-from training.data.reading.pair_writer import Collector, SourceFile, SourceSettings
-from training.data.reading.readers import Record, read_records
+from training.data.reading.pair_writer import PairWriter, SourceFile, SourceSettings
+from training.data.reading.readers import ParsedRow, read_records
 from training.distributed import Group
 
 _DETECTION_ROWS = 32
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     """Read, convert and split the sources of `job.locations`.
 
     Its `files` lists those of each local source. Raises DataError if they hold no pair, or a file no longer has the sha256
@@ -48,7 +48,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     given = zip(listed, sources, strict=True)
     inputs = _distinctly_named([SourceFile(file, source) for files, source in given for file in files])
     duplicates = Duplicates(are_dropped=job.settings["duplicates"] == "drop")
-    with contextlib.closing(Collector(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
+    with contextlib.closing(PairWriter(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
         rows = _rows_to_read(job)
         progress = Progress(events, rows or len(inputs), "rows" if rows else "files")
         for each in sorted(inputs, key=lambda each: not each.source.held_out):
@@ -58,12 +58,12 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             if not rows:
                 progress.advance()
     for source in sources:
-        source.columns.refuse_unseen("the source's rows")
-    collector.refuse_if_empty()
-    collector.refuse_empty_sources(inputs)
+        source.columns.check_columns_seen("the source's rows")
+    collector.check_not_empty()
+    collector.check_no_empty_source(inputs)
     for source in sources:
         if collector.pairs_of_source[source.number]:
-            source.columns.refuse_unread()
+            source.columns.check_columns_read()
     for each in inputs:
         if not collector.rows_of_file[each.file.name]:
             events.note(f"{each.file.name} has no row")
@@ -73,12 +73,14 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.note(f"{collector.left_out} rows left out by the `fraction` of their source")
     for note in duplicates.notes():
         events.note(note)
-    return Made(fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details())
+    return JobResult(
+        fingerprint_of_stream("raw_preferences", [*collector.digests, *collector.refused]), collector.details()
+    )
 
 
 def _settings(number: int, about: Mapping[str, Any]) -> SourceSettings:
     others = {name: value for name, value in about.items() if name not in ("columns", "roles")}
-    return SourceSettings(**others, number=number, columns=Columns(number, about["columns"], about["roles"]))
+    return SourceSettings(**others, number=number, columns=ColumnMapping(number, about["columns"], about["roles"]))
 
 
 def _listed(job: Job, events: EventWriter) -> list[list[DataFile]]:
@@ -104,7 +106,7 @@ def _distinctly_named(inputs: list[SourceFile]) -> list[SourceFile]:
     ]
 
 
-def _collect(given: SourceFile, collector: Collector) -> Iterator[None]:
+def _collect(given: SourceFile, collector: PairWriter) -> Iterator[None]:
     """Convert every record of a file, in the format wanted or the one detected from its first rows; yields after each."""
     file = given.file
     name, records = _recognize(given)
@@ -120,23 +122,23 @@ def _collect(given: SourceFile, collector: Collector) -> Iterator[None]:
         yield
 
 
-def _convert(record: Record, name: str, columns: Columns) -> Pair:
+def _convert(record: ParsedRow, name: str, columns: ColumnMapping) -> Pair:
     if record.problem is not None:
         raise record.problem
     try:
         return FORMATS[name].convert(columns.watched(record.value))
     except Quarantined as problem:
-        if problem.reason is Reason.BAD_UNICODE and (fault := record.undecoded):
-            raise Quarantined(Reason.BAD_UNICODE, fault) from None
+        if problem.reason is QuarantineReason.BAD_UNICODE and (fault := record.undecoded):
+            raise Quarantined(QuarantineReason.BAD_UNICODE, fault) from None
         raise
     except RecursionError:
-        raise Quarantined(Reason.BAD_JSON, "nested too deeply") from None
+        raise Quarantined(QuarantineReason.BAD_JSON, "nested too deeply") from None
 
 
-def _recognize(given: SourceFile) -> tuple[str, Iterator[Record]]:
+def _recognize(given: SourceFile) -> tuple[str, Iterator[ParsedRow]]:
     """The format of a file, and all of its records, those that were looked at first included."""
     records, name, place = read_records(given.file), given.source.format, str(given.file.path)
-    first: list[Record] = []
+    first: list[ParsedRow] = []
     rows: list[Row] = []
     for record in records:
         first.append(record)
@@ -149,9 +151,9 @@ def _recognize(given: SourceFile) -> tuple[str, Iterator[Record]]:
             name = detect(rows, place)
         except DataError:
             check_names(place, rows[0])
-            given.source.columns.refuse_unseen(f"the first rows of {place}")
+            given.source.columns.check_columns_seen(f"the first rows of {place}")
             raise
     elif name == "auto" and first:
         raise DataError(f"{place}: no row of it can be read; line {first[0].line}: {first[0].problem}")
-    refuse_labels_from_0(rows, place)
+    check_labels_from_1(rows, place)
     return name, itertools.chain(first, records)

@@ -23,30 +23,30 @@ from training.contract.identity.fingerprint import fingerprint_of_stream
 from training.contract.identity.software import SOFTWARE
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.logprob_cache import Hits, Memo, scoring_rule
+from training.contract.store.logprob_cache import LogprobCache, LookupResult, scoring_rule
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 from training.data.tokenization.pair_dataset import SIDES, Pairs, by_pair
 from training.distributed import Group
-from training.model.backbone import demand_positions, text_config
-from training.model.logprobs.self_check import demand_exact
-from training.model.training_setup import demand_trainable
-from training.parallel.model_specs import FrozenModel
+from training.model.backbone import check_positions, text_config
+from training.model.logprobs.self_check import check_exact
+from training.model.training_setup import check_trainable
+from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import load_frozen
 from training.scoring.cached_sequences import DistinctSequences, score_missing
-from training.scoring.rescore_sample import confirm_others, sample_of_others
+from training.scoring.rescore_sample import confirm_others, sample_to_rescore
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     started = time.monotonic()
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     sequences = DistinctSequences.of(pairs)
     software = job.settings.get(SOFTWARE, {})
-    memo = Memo(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note, software)
+    memo = LogprobCache(Store(job.store), scoring_rule(reference.fingerprint, dtype), events.note, software)
     events.phase("look up reference log-probs")
     missing_M = _missing(memo, sequences, group)
-    sample_M = sample_of_others(memo, sequences, group)
+    sample_M = sample_to_rescore(memo, sequences, group)
     known = len(sequences) - len(missing_M)
     events.note(f"{len(sequences):,} distinct sequences: {known:,} known, {len(missing_M):,} to score")
     if len(missing_M) or len(sample_M):
@@ -58,22 +58,22 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         events.phase("score sequences with the reference model")
         score_missing(model, sequences, missing_M, memo, group, events)
     if not group.is_main:
-        return Made("")
+        return JobResult("")
     table = build_table(sequences, memo, dtype)
     table.write(job.staging)
     details = _details(sequences, len(missing_M), table) | {"seconds": round(time.monotonic() - started, 3)}
-    return Made(_identity(table, reference.fingerprint), details)
+    return JobResult(_identity(table, reference.fingerprint), details)
 
 
 def _load(job: Job, pairs: Pairs, group: Group, events: EventWriter) -> PreTrainedModel:
     """The reference model, proved exact. Raises ModelError or TemplateError if it does not fit the pairs or the recipe."""
     events.phase("loading the reference model")
     reference, dtype = job.inputs["reference_model"], job.settings["dtype"]
-    model = load_frozen(FrozenModel(reference, dtype), job.compute.parallel, group, events)
-    pairs.demand_known_tokens(text_config(model).vocab_size)
-    demand_positions(model, pairs.longest, events)
-    demand_trainable(model, job.recipe)
-    demand_exact(model, events)
+    model = load_frozen(InferenceModelSpec(reference, dtype), job.compute.parallel, group, events)
+    pairs.check_known_tokens(text_config(model).vocab_size)
+    check_positions(model, pairs.longest, events)
+    check_trainable(model, job.recipe)
+    check_exact(model, events)
     return model
 
 
@@ -89,7 +89,7 @@ def _details(sequences: DistinctSequences, scored: int, table: LogProbTable) -> 
     }
 
 
-def _missing(memo: Memo, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:
+def _missing(memo: LogprobCache, sequences: DistinctSequences, group: Group) -> npt.NDArray[np.int64]:
     """The sequences to score, the same on every rank: rank 0 alone reads the shards (and sets broken ones aside)."""
     known_S = torch.zeros(len(sequences), dtype=torch.uint8)
     if group.is_main:
@@ -97,15 +97,15 @@ def _missing(memo: Memo, sequences: DistinctSequences, group: Group) -> npt.NDAr
     return np.flatnonzero(group.broadcast_(known_S.to(group.device)).cpu().numpy() == 0)
 
 
-def build_table(sequences: DistinctSequences, memo: Memo, dtype: str) -> LogProbTable:
+def build_table(sequences: DistinctSequences, memo: LogprobCache, dtype: str) -> LogProbTable:
     """The table, from the memo. Raises TrainingError unless every response of every pair is covered exactly."""
     hits = memo.lookup(sequences.keys_SK)
-    _demand_coverage(sequences, hits)
+    _check_coverage(sequences, hits)
     sequence_P2 = by_pair(sequences.sequence_2P)
     return LogProbTable(hits.sums_Q[sequence_P2], hits.counts_Q[sequence_P2], memo.rule, dtype)
 
 
-def _demand_coverage(sequences: DistinctSequences, hits: Hits) -> None:
+def _check_coverage(sequences: DistinctSequences, hits: LookupResult) -> None:
     """Raise TrainingError unless every sequence has a value over as many tokens as its mask trains."""
     if len(missing := np.flatnonzero(~hits.found_Q)):
         raise TrainingError(

@@ -18,11 +18,11 @@ from training.contract.identity.fingerprint import fingerprint
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.contract.store.logprob_table import LogProbTable
-from training.contract.store.store import Made, write_json
+from training.contract.store.store import JobResult, write_json
 from training.data.tokenization.pair_dataset import SIDES, Pairs
 from training.distributed import Group
-from training.model.logprobs.self_check import demand_exact
-from training.parallel.model_specs import FrozenModel
+from training.model.logprobs.self_check import check_exact
+from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import load_frozen
 from training.scoring.pairs import score_pairs
 from training.scoring.reference_check import ROUNDING_NATS, deviations, evenly_spaced
@@ -30,15 +30,15 @@ from training.scoring.reference_check import ROUNDING_NATS, deviations, evenly_s
 RESULT_FILE = "rescored.json"
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     """Score `settings["rows"]`, rows by name or a number of them spread over the table. Raises UsageError, TrainingError."""
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
     positions = _positions(pairs, job.settings["rows"])
     scorer = job.inputs.get("policy") or job.inputs["reference_model"]
-    frozen = FrozenModel(scorer, table.dtype, job.inputs.get("reference_model"))
+    frozen = InferenceModelSpec(scorer, table.dtype, job.inputs.get("reference_model"))
     model = load_frozen(frozen, job.compute.parallel, group, events)
-    demand_exact(model, events)
+    check_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = score_pairs(model, pairs, positions, table, Loss(), group, events)
     found = deviations(scored, table)
@@ -49,7 +49,7 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
             row[side] = {name: float(of_pairs[at, number]) for name, of_pairs in values.items()}
     if group.is_main:
         write_json(job.staging / RESULT_FILE, rows)
-    return Made(fingerprint("proof", rows), {"tolerance": ROUNDING_NATS[table.dtype], "dtype": table.dtype})
+    return JobResult(fingerprint("proof", rows), {"tolerance": ROUNDING_NATS[table.dtype], "dtype": table.dtype})
 
 
 def _positions(pairs: Pairs, wanted: Any) -> npt.NDArray[np.int64]:

@@ -12,22 +12,22 @@ from transformers import PreTrainedModel
 
 from training.contract.config.recipe import SupervisedTuning
 from training.contract.protocol.events import EventWriter
-from training.contract.protocol.input_files import demand_unchanged
+from training.contract.protocol.input_files import check_inputs_unchanged
 from training.contract.protocol.job import Job
-from training.contract.store.store import Made
-from training.data.tokenization.batch_sampler import Batches, MicroBatch, Positions, Tokens, train_items
+from training.contract.store.store import JobResult
+from training.data.tokenization.batch_sampler import BatchSampler, MicroBatch, Positions, TokenCounts, train_items
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.loop.model_io import load_for_training, write_trained
 from training.loop.objective import Objective
-from training.loop.run_state import RunRecord
-from training.loop.train_step import Stepper
+from training.loop.run_state import RunState
+from training.loop.train_step import TrainStep
 from training.loop.trainer import Trainer
-from training.model.backbone import demand_positions, text_config
+from training.model.backbone import check_positions, text_config
 from training.model.expert_routing import ExpertBalance
 from training.model.logprobs.response_logprobs import CollatedRows, LogProbs, collate, logprobs_of
-from training.model.training_setup import demand_trainable
-from training.parallel.model_specs import TrainableModel
+from training.model.training_setup import check_trainable
+from training.parallel.model_specs import TrainModelSpec
 
 
 class ResponseObjective(Objective[CollatedRows]):
@@ -43,7 +43,7 @@ class ResponseObjective(Objective[CollatedRows]):
 
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
         if self._balance:
-            routed = [found.routing for _, found in self.look_ahead(model, parts)]
+            routed = [found.routing for _, found in self.score_batch_no_grad(model, parts)]
             self._balance.measure(model, routed, self.count(batch))
 
     def collate(self, model: PreTrainedModel, items: Positions) -> CollatedRows:
@@ -52,33 +52,33 @@ class ResponseObjective(Objective[CollatedRows]):
     def score(self, model: PreTrainedModel, collated: CollatedRows) -> LogProbs:
         return logprobs_of(model, collated, routing=self._balance is not None)
 
-    def own_values_IM(self, collated: CollatedRows, found: LogProbs) -> Tensor:
+    def per_item_values_IM(self, collated: CollatedRows, found: LogProbs) -> Tensor:
         return -found.sums_S[:, None]
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     """Tune the base model and write it into `job.staging`. Raises TrainingError where the run must not go on."""
     settings = SupervisedTuning.model_validate(job.settings)
     base = job.inputs["base_model"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    record = RunRecord(job, group, events, ("loss",))
+    record = RunState(job, group, events, ("loss",))
     events.phase("loading the base model")
     balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
     with record.timed("loading"):
-        trainable = TrainableModel(base.folder, settings.precision)
+        trainable = TrainModelSpec(base.folder, settings.precision)
         routing = "reference.sft" if balance else None
         masters = load_for_training(trainable, job.compute, group, events, routing)
-    pairs.demand_known_tokens(text_config(masters.model).vocab_size)
-    demand_positions(masters.model, pairs.longest, events)
-    demand_trainable(masters.model, job.recipe)
+    pairs.check_known_tokens(text_config(masters.model).vocab_size)
+    check_positions(masters.model, pairs.longest, events)
+    check_trainable(masters.model, job.recipe)
     lengths_I = pairs.lengths("chosen")
-    batches = Batches(
-        train_items(pairs), Tokens(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
+    batches = BatchSampler(
+        train_items(pairs), TokenCounts(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
     )
     steps = settings.epochs * batches.steps_per_epoch
-    stepper = Stepper(masters, ResponseObjective(pairs, balance), batches, settings, steps)
-    Trainer(job, events, stepper, record).run(lambda step: demand_unchanged())
+    stepper = TrainStep(masters, ResponseObjective(pairs, balance), batches, settings, steps)
+    Trainer(job, events, stepper, record).run(lambda step: check_inputs_unchanged())
     events.phase("saving the reference model")
     with record.timed("saving"):
         fingerprint = write_trained(job, masters, base)
-    return Made(fingerprint, record.facts | {"pairs": len(batches.items), "world": group.world})
+    return JobResult(fingerprint, record.facts | {"pairs": len(batches.items), "world": group.world})

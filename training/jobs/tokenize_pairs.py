@@ -33,7 +33,7 @@ from training.contract.identity.fingerprint import (
 )
 from training.contract.protocol.events import EventWriter, Progress
 from training.contract.protocol.job import Job
-from training.contract.store.store import Made
+from training.contract.store.store import JobResult
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.templates.chat_template import ChatTemplate
 from training.data.templates.tokenization_spec import TOKENIZER_FOLDER, read_spec
@@ -54,7 +54,7 @@ _EXAMPLES, _DROPPED_EXAMPLES, _EXAMPLE_CHARACTERS = 3, 20, 2000
 SourceRow = Mapping[str, Any]
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     """Tokenize `raw_preferences` as `tokenization_spec` says. Raises DataError where no pair is left."""
     assert group.world == 1, "tokenizing is the work of one process"
     specification = job.inputs["tokenization_spec"].folder
@@ -73,14 +73,14 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
     events.phase("tokenizing")
     _write(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, job.staging, encoder, tally, events)
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
-    tally.refuse_if_empty()
+    tally.check_not_empty()
     made = Pairs.open(job.staging)
     details = {**tally.details(), **_lengths(made), "largest_token": made.largest_token}
     for reason, count in tally.reasons.most_common():
         events.note(f"{count} pairs dropped: {reason.value}, the first: {tally.first(reason)}")
     details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]
     end = canonical_json({"eos_token_id": tokenizer.eos_token_id})
-    return Made(fingerprint_of_stream("tokenized_pairs", [end, *tally.digests]), details)
+    return JobResult(fingerprint_of_stream("tokenized_pairs", [end, *tally.digests]), details)
 
 
 @dataclass
@@ -129,7 +129,7 @@ class _Tally:
             detail += f"; with `{switch}` in `tokenization.template_kwargs` they agree"
         self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": detail})
 
-    def refuse_if_empty(self) -> None:
+    def check_not_empty(self) -> None:
         if self.digests:
             return
         first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}

@@ -22,7 +22,7 @@ import platform
 import sys
 from pathlib import Path
 
-from training.contract.config.fields import Frozen
+from training.contract.config.fields import StrictModel
 from training.contract.errors import NodesError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.software import library_versions, source_digest
@@ -41,7 +41,7 @@ class Word(enum.StrEnum):
     ENDED = "ended"
 
 
-class Order(Frozen):
+class Order(StrictModel):
     """The instructions for a node. `software`: that of the launching machine; `environment`: variables of its user.
 
     Variables that this machine sets itself, or the prefix by `env NAME=value`, take precedence.

@@ -32,7 +32,7 @@ from pydantic import (
     model_validator,
 )
 
-from training.contract.config.fields import Frozen, Section
+from training.contract.config.fields import ConfigSection, StrictModel
 from training.contract.errors import NodesError
 
 NODES_FILE = "nodes.yaml"
@@ -60,7 +60,7 @@ _EXAMPLE = """\
       - {run: ssh -T gpu-2, address: 10.0.0.2}"""
 
 
-class Node(Section):
+class Node(ConfigSection):
     """A machine: how to run a command there, where the other machines reach it, and its Python of this environment."""
 
     run: Words = ()
@@ -71,7 +71,7 @@ class Node(Section):
         return f"`{shlex.join(self.run)}`" if self.run else "this machine"
 
 
-class Hosts(Section):
+class Hosts(ConfigSection):
     """Machines that differ by their names, which the command `listed_by` prints; {host} stands for each of them."""
 
     listed_by: Annotated[Words, Field(min_length=1)]
@@ -120,14 +120,14 @@ class Hosts(Section):
         return names
 
 
-class Nodes(Frozen):
+class Nodes(StrictModel):
     """Machines in the order of their ranks; torchrun's processes meet at `port` of the first one."""
 
     port: Port
     nodes: tuple[Node, ...]
 
 
-class NodesFile(Section):
+class NodesFile(ConfigSection):
     """The content of the file: machines one by one, or a command that lists their names."""
 
     port: Port = 29400

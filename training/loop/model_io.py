@@ -16,28 +16,28 @@ from training.distributed import Group
 from training.model.adapter import save_adapter, write_merged
 from training.model.backbone import architecture, takes_only_text
 from training.model.load import left_out, save_model
-from training.model.logprobs.self_check import demand_exact
+from training.model.logprobs.self_check import check_exact
 from training.model.training_setup import prepare_for_training
-from training.parallel.model_specs import TrainableModel
+from training.parallel.model_specs import TrainModelSpec
 from training.parallel.strategy import build_masters
-from training.parallel.train_state import Masters
+from training.parallel.train_state import TrainableParams
 
 
 def load_for_training(
-    trainable: TrainableModel, compute: Compute, group: Group, events: EventWriter, routing: str | None = None
-) -> Masters:
+    trainable: TrainModelSpec, compute: Compute, group: Group, events: EventWriter, routing: str | None = None
+) -> TrainableParams:
     """The model on all ranks, proved exact and prepared as `compute` asks for; `routing` as in `prepare_for_training`.
 
     Raises ModelError.
     """
     masters = build_masters(trainable, compute.parallel, group, events)
     _note_what_is_not_trained(masters.model, trainable, events)
-    demand_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
+    check_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
     prepare_for_training(masters.model, compute, events, masters.own_dropout, trainable.float8_head, routing)
     return masters
 
 
-def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel, events: EventWriter) -> None:
+def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainModelSpec, events: EventWriter) -> None:
     if not takes_only_text(model) and trainable.adapter is None:
         trained, frozen = (
             sum(p.numel() for p in model.parameters() if p.requires_grad is asked) for asked in (True, False)
@@ -53,7 +53,7 @@ def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainableModel,
         )
 
 
-def write_trained(job: Job, masters: Masters, start: Input, adapter: Adapter | None = None) -> str:
+def write_trained(job: Job, masters: TrainableParams, start: Input, adapter: Adapter | None = None) -> str:
     """Write the model, or its adapter alone, with the tokenizer into `job.staging`; returns its fingerprint.
 
     It is a folder of Hugging Face, or of peft. `start` is the model that was trained, the base of an adapter. Every rank calls

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from training.contract.config.loss import Loss
 from training.contract.store.logprob_table import LogProbTable
-from training.data.tokenization.batch_sampler import MicroBatch, Positions, Tokens
+from training.data.tokenization.batch_sampler import MicroBatch, Positions, TokenCounts
 from training.data.tokenization.pair_dataset import SIDES, Pairs
 from training.distributed import Group
 from training.losses.batchwise import RunningMean, batch_context
@@ -56,22 +56,24 @@ class Objective(ABC, Generic[Collated]):
 
     @abstractmethod
     def score(self, model: PreTrainedModel, collated: Collated) -> LogProbs:
-        """What `own_values_IM` needs of the model."""
+        """What `per_item_values_IM` needs of the model."""
 
     @abstractmethod
-    def own_values_IM(self, collated: Collated, found: LogProbs) -> Tensor:
+    def per_item_values_IM(self, collated: Collated, found: LogProbs) -> Tensor:
         """The values of each item without the balance; the first column is differentiable."""
 
     def values_IM(self, model: PreTrainedModel, collated: Collated) -> Tensor:
         """The values of each item; the first column is differentiable."""
         found = self.score(model, collated)
-        values_IM = self.own_values_IM(collated, found)
+        values_IM = self.per_item_values_IM(collated, found)
         return self._balance.added(values_IM, found.routing) if self._balance else values_IM
 
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
         """Called on every rank before its micro-batches `parts` of the global `batch` are run; it may run the model."""
 
-    def look_ahead(self, model: PreTrainedModel, parts: Sequence[MicroBatch]) -> Iterator[tuple[Collated, LogProbs]]:
+    def score_batch_no_grad(
+        self, model: PreTrainedModel, parts: Sequence[MicroBatch]
+    ) -> Iterator[tuple[Collated, LogProbs]]:
         """Score the micro-batches without gradients; those that do not count are run too, and left out."""
         for part, collated in prefetch(lambda part: self.collate(model, part.items), parts):
             with torch.no_grad():
@@ -134,7 +136,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
         collisions, routing = self._loss.weighting is not None, self._balance is not None
         return logprobs_of(model, collated.rows, collisions, routing)
 
-    def own_values_IM(self, collated: CollatedPairs, found: LogProbs) -> Tensor:
+    def per_item_values_IM(self, collated: CollatedPairs, found: LogProbs) -> Tensor:
         logprobs = self._of_pairs(collated, found)
         losses = preference_loss(self._loss, logprobs, self._context.take(collated.places_I))
         return torch.stack(list(losses.metrics(logprobs.policy_B2.detach()).values()), dim=1)
@@ -156,7 +158,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
         policy_B2 = torch.zeros(len(self._batch_B), 2, dtype=torch.float64, device=self._group.device)
         tails_B2 = torch.zeros_like(policy_B2)
         routed = []
-        for collated, found in self.look_ahead(model, parts):
+        for collated, found in self.score_batch_no_grad(model, parts):
             logprobs = self._of_pairs(collated, found)
             policy_B2[collated.places_I] = logprobs.policy_B2
             if logprobs.policy_tails_B2 is not None:
@@ -188,7 +190,7 @@ class PreferenceObjective(Objective[CollatedPairs]):
         return to_device(torch.from_numpy(values), self._group.device)
 
 
-def pair_tokens(pairs: Pairs) -> Tokens:
+def pair_tokens(pairs: Pairs) -> TokenCounts:
     """Tokens of every pair: of both sequences, and of both with the prompt once."""
     sequences_I = pairs.lengths("chosen") + pairs.lengths("rejected")
-    return Tokens(sequences_I, sequences_I - pairs.prompt_lengths)
+    return TokenCounts(sequences_I, sequences_I - pairs.prompt_lengths)

@@ -31,7 +31,7 @@ class Flags:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class StepSync:
     """The same on every rank. `suspects`: the ranks that met a value that is not finite."""
 
     sums: list[float]
@@ -41,9 +41,9 @@ class Agreed:
     norm: float
 
 
-def agree(
+def sync_step(
     group: Group, sums_M: Tensor, memory_mb: float, suspect: Tensor, flags: Flags, norm: Callable[[], Tensor]
-) -> Agreed:
+) -> StepSync:
     """Exchange what each rank gives; `suspect` is a boolean tensor, `norm` gives the norm of the whole gradient.
 
     One vector is summed: M sums, F flags, and R + R places of which each rank fills its own with `suspect` and `memory_mb`.
@@ -57,4 +57,4 @@ def agree(
     fetched = torch.cat([summed, norm().double().view(1)]).cpu()
     sums_M, raised_F, suspect_R, memory_R, norm_1 = fetched.split([len(sums_M), len(flags_F), world, world, 1])
     suspects = suspect_R.nonzero()[:, 0].tolist()
-    return Agreed(sums_M.tolist(), float(memory_R.max()), suspects, Flags(*(raised_F > 0).tolist()), float(norm_1))
+    return StepSync(sums_M.tolist(), float(memory_R.max()), suspects, Flags(*(raised_F > 0).tolist()), float(norm_1))

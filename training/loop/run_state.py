@@ -20,7 +20,7 @@ from training.loop.train_step import peak_memory_mb
 _CURVE_POINTS = 200
 
 
-class RunRecord:
+class RunState:
     """The record of the run of `job`; `curves` names the metrics of which some 200 values are kept among the facts.
 
     `resumed_step`: the step of the last whole checkpoint; None if there is none, so the run starts from the beginning.

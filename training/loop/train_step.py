@@ -1,4 +1,4 @@
-"""One optimizer step, the same for every objective. `Stepper.step` is the algorithm, top to bottom.
+"""One optimizer step, the same for every objective. `TrainStep.step` is the algorithm, top to bottom.
 
 Legend: I items of a batch, M values that the objective reports of each item; the first of them is the loss.
 
@@ -29,14 +29,14 @@ from torch import Tensor
 
 from training.contract.config.recipe import SupervisedTuning, Training
 from training.contract.errors import TrainingError
-from training.data.tokenization.batch_sampler import Batches, MicroBatch, Positions, seed_sequence
+from training.data.tokenization.batch_sampler import BatchSampler, MicroBatch, Positions, seed_sequence
 from training.loop.objective import Objective
-from training.loop.rank_sync import Agreed, Flags, agree
+from training.loop.rank_sync import Flags, StepSync, sync_step
 from training.model.attention.prefix_support import why_not_shared
 from training.model.device_prefetch import prefetch
-from training.model.logprobs.response_logprobs import runs_in_lockstep
+from training.model.logprobs.response_logprobs import is_collective
 from training.optim.optimizer import build_optimizer, hidden_matrices, norm_weights, schedule_factor, set_learning_rate
-from training.parallel.train_state import Masters
+from training.parallel.train_state import TrainableParams
 
 _SHOWN = 8
 
@@ -49,14 +49,14 @@ class StepResult:
     flags: Flags
 
 
-class Stepper:
+class TrainStep:
     """The optimizer steps of one run; `steps` is how many there are in all, for the learning rate."""
 
     def __init__(
         self,
-        masters: Masters,
+        masters: TrainableParams,
         objective: Objective[Any],
-        batches: Batches,
+        batches: BatchSampler,
         settings: Training | SupervisedTuning,
         steps: int,
     ) -> None:
@@ -74,7 +74,7 @@ class Stepper:
         started = time.perf_counter()
         masters, objective, group, settings = self.masters, self.objective, self.group, self._settings
         batch = self.batches.batch(step)
-        lockstep = runs_in_lockstep(masters.model)
+        lockstep = is_collective(masters.model)
         parts = self.batches.micro_batches(step, group.rank, group.world, lockstep, self._sharing)
         count = objective.count(batch)
 
@@ -87,8 +87,8 @@ class Stepper:
 
         finite_I = values_IM.isfinite().all(dim=1)
         suspect = ~(masters.reduce() & finite_I.all())
-        agreed = agree(group, values_IM.sum(0), peak_memory_mb(group.device), suspect, flags, masters.norm)
-        self._demand_finite(step, agreed, items, finite_I)
+        agreed = sync_step(group, values_IM.sum(0), peak_memory_mb(group.device), suspect, flags, masters.norm)
+        self._check_finite(step, agreed, items, finite_I)
 
         factor = schedule_factor(settings.schedule, step, self.steps)
         self._apply(agreed.norm, factor)
@@ -127,7 +127,7 @@ class Stepper:
         self.optimizer.step()
         self.masters.update_model()
 
-    def _demand_finite(self, step: int, agreed: Agreed, items: Positions, finite_I: Tensor) -> None:
+    def _check_finite(self, step: int, agreed: StepSync, items: Positions, finite_I: Tensor) -> None:
         """Raise TrainingError on every rank unless all values and the gradient are finite."""
         if agreed.suspects:
             raise TrainingError(
@@ -140,7 +140,7 @@ class Stepper:
                 f"while each rank's own is finite; lower `optimizer.learning_rate` or `max_grad_norm`"
             )
 
-    def _suspects(self, agreed: Agreed, items: Positions, finite_I: Tensor) -> str:
+    def _suspects(self, agreed: StepSync, items: Positions, finite_I: Tensor) -> str:
         """The rows with a value that is not finite, rank by rank; all rows of the suspects where only gradients are not.
 
         A suspect without such a value is not blamed beside one that has some: it may have run their rows for company, and then

@@ -15,28 +15,28 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from training.checkpoint.async_saver import Saver
-from training.checkpoint.checkpoint import State
+from training.checkpoint.async_saver import AsyncSaver
+from training.checkpoint.checkpoint import TrainingState
 from training.contract.errors import StoreError, TrainingError
 from training.contract.protocol.events import EventWriter, Progress
-from training.contract.protocol.input_files import demand_unchanged
+from training.contract.protocol.input_files import check_inputs_unchanged
 from training.contract.protocol.job import Job
 from training.loop.rank_sync import Flags
-from training.loop.run_state import RunRecord
-from training.loop.train_step import Stepper
+from training.loop.run_state import RunState
+from training.loop.train_step import TrainStep
 
 
 class Trainer:
     """Runs the steps of `stepper` for `job`, and notes them in `record`."""
 
-    def __init__(self, job: Job, events: EventWriter, stepper: Stepper, record: RunRecord) -> None:
+    def __init__(self, job: Job, events: EventWriter, stepper: TrainStep, record: RunState) -> None:
         self._events, self._stepper, self._group, self._record = events, stepper, stepper.group, record
         self._every = job.compute.checkpoint_every
-        self._saver = Saver(record.checkpoints, stepper.group)
+        self._saver = AsyncSaver(record.checkpoints, stepper.group)
         self._checkpoint_is_due = False
         self._saved_step: int | None = None
         self._signals: list[str] = []
-        self._state = State(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
+        self._state = TrainingState(stepper.masters.parameters, stepper.optimizer, stepper.masters.local_rows)
 
     def run(self, observe: Callable[[int], None] = lambda step: None) -> None:
         """Take the steps that are left; `observe` is called on every rank, with 0 before the first and after each."""
@@ -95,7 +95,7 @@ class Trainer:
     def _save_if_due(self, step: int, flags: Flags) -> None:
         """Save when it is time, in a later step if a rank is still saving; all ranks decide alike. Raises StoreError."""
         if flags.failed:
-            self._saver.demand_saved()
+            self._saver.check_saved()
         self._checkpoint_is_due |= step % self._every == 0
         if self._checkpoint_is_due and (not flags.saving or step == self._stepper.steps):
             if flags.saving:
@@ -122,7 +122,7 @@ class Trainer:
         )
 
     def _save(self, step: int) -> None:
-        demand_unchanged()
+        check_inputs_unchanged()
         self._note_objective()
         with self._record.timed("checkpoints"):
             self._saver.start(step, self._state, self._record.facts)

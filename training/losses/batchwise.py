@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from training.contract.config.loss import Term
+from training.contract.config.loss import LossTerm
 from training.losses.inputs import BatchContext, LossInputs, difference
 from training.losses.pairwise import smoothed
 
@@ -55,7 +55,7 @@ def batch_context(pairs: LossInputs, rewards: RunningMean) -> BatchContext:
     )
 
 
-def aot(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
+def aot(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
     """`-log s(beta (m_(k) - m_ref_(k)))`, m the margins `log pi(c) - log pi(r)` of the batch, each sorted, k the rank.
 
     The policy's distribution of margins is to dominate the reference's, not each margin its own. Melnyk et al. 2024,
@@ -65,7 +65,7 @@ def aot(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     return smoothed(pairs.beta * (difference(pairs.policy_B2) - batch.matched_margins_B), term.label_smoothing)
 
 
-def aot_unpaired(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
+def aot_unpaired(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
     """`-log s(beta (c_(k) - r_(k)))`, c and r the log-ratios of the chosen and rejected responses, each sorted.
 
     The same paper, for responses that need not belong together. A pair's value is that of its chosen response; its rejected
@@ -79,7 +79,7 @@ def aot_unpaired(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
     return value_B + elsewhere_B - elsewhere_B.detach()
 
 
-def bco_pair(pairs: LossInputs, batch: BatchContext, term: Term) -> Tensor:
+def bco_pair(pairs: LossInputs, batch: BatchContext, term: LossTerm) -> Tensor:
     """`-log s(c-d) - log s(-(r-d))`, d the running mean of all rewards, this batch's included.
 
     Jung et al. 2024, "Binary Classifier Optimization", arXiv 2404.04656. TRL had this shift until 0.x and has none in 1.16,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.contract.config.loss import Loss, LossType, Term
+from training.contract.config.loss import Loss, LossTerm, LossType
 from training.losses import batchwise, pairwise
 from training.losses.batchwise import RunningMean, batch_context
 from training.losses.inputs import BatchContext, LossInputs, PairLogProbs, difference
@@ -27,7 +27,7 @@ METRICS = (
     "logps/chosen",
     "logps/rejected",
 )
-LossFunction = Callable[[LossInputs, BatchContext, Term], Tensor]
+LossFunction = Callable[[LossInputs, BatchContext, LossTerm], Tensor]
 LOSSES: dict[LossType, LossFunction] = {
     LossType.SIGMOID: pairwise.sigmoid,
     LossType.ROBUST: pairwise.robust,
@@ -94,7 +94,7 @@ def metric_names(settings: Loss) -> tuple[str, ...]:
     return METRICS + parts
 
 
-def _weighted(losses_B: Tensor, term: Term, logprobs: PairLogProbs) -> Tensor:
+def _weighted(losses_B: Tensor, term: LossTerm, logprobs: PairLogProbs) -> Tensor:
     """Pairs are weighted as comparisons; a term that compares nothing (sft) is not."""
     if logprobs.weights_B is None or not term.type.traits.compares_responses:
         return losses_B

@@ -50,7 +50,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     return min(tables, default=None)
 
 
-def demand_positions(model: PreTrainedModel, longest: int, events: EventWriter) -> None:
+def check_positions(model: PreTrainedModel, longest: int, events: EventWriter) -> None:
     """Raise ModelError if `model` cannot run a sequence of `longest` tokens; note it if it was made for shorter ones alone."""
     limit, usual = position_limit(model), getattr(text_config(model), "max_position_embeddings", None)
     if limit is not None and longest > limit:

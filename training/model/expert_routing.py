@@ -38,7 +38,7 @@ class NoRouting(ModelError):
     """Passes of a model cannot tell where its tokens went: it has no experts that a loss could balance, or others."""
 
 
-def demand_experts(model: PreTrainedModel) -> None:
+def check_experts(model: PreTrainedModel) -> None:
     """Raise NoRouting if the configuration of `model` knows of no experts that are balanced by a loss."""
     config = text_config(model)
     if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):

@@ -39,7 +39,7 @@ _ORIGIN = "_pedigree_origin"
 
 
 @dataclass(frozen=True)
-class Origin:
+class WeightsOrigin:
     """What was read with a model's weights: the names of the tensors in its files, and its processors' files."""
 
     tensors: tuple[str, ...] = ()
@@ -116,14 +116,14 @@ def own_values(model: PreTrainedModel, folder: Path) -> None:
         tensor.data = tensor.data.clone()
 
 
-def _read_origin(folder: Path) -> Origin:
+def _read_origin(folder: Path) -> WeightsOrigin:
     names = [place.name for file in weight_files(folder) for place in read_places(file)]
-    return Origin(tuple(names), {file.name: file.read_bytes() for file in sorted(folder.glob(PROCESSORS))})
+    return WeightsOrigin(tuple(names), {file.name: file.read_bytes() for file in sorted(folder.glob(PROCESSORS))})
 
 
-def _origin_of(model: PreTrainedModel) -> Origin:
+def _origin_of(model: PreTrainedModel) -> WeightsOrigin:
     """Nothing for a model that was built from a config, as on most ranks."""
-    origin: Origin = getattr(model, _ORIGIN, Origin())
+    origin: WeightsOrigin = getattr(model, _ORIGIN, WeightsOrigin())
     return origin
 
 

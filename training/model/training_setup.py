@@ -32,9 +32,9 @@ from training.contract.protocol.events import EventWriter
 from training.model.adapter import add_adapter, train_mode
 from training.model.attention.packed_attention import use_attention
 from training.model.backbone import architecture, body_of, text_config
-from training.model.expert_routing import NoRouting, demand_experts
+from training.model.expert_routing import NoRouting, check_experts
 from training.model.load import without_values
-from training.model.logprobs.float8 import demand_float8
+from training.model.logprobs.float8 import check_float8
 from training.model.logprobs.head import HEAD_OPTIONS, HeadOptions
 from training.model.logprobs.logprob_tiles import COMPILE_OPTIONS, compile_tiles
 from training.model.logprobs.response_logprobs import response_logprobs
@@ -49,7 +49,7 @@ _LAYER_OPTIONS = {**COMPILE_OPTIONS, "fallback_random": True, "triton.mix_order_
 _TIMES = 31
 
 
-def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
+def check_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     """Raise ModelError or TrainingError where training by `recipe` would: for jobs before it, which may take long.
 
     It puts the adapter into a copy without values, looks for layers to checkpoint or compile, and for float8 on the device;
@@ -61,9 +61,9 @@ def demand_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     if adapter := training.get("adapter"):
         add_adapter(without_values(model.config, model.dtype), Adapter.model_validate(adapter), seed=0)
     if training.get("head_precision") == "float8":
-        demand_float8(model.device)
+        check_float8(model.device)
     if training.get("router_aux_loss_coef"):
-        _demand_routing(model, "training")
+        _check_routing(model, "training")
     if compute.get("compile"):
         with _compiler_explained():
             compile_tiles(model.device, model.dtype)
@@ -84,9 +84,9 @@ def prepare_for_training(
     where torch cannot compile.
     """
     if routing is not None:
-        _demand_routing(model, routing)
+        _check_routing(model, routing)
     if float8_head:
-        demand_float8(model.device)
+        check_float8(model.device)
     setattr(model, HEAD_OPTIONS, HeadOptions(float8=float8_head, compiled=compute.compile))
     if compute.compile:
         events.phase("compiling")
@@ -135,10 +135,10 @@ def _compiler_explained() -> Iterator[None]:
         ) from error
 
 
-def _demand_routing(model: PreTrainedModel, section: str) -> None:
+def _check_routing(model: PreTrainedModel, section: str) -> None:
     """Raise ModelError unless passes can tell where their tokens went; some models have experts that do not."""
     try:
-        demand_experts(model)
+        check_experts(model)
         sequences, sizes = tiny_groups(text_config(model).vocab_size)
         with _undisturbed(model), torch.no_grad():
             model.eval()

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from training.contract.config.optimizer import Muon
 
 
-class Turns(Protocol):
+class MatrixAssignment(Protocol):
     """How `processes`, of which this one is `number`, share whole matrices. In a turn, process i has the i-th of some names.
 
     The names may be fewer than the processes; then the last ones have none. All processes make the same calls.
@@ -40,7 +40,7 @@ class Turns(Protocol):
 class DistributedMuon(torch.optim.Optimizer):  # type: ignore[misc]  # torch is Any to mypy
     """Muon as `settings` say, over `groups` of named matrices, or of the rows of them that this process holds."""
 
-    def __init__(self, groups: Iterable[dict[str, Any]], settings: Muon, turns: Turns) -> None:
+    def __init__(self, groups: Iterable[dict[str, Any]], settings: Muon, turns: MatrixAssignment) -> None:
         super().__init__(groups, {})
         self._settings, self._turns = settings, turns
 

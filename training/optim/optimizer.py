@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from training.contract.config.optimizer import AdamW, Muon, Optimizer, Schedule
-from training.optim.distributed_muon import DistributedMuon, Turns
+from training.optim.distributed_muon import DistributedMuon, MatrixAssignment
 
 # In floats 0.07 * 100 is 7.000000000000001, and 7 is meant.
 _ROUNDING = 1e-9
@@ -72,7 +72,7 @@ def build_optimizer(
     parameters: Mapping[str, Parameter],
     matrices: Container[str],
     norms: Container[str] = (),
-    turns: Turns | None = None,
+    turns: MatrixAssignment | None = None,
 ) -> Optimizers:
     """What the recipe asks for over named parameters; Muon takes those of `matrices`, AdamW all the others.
 
@@ -142,7 +142,9 @@ def _adamw(settings: AdamW, parameters: Mapping[str, Parameter], norms: Containe
     return [torch.optim.AdamW(filled, betas=settings.betas, eps=settings.eps, fused=True)] if filled else []
 
 
-def _muon(settings: Muon, matrices: Mapping[str, Parameter], turns: Turns | None) -> list[torch.optim.Optimizer]:
+def _muon(
+    settings: Muon, matrices: Mapping[str, Parameter], turns: MatrixAssignment | None
+) -> list[torch.optim.Optimizer]:
     if not matrices:
         return []
     groups = [_group(settings, matrices, settings.weight_decay)]

@@ -22,7 +22,7 @@ from training.distributed import Group
 BUCKET_BYTES = 25 << 20
 
 
-class Buckets:
+class GradientBuckets:
     """The buckets of `gradient_N`, which holds parameters of `sizes` numbers each, in their order."""
 
     def __init__(

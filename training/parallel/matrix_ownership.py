@@ -15,7 +15,7 @@ from torch import Tensor
 from training.distributed import Group, mesh_of
 
 
-class TurnsOfCopies:
+class ReplicatedAssignment:
     """Every rank of this machine holds all rows."""
 
     def __init__(self, ranks: Group) -> None:
@@ -40,7 +40,7 @@ class TurnsOfCopies:
             dist.broadcast(tensor, group=self._group, group_src=owner)
 
 
-class TurnsOfShards:
+class ShardedAssignment:
     """Every rank of `group` holds some rows; `row_counts` tells how many rows of a tensor each of them holds."""
 
     def __init__(self, group: dist.ProcessGroup, row_counts: Callable[[str], Sequence[int]]) -> None:

@@ -27,7 +27,7 @@ _TRAINED_BYTES = {"float32": 16, "bfloat16": 18}
 
 
 @dataclass(frozen=True)
-class TrainableModel:
+class TrainModelSpec:
     """The model in `folder`, to be trained in `precision`; or a new adapter on it, initialized from `seed`.
 
     With `disable_dropout` it is trained without the dropout of its config; that of the adapter stays. With `float8_head` the
@@ -66,7 +66,7 @@ class TrainableModel:
 
 
 @dataclass(frozen=True)
-class FrozenModel:
+class InferenceModelSpec:
     """A model that only runs: `model` itself, or, where that is an adapter, `base` with it."""
 
     work: ClassVar[str] = "scoring"
@@ -89,4 +89,4 @@ class FrozenModel:
         return load_policy(self.model, self.base, self.dtype, device).requires_grad_(False)
 
 
-ModelSource = TrainableModel | FrozenModel
+ModelSource = TrainModelSpec | InferenceModelSpec

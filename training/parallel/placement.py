@@ -7,9 +7,9 @@ one whole copy besides what the ranks keep.
 
 Shards are those of FSDP2 (Zhao et al. 2023): each decoder layer gathers its weights before its pass and frees them after;
 embedding, last norm and head stay gathered from the forward to the backward pass, since tied weights are the first and the
-last that a pass needs. FSDP gathers for the model's forward pass, and we use the head outside of it: so the part of
-`response_logprobs` that reads weights is registered as a forward pass too (`hook_passes`). Every pass is then collective,
-and all ranks must run the same number of them, the rows of a model that cannot share prefixes included.
+last that a pass needs. FSDP gathers for the model's forward pass, but we use the head outside of it. So the part of
+`response_logprobs` that reads weights is registered as a forward pass too (`register_fsdp_forward`). Every pass is then
+collective: all ranks must run the same number of passes, also for a model that cannot share prefixes.
 """
 
 import json
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from training.contract.errors import ModelError
 from training.distributed import Group, mesh_of
 from training.model.load import named_tensors
-from training.model.logprobs.response_logprobs import hook_passes
+from training.model.logprobs.response_logprobs import register_fsdp_forward
 from training.parallel.precision import AS_LOADED, Precision
 
 # Loads a model onto a device; on the meta device without values.
@@ -36,7 +36,7 @@ Load = Callable[[torch.device], PreTrainedModel]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """The ranks of `group` hold `copies` copies of all weights; consecutive ranks share one."""
 
     group: Group
@@ -73,7 +73,7 @@ class Layout:
             for module in [*inner_first, part]:
                 fully_shard(module, mesh=mesh, mp_policy=precision.policy(apart.get(module, precision.usual)))
         precision.cast_buffers(model)
-        hook_passes(model, self.group)
+        register_fsdp_forward(model, self.group)
         return model
 
 
@@ -96,7 +96,7 @@ class _Broadcast:
         own = _tensors_of(self.model)
         message = group.gather_texts(json.dumps(own) if group.is_main else "")[0]
         self._left = {info.name: info for info in (_TensorInfo(*fields) for fields in json.loads(message))}
-        _demand_same_tensors(own, self._left)
+        _check_same_tensors(own, self._left)
         self._names = {module: name for name, module in self.model.named_modules()}
 
     def fill(self, part: Module) -> None:
@@ -139,7 +139,7 @@ def _load(load: Load, group: Group) -> PreTrainedModel:
     return model
 
 
-def _demand_same_tensors(own: list[_TensorInfo], sent: dict[str, _TensorInfo]) -> None:
+def _check_same_tensors(own: list[_TensorInfo], sent: dict[str, _TensorInfo]) -> None:
     """Rank 0's model, read from files, must have the tensors of the model that the others built from its config."""
     built = {info.name: info.shape for info in own}
     other = sorted(n for n in built.keys() | sent.keys() if n not in sent or built.get(n) != sent[n].shape)

@@ -4,8 +4,8 @@ With precision float32 the model's parameters are the masters. With bfloat16 the
 gradients of each micro-batch are added to the float32 buffer, and after a step the masters are rounded into the copy.
 
 All gradients lie in one flat float32 tensor, and each master's `.grad` is a view of it. So the norm is one norm, clipping one
-product, and the ranks exchange slices (`Buckets`). torch's DistributedDataParallel does not fit: it hooks on a forward pass
-of the whole model, and ours runs the body alone; a rank without a pair in a step has no backward pass to take part in;
+product, and the ranks exchange slices (`GradientBuckets`). torch's DistributedDataParallel does not fit: it hooks on a forward
+pass of the whole model, and ours runs the body alone; a rank without a pair in a step has no backward pass to take part in;
 and it would sum the gradients of a bfloat16 copy in bfloat16.
 
 Legend: N numbers of all trained tensors.
@@ -19,18 +19,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from training.checkpoint.tensor_slices import LocalRows
-from training.optim.distributed_muon import Turns
-from training.parallel.gradient_buckets import Buckets
-from training.parallel.matrix_ownership import TurnsOfCopies
-from training.parallel.model_specs import TrainableModel
-from training.parallel.placement import Layout
-from training.parallel.train_state import Masters
+from training.optim.distributed_muon import MatrixAssignment
+from training.parallel.gradient_buckets import GradientBuckets
+from training.parallel.matrix_ownership import ReplicatedAssignment
+from training.parallel.model_specs import TrainModelSpec
+from training.parallel.placement import Placement
+from training.parallel.train_state import TrainableParams
 
 
-class Replicated(Masters):
+class Replicated(TrainableParams):
     """`gradient_N` holds all gradients in a row."""
 
-    def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
+    def __init__(self, trainable: TrainModelSpec, layout: Placement) -> None:
         model = layout.place(partial(trainable.load, masters=True))
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._copied = trainable.precision != "float32"
@@ -40,12 +40,12 @@ class Replicated(Masters):
         super().__init__(model, trained, trainable, layout)
         sizes = [p.numel() for p in trained.values()]
         self.gradient_N = torch.zeros(sum(sizes), dtype=torch.float32, device=self.group.device)
-        self._buckets = Buckets(self.gradient_N, sizes, self.group)
+        self._buckets = GradientBuckets(self.gradient_N, sizes, self.group)
         self._attach_gradients(sizes)
 
     @cached_property
-    def turns(self) -> Turns | None:
-        return TurnsOfCopies(self.group) if self.group.world > self.group.nodes else None
+    def turns(self) -> MatrixAssignment | None:
+        return ReplicatedAssignment(self.group) if self.group.world > self.group.nodes else None
 
     def zero(self) -> None:
         self.gradient_N.zero_()

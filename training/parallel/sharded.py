@@ -22,15 +22,15 @@ from transformers import PreTrainedModel
 from training.checkpoint.tensor_slices import LocalRows
 from training.contract.errors import ModelError
 from training.model.backbone import architecture, text_config
-from training.optim.distributed_muon import Turns
-from training.parallel.matrix_ownership import TurnsOfShards
-from training.parallel.model_specs import TrainableModel
-from training.parallel.placement import Layout
-from training.parallel.train_state import Masters
+from training.optim.distributed_muon import MatrixAssignment
+from training.parallel.matrix_ownership import ShardedAssignment
+from training.parallel.model_specs import TrainModelSpec
+from training.parallel.placement import Placement
+from training.parallel.train_state import TrainableParams
 
 
-class Sharded(Masters):
-    def __init__(self, trainable: TrainableModel, layout: Layout) -> None:
+class Sharded(TrainableParams):
+    def __init__(self, trainable: TrainModelSpec, layout: Placement) -> None:
         precision = trainable.running_precision()
         model = layout.place(partial(trainable.load, masters=True), precision)
         self._dtypes = precision.dtypes
@@ -46,8 +46,8 @@ class Sharded(Masters):
             )
 
     @cached_property
-    def turns(self) -> Turns:
-        return TurnsOfShards(self._shard_group, self._row_counts)
+    def turns(self) -> MatrixAssignment:
+        return ShardedAssignment(self._shard_group, self._row_counts)
 
     def zero(self) -> None:
         self._reduce_scatter.finite.fill_(True)

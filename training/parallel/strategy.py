@@ -21,30 +21,30 @@ from training.contract.identity.safetensors_file import read_places
 from training.contract.protocol.events import EventWriter
 from training.contract.system.cgroups import memory_bytes
 from training.distributed import Group
-from training.parallel.model_specs import FrozenModel, ModelSource, TrainableModel
-from training.parallel.placement import Layout
+from training.parallel.model_specs import InferenceModelSpec, ModelSource, TrainModelSpec
+from training.parallel.placement import Placement
 from training.parallel.replicated import Replicated
 from training.parallel.sharded import Sharded
-from training.parallel.train_state import Masters
+from training.parallel.train_state import TrainableParams
 
 _USABLE = 0.7
 
 
-def build_masters(trainable: TrainableModel, parallel: Parallel, group: Group, events: EventWriter) -> Masters:
+def build_masters(trainable: TrainModelSpec, parallel: Parallel, group: Group, events: EventWriter) -> TrainableParams:
     """The model to train, loaded onto the ranks. Raises ModelError."""
     layout = choose_layout(trainable, parallel, group, events)
     return Sharded(trainable, layout) if layout.is_sharded else Replicated(trainable, layout)
 
 
-def load_frozen(frozen: FrozenModel, parallel: Parallel, group: Group, events: EventWriter) -> PreTrainedModel:
+def load_frozen(frozen: InferenceModelSpec, parallel: Parallel, group: Group, events: EventWriter) -> PreTrainedModel:
     """A model that only runs, loaded onto the ranks. Raises ModelError."""
     return choose_layout(frozen, parallel, group, events).place(frozen.load)
 
 
-def choose_layout(source: ModelSource, parallel: Parallel, group: Group, events: EventWriter) -> Layout:
+def choose_layout(source: ModelSource, parallel: Parallel, group: Group, events: EventWriter) -> Placement:
     """Choose the layout for the weights of `source`, and note it. Raises ModelError."""
     chosen, why = choose(source, parallel, group, device_bytes(group))
-    layout = Layout(group, {"ddp": group.world, "fsdp": 1, "hsdp": group.nodes}[chosen])
+    layout = Placement(group, {"ddp": group.world, "fsdp": 1, "hsdp": group.nodes}[chosen])
     if group.world > 1:
         part = f"in {layout.shards} shards, {layout.copies} times" if layout.is_sharded else "whole on each"
         events.note(f"{group.world} processes, weights {part} ({chosen}: {why})")

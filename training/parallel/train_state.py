@@ -29,19 +29,19 @@ from training.checkpoint.tensor_slices import LocalRows
 from training.model.adapter import adapter_parameters, train_mode
 from training.model.backbone import text_config
 from training.model.load import DTYPES
-from training.optim.distributed_muon import Turns
-from training.parallel.model_specs import TrainableModel
-from training.parallel.placement import Layout
+from training.optim.distributed_muon import MatrixAssignment
+from training.parallel.model_specs import TrainModelSpec
+from training.parallel.placement import Placement
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _PIECE = 1 << 16
 
 
-class Masters(ABC):
+class TrainableParams(ABC):
     """`model` runs; `parameters` are what the optimizer steps: float32, of each trained tensor the part of this rank."""
 
     def __init__(
-        self, model: PreTrainedModel, parameters: dict[str, Parameter], trainable: TrainableModel, layout: Layout
+        self, model: PreTrainedModel, parameters: dict[str, Parameter], trainable: TrainModelSpec, layout: Placement
     ) -> None:
         self.model, self.parameters, self.layout, self.group = model, parameters, layout, layout.group
         self.dtype = DTYPES[trainable.precision]
@@ -61,7 +61,7 @@ class Masters(ABC):
 
     @property
     @abstractmethod
-    def turns(self) -> Turns | None:
+    def turns(self) -> MatrixAssignment | None:
         """How the ranks share whole matrices; None where this one has none to share with. All ranks ask."""
 
     @abstractmethod

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from training.contract.errors import TrainingError
 from training.contract.identity.fingerprint import KEY_BYTES
 from training.contract.protocol.events import EventWriter, Progress
-from training.contract.protocol.input_files import demand_unchanged
-from training.contract.store.logprob_cache import Memo
+from training.contract.protocol.input_files import check_inputs_unchanged
+from training.contract.store.logprob_cache import LogprobCache
 from training.data.tokenization.pair_dataset import SIDES, Pairs, Side
 from training.distributed import Group
 from training.model.attention.shared_prefix import TokenSequence
@@ -80,7 +80,7 @@ class _Shards:
     A shard stays for good, so what was scored is first compared with what was hashed.
     """
 
-    memo: Memo
+    memo: LogprobCache
     _keys: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     _scores: list[LogProbs] = field(default_factory=list)
     _tokens: int = 0
@@ -95,7 +95,7 @@ class _Shards:
 
     def commit(self) -> None:
         if self._keys:
-            demand_unchanged()
+            check_inputs_unchanged()
             counts_S = torch.cat([scores.counts_S for scores in self._scores]).numpy().astype(np.int32)
             tokens_N = torch.cat([scores.tokens_N for scores in self._scores]).numpy()
             self.memo.add(np.concatenate(self._keys), counts_S, tokens_N)
@@ -106,7 +106,7 @@ def score_missing(
     model: PreTrainedModel,
     sequences: DistinctSequences,
     missing_M: npt.NDArray[np.int64],
-    memo: Memo,
+    memo: LogprobCache,
     group: Group,
     events: EventWriter,
 ) -> None:
@@ -118,14 +118,14 @@ def score_missing(
     for scored in score_in_rounds(model, batches, sequences.read, group):
         if scored.own is not None:
             batch, scores = scored.own
-            _refuse_nonfinite(scores, batch.positions, sequences)
+            _check_finite_scores(scores, batch.positions, sequences)
             shards.add(sequences.keys_SK[batch.positions], scores)
         progress.advance(int(sequences.lengths_S[scored.all_positions].sum()))
     shards.commit()
     group.barrier()
 
 
-def _refuse_nonfinite(scores: LogProbs, batch: npt.NDArray[np.int64], sequences: DistinctSequences) -> None:
+def _check_finite_scores(scores: LogProbs, batch: npt.NDArray[np.int64], sequences: DistinctSequences) -> None:
     bad_N = ~np.isfinite(scores.tokens_N.numpy())
     if bad_N.any():
         sequence = int(np.repeat(batch, scores.counts_S.numpy())[bad_N][0])

@@ -19,12 +19,12 @@ from training.contract.config.recipe import Parallel
 from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.logprob_cache import Memo, scoring_rule
+from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import SIDES, Pairs, by_pair
 from training.distributed import Group
-from training.parallel.model_specs import FrozenModel
+from training.parallel.model_specs import InferenceModelSpec
 from training.parallel.strategy import load_frozen
 from training.scoring.cached_sequences import DistinctSequences, score_missing
 
@@ -42,11 +42,11 @@ def read_table(
     if not loss.needs_token_logprobs:
         return table
     weights = job.inputs["reference_model"]
-    memo = Memo(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
+    memo = LogprobCache(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
     tails = _Tails(memo, table, pairs, positions_V, group)
     tails_2V = tails.read()
     if len(missing := np.flatnonzero(np.isnan(tails_2V))):
-        tails.score(missing, FrozenModel(weights, table.dtype), job.compute.parallel, events)
+        tails.score(missing, InferenceModelSpec(weights, table.dtype), job.compute.parallel, events)
         tails_2V = tails.read()
     if not np.isfinite(tails_2V).all():
         raise TrainingError(
@@ -62,7 +62,7 @@ def read_table(
 class _Tails:
     """The tails of the 2V responses at `positions_V`, in the memo."""
 
-    memo: Memo
+    memo: LogprobCache
     table: LogProbTable
     pairs: Pairs
     positions_V: npt.NDArray[np.int64]
@@ -79,7 +79,7 @@ class _Tails:
         return found
 
     def score(
-        self, missing: npt.NDArray[np.int64], frozen: FrozenModel, parallel: Parallel, events: EventWriter
+        self, missing: npt.NDArray[np.int64], frozen: InferenceModelSpec, parallel: Parallel, events: EventWriter
     ) -> None:
         """Score the sequences at these of the 2V places into the memo; the reference model is freed afterwards."""
         side, at = np.divmod(missing, len(self.positions_V))

@@ -116,7 +116,7 @@ def score_pairs(
     """
     tokens_V2 = reference.tokens_P2[positions_V]
     scores = _score_places(policy, pairs, positions_V, tokens_V2.min(axis=1), group, events)
-    _demand_sound(pairs, positions_V, scores, tokens_V2.T.flatten())
+    _check_finite_pairs(pairs, positions_V, scores, tokens_V2.T.flatten())
     sums_V2, tails_V2 = (torch.from_numpy(by_pair(scores[:, column])) for column in (1, 2))
     reference_tails_P2 = reference.tails_P2
     logprobs = PairLogProbs(
@@ -161,7 +161,7 @@ def _score_places(
     return by_place
 
 
-def _demand_sound(
+def _check_finite_pairs(
     pairs: Pairs, positions_V: npt.NDArray[np.int64], scores: npt.NDArray[np.float64], counts: npt.NDArray[np.int32]
 ) -> None:
     rows_2V = np.tile(pairs.rows[positions_V], 2)

@@ -44,7 +44,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Deviations:
+class LogprobDeviations:
     """Per pair and side (chosen, rejected): the log-prob scored now and that of the table, and by how much they may differ."""
 
     live_I2: Floats
@@ -65,7 +65,7 @@ class Deviations:
 
 
 @dataclass(frozen=True)
-class Proof:
+class ReferenceCheck:
     """The mean loss at zero margin, what it should be, and by how much it may be off."""
 
     loss: float
@@ -73,7 +73,7 @@ class Proof:
     allowed: float
 
 
-def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, where: str) -> Proof:
+def check_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, where: str) -> ReferenceCheck:
     """Check pairs that were scored by the model that made the table, in the table's dtype.
 
     Raises TrainingError, with the worst rows, if the loss, a response, or all responses together are off.
@@ -93,13 +93,13 @@ def prove_zero_margin(scored: ScoredPairs, reference: LogProbTable, loss: Loss, 
     )
 
 
-def nats_apart(scored: ScoredPairs) -> float:
+def logprob_difference(scored: ScoredPairs) -> float:
     """How many nats the two log-probs of a response are apart, policy and table, as the root of the mean square."""
     apart_V2 = scored.logprobs.policy_B2 - scored.logprobs.reference_B2
     return float(apart_V2.square().mean().sqrt())
 
 
-def _loss_at_reference(scored: ScoredPairs, settings: Loss, found: Deviations) -> Proof:
+def _loss_at_reference(scored: ScoredPairs, settings: Loss, found: LogprobDeviations) -> ReferenceCheck:
     """The loss found, the loss at the table's log-probs, and how far that moves when those move as rounding may move them."""
     logprobs, allowed_I2 = scored.logprobs, torch.from_numpy(found.allowed_I2)
 
@@ -111,7 +111,7 @@ def _loss_at_reference(scored: ScoredPairs, settings: Loss, found: Deviations) -
     corners = [losses_I(logprobs.reference_B2 + allowed_I2 * corner) for corner in signs]
     changes_I = torch.stack([(corner_I - expected_I).abs() for corner_I in corners]).amax(dim=0)
     loss, expected = float(scored.outcome.losses_B.mean()), float(expected_I.mean())
-    return Proof(loss, expected, _SLACK * float(changes_I.mean()))
+    return ReferenceCheck(loss, expected, _SLACK * float(changes_I.mean()))
 
 
 def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
@@ -120,14 +120,14 @@ def evenly_spaced(positions: npt.NDArray[np.int64], count: int) -> npt.NDArray[n
     return positions[at]
 
 
-def deviations(scored: ScoredPairs, reference: LogProbTable) -> Deviations:
+def deviations(scored: ScoredPairs, reference: LogProbTable) -> LogprobDeviations:
     """Scores made now, in the dtype of the table, beside those that it holds."""
     at, logprobs = scored.positions_V, scored.logprobs
     leeway_I2 = ROUNDING_NATS[reference.dtype] * np.sqrt(np.maximum(reference.tokens_P2[at], 1))
-    return Deviations(logprobs.policy_B2.numpy(), logprobs.reference_B2.numpy(), leeway_I2)
+    return LogprobDeviations(logprobs.policy_B2.numpy(), logprobs.reference_B2.numpy(), leeway_I2)
 
 
-def _worst(found: Deviations, rows: npt.NDArray[np.int64]) -> str:
+def _worst(found: LogprobDeviations, rows: npt.NDArray[np.int64]) -> str:
     worst = np.argsort(-found.excess_I, kind="stable")[:_SHOWN]
     return "\n".join(
         f"  row {rows[at]}: chosen {found.live_I2[at, 0]:.4f}, in the table {found.stored_I2[at, 0]:.4f}; rejected "

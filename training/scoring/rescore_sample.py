@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from training.contract.identity.software import COMPARED
 from training.contract.protocol.events import EventWriter
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.distributed import Group
 from training.model.logprobs.batch_scoring import score_in_rounds, shared_batches
 from training.scoring.cached_sequences import DistinctSequences
@@ -23,11 +23,11 @@ from training.scoring.reference_check import RMS_SHARE, ROUNDING_NATS
 Positions = npt.NDArray[np.int64]
 
 
-def sample_of_others(memo: Memo, sequences: DistinctSequences, group: Group) -> Positions:
+def sample_to_rescore(memo: LogprobCache, sequences: DistinctSequences, group: Group) -> Positions:
     """Return the sequences to score again, the same on every rank; none if this software made all that is known."""
     others_S = torch.zeros(len(sequences), dtype=torch.uint8)
     if group.is_main:
-        others_S = torch.from_numpy(memo.made_by_others(sequences.keys_SK).astype(np.uint8))
+        others_S = torch.from_numpy(memo.computed_by_other_software(sequences.keys_SK).astype(np.uint8))
     others = np.flatnonzero(group.broadcast_(others_S.to(group.device)).cpu().numpy())
     by_length = others[np.argsort(sequences.lengths_S[others], kind="stable")]
     at = np.linspace(0, len(by_length) - 1, min(COMPARED, len(by_length))).round().astype(np.int64)
@@ -38,7 +38,7 @@ def confirm_others(
     model: PreTrainedModel,
     sequences: DistinctSequences,
     sample_M: Positions,
-    memo: Memo,
+    memo: LogprobCache,
     dtype: str,
     group: Group,
     events: EventWriter,
@@ -60,7 +60,7 @@ def confirm_others(
         f"{sequences.name(int(sample_M[worst]))} has {live_M[worst]:.4f} nats now and {known.sums_Q[worst]:.4f} there"
     )
     if group.is_main:
-        memo.set_aside_made_by_others(why)
+        memo.set_aside_computed_by_other_software(why)
     group.barrier()
     return False
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import click
 
-from assets.bodies.release import sole_decision
+from assets.bodies.release import promotion_lock
 from assets.execution.interruption import is_interruption
-from assets.inputs.name_claims import refuse_namesake
+from assets.inputs.name_claims import check_name_is_free
 from assets.pipeline.graph import GRAPH
 from assets.views.pair_page import write_page
 from training.contract.errors import StoreError, UsageError
@@ -218,7 +218,7 @@ def rollback(name: str, as_json: bool) -> None:
     """Make the previous champion of the model NAME champion again. NAME is a recipe's `release.model_name`."""
     prepare_home(pedigree_home())
     services = build_services(pedigree_home())
-    with sole_decision(services.store, name):
+    with promotion_lock(services.store, name):
         restored, left = services.registry.rollback(name)
     told = {"model": name, "champion": restored.number, "rolled_back": left.number}
     print_found(as_json, told, tables.rolled_back, name, restored, left)
@@ -246,5 +246,5 @@ def _find(recipe: str) -> list[LoadedRecipe]:
     """The recipe and its variants. Raises UsageError where another recipe has one of their names in this home."""
     found = find_recipes(recipe)
     for loaded in found:
-        refuse_namesake(pedigree_home(), loaded.pipeline)
+        check_name_is_free(pedigree_home(), loaded.pipeline)
     return found

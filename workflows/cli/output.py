@@ -22,8 +22,8 @@ from sqlalchemy.exc import DatabaseError
 
 from assets.execution.interruption import INTERRUPTED
 from training.contract.errors import PedigreeError
-from training.contract.files.hub import asking_once
-from training.contract.system.atomic_io import HOW_TO_SHARE, free_bytes
+from training.contract.files.hub import pin_hub_revisions
+from training.contract.system.atomic_io import SHARED_HOME_HINT, free_bytes
 from workflows.orchestration.resources import pedigree_home
 
 _STDOUT, _STDERR = 1, 2  # as processes inherit them, whatever stands for them in this one
@@ -37,7 +37,7 @@ _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 _PICTURES |= dict.fromkeys(range(0x7F, 0xA0), "\N{REPLACEMENT CHARACTER}")
 
 
-class Terminal(Console):
+class SanitizedConsole(Console):
     """Shows text that comes from data, templates or files, and obeys none of it."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
@@ -45,8 +45,8 @@ class Terminal(Console):
             yield segment if segment.control else segment._replace(text=segment.text.translate(_PICTURES))
 
 
-results = Terminal(highlight=False)
-people = Terminal(stderr=True, highlight=False)
+results = SanitizedConsole(highlight=False)
+people = SanitizedConsole(stderr=True, highlight=False)
 
 
 class JsonGroup(click.Group):
@@ -81,7 +81,7 @@ def reporting(command: Callable[P, None]) -> Callable[P, None]:
     @wraps(command)
     def reported(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
-            with asking_once():
+            with pin_hub_revisions():
                 return command(*args, **kwargs)
         except BrokenPipeError:  # whoever reads has seen enough, as in `| head`: click ends quietly
             raise
@@ -107,13 +107,13 @@ def explained(error: BaseException) -> str:
         case KeyboardInterrupt() | dg.DagsterExecutionInterruptedError():
             return str(error) or INTERRUPTED
         case PermissionError():
-            return f"{error}; {HOW_TO_SHARE}"
+            return f"{error}; {SHARED_HOME_HINT}"
         case OSError():
             return _refused(str(error))
         case DatabaseError():
             account = f"a database refuses: {' '.join(str(error.orig).split())}"
             if (foreign := _foreign_database()) is not None:
-                return f"{account}: this user may not write {foreign}; {HOW_TO_SHARE}"
+                return f"{account}: this user may not write {foreign}; {SHARED_HOME_HINT}"
             return _refused(account)
     return str(error)
 

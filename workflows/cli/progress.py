@@ -13,7 +13,7 @@ from rich.table import Column
 
 from assets.execution.job_log import EventLines
 from assets.pipeline.pipeline import Services, emitting
-from training.contract.identity.file_hashing import telling
+from training.contract.identity.file_hashing import report_hashing_to
 from training.contract.protocol.events import Event
 from workflows.cli.output import people
 from workflows.orchestration.resources import build_services, dagster_instance, pedigree_home
@@ -26,7 +26,11 @@ _WHAT_IS_LEFT = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # of the lin
 @contextmanager
 def at_work() -> Iterator[tuple[Services, dg.DagsterInstance]]:
     """What most commands work with. How far their jobs are is shown meanwhile, and how far files are hashed beside them."""
-    with ProgressBars(people) as progress, dagster_instance() as instance, telling(emitting(progress.hear, _NO_ASSET)):
+    with (
+        ProgressBars(people) as progress,
+        dagster_instance() as instance,
+        report_hashing_to(emitting(progress.hear, _NO_ASSET)),
+    ):
         yield build_services(pedigree_home(), progress.hear), instance
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from assets.execution.rescore import SetAside, set_scores_aside
-from assets.inputs.name_claims import refuse_namesake
+from assets.inputs.name_claims import check_name_is_free
 from workflows.cli import tables
 from workflows.cli.output import print_found, reporting
 from workflows.cli.progress import at_work
@@ -29,7 +29,7 @@ def rescore(recipe: str, as_json: bool) -> None:
     For log-probs that are not right, as the proof of step 0 or `pedigree verify` says.
     """
     pipeline = find_recipes(recipe)[0].pipeline
-    refuse_namesake(pedigree_home(), pipeline)
+    check_name_is_free(pedigree_home(), pipeline)
     with at_work() as (services, instance):
         found = in_gpu_pool("rescore", services, instance, lambda: set_scores_aside(pipeline, services, instance))
     print_found(as_json, _json_of(found), tables.set_aside, pipeline, found)

@@ -17,7 +17,7 @@ from assets.views.pair_reader import TokenizedSide
 from model_registry.model_version import Version
 from training.contract.identity.fingerprint import short, shortened
 from workflows.commands.compare import SHOWN_VALUES, Compared, Comparison
-from workflows.commands.gc import Collected
+from workflows.commands.gc import GcReport
 from workflows.commands.inspect_pair import InspectedRow
 from workflows.commands.plan import PlannedAsset, sentence
 from workflows.commands.run_report import RunReport
@@ -203,7 +203,7 @@ def rolled_back(console: Console, name: str, restored: Version, left: Version) -
     )
 
 
-def collection(console: Console, found: Collected) -> None:
+def collection(console: Console, found: GcReport) -> None:
     table = Table("kind", "fingerprint or folder", "bytes", title="Deleted" if found.deleted else "Would be deleted")
     for item in found.garbage:
         table.add_row(escape(_short_kind(item.kind)), escape(shortened(item.fingerprint)), f"{item.bytes:,}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from assets.execution.run_liveness import close_dead_runs
+from assets.execution.run_liveness import fail_orphaned_runs
 from assets.pipeline.pipeline import Services
 from model_registry.connection import connect, page
 from training.contract.errors import PedigreeError
@@ -21,8 +21,8 @@ from workflows.recipes.discovery import (
     ExtraRecipe,
     extra_recipes,
     load_recipes,
-    recipe_fault,
     recipe_place,
+    recipe_problem,
     shows_project,
 )
 from workflows.recipes.yaml_file import recipes_in
@@ -50,14 +50,14 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
     if places:
         os.environ[ALONE_VARIABLE] = os.pathsep.join(map(str, places))
     listed = extra_recipes()
-    _tell_faults(listed, places)
+    _report_problems(listed, places)
     services = build_services(home)
     registry = services.registry
     # The servers' processes would make the tables of a new home all at once.
     with dagster_instance() as instance:
         for address in {registry.tracking_uri, registry.uri}:
             connect(address)
-        close_dead_runs(instance, home)
+        fail_orphaned_runs(instance, home)
         warn_of_unlimited_gpu(instance)
     with web_servers(home, registry, port, mlflow_port, people.print) as (dagster, mlflow):
         results.print(f"Dagster: {dagster}/asset-groups (Alt+E opens the groups)", soft_wrap=True)
@@ -67,10 +67,10 @@ def ui(recipes: tuple[str, ...], port: int, mlflow_port: int) -> None:
             threading.Event().wait()
 
 
-def _tell_faults(listed: list[ExtraRecipe], named: list[Path]) -> None:
+def _report_problems(listed: list[ExtraRecipe], named: list[Path]) -> None:
     """Tell what is wrong with the recipes `listed`. Raises it for a recipe that the command has named itself."""
     for extra in listed:
-        if (wrong := extra.fault or recipe_fault(extra.folder)) is None:
+        if (wrong := extra.fault or recipe_problem(extra.folder)) is None:
             continue
         if extra.folder in named:
             raise wrong

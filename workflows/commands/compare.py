@@ -23,7 +23,7 @@ from model_registry.gate import MIN_PROMPTS, PairedDifference, Prompts, count_pr
 from model_registry.mlflow_types import flatten
 from training.contract.errors import PedigreeError, StoreError, UsageError
 from training.contract.identity.fingerprint import short, shortened
-from workflows.state.expected_state import outlook
+from workflows.state.expected_state import expect_state
 from workflows.state.status import judge
 
 SHOWN_VALUES = {"accuracy": accuracy, "margin": margin, "loss": loss}
@@ -180,7 +180,7 @@ def _settings(stood_on: Mapping[str, Ancestor]) -> dict[str, str]:
 def _edited(history: History, services: Services) -> tuple[str, ...]:
     """Whether a run would evaluate something else by now, in words. The release, which comes last, is not looked at."""
     try:
-        judged = judge(history, services, outlook(history.pipeline, services))
+        judged = judge(history, services, expect_state(history.pipeline, services))
         found = next(each for each in judged if each.asset == "evaluation")
     except PedigreeError as error:
         return (f"whether it is what the recipe says by now cannot be seen: {error}",)

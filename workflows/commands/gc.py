@@ -30,9 +30,9 @@ from typing import get_args
 import dagster as dg
 from pydantic import ValidationError
 
-from assets.bodies.release import demand_releases
-from assets.execution.instance_ids import demand_all_records
-from assets.execution.run_liveness import BEGUN, close_dead_runs
+from assets.bodies.release import check_releases_exist
+from assets.execution.instance_ids import check_same_instance
+from assets.execution.run_liveness import BEGUN, fail_orphaned_runs
 from assets.lineage.history import Materialization, latest_of, made_in
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Services
@@ -56,7 +56,7 @@ _EVALUATIONS_SECONDS = 30 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Garbage:
+class GarbageItem:
     """`kind`: that of an artifact, `memo/<rule>`, or `job`, `staging`, `corrupt`, `download`; then `fingerprint` is a name."""
 
     kind: str
@@ -65,33 +65,33 @@ class Garbage:
 
 
 @dataclass(frozen=True)
-class Collected:
+class GcReport:
     """`kept` counts the artifacts that stay; `deleted` says whether the garbage is gone or only named."""
 
-    garbage: list[Garbage]
+    garbage: list[GarbageItem]
     bytes: int
     kept: int
     deleted: bool
 
 
-def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> Collected:
+def collect(services: Services, instance: dg.DagsterInstance, delete: bool = False) -> GcReport:
     """Name what nothing refers to, and remove it if `delete`.
 
     Raises RegistryError where the registry cannot be asked or is another one, StoreError where Dagster is, CorruptRecord where
     it is unknown what a current artifact was made from: a run mends that first.
     """
-    demand_all_records(instance, services.home)
-    close_dead_runs(instance, services.home)
-    sweep = Sweep(services, instance)
+    check_same_instance(instance, services.home)
+    fail_orphaned_runs(instance, services.home)
+    sweep = GarbageCollector(services, instance)
     garbage = list(sweep.garbage())
     if delete:
         garbage = [item for item in garbage if sweep.remove(item)]
         if (storage := instance.schedule_storage) is not None:
             storage.purge_asset_evaluations(time.time() - _EVALUATIONS_SECONDS)
-    return Collected(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
+    return GcReport(garbage, sum(item.bytes for item in garbage), len(sweep.kept), delete)
 
 
-class Sweep:
+class GarbageCollector:
     """One look at everything, and the removal of what it found."""
 
     def __init__(self, services: Services, instance: dg.DagsterInstance):
@@ -103,7 +103,7 @@ class Sweep:
         self._jobs = _folders((services.home / "jobs").resolve())
         self._since = self._oldest_unfinished_run()
 
-    def garbage(self) -> Iterator[Garbage]:
+    def garbage(self) -> Iterator[GarbageItem]:
         kept = self.kept  # nothing is garbage before it is sure that this can be known
         for kind, name in self._used:
             if (kind, name) not in kept and kind.removeprefix(_MEMO) not in self._kept_rules:
@@ -113,9 +113,9 @@ class Sweep:
         yield from (_garbage("corrupt", folder) for folder in self._folders["corrupt"])
         if self._since is None:
             for name in self._services.registry.outdated_downloads():
-                yield Garbage("download", name, freed_bytes(self._services.registry.downloads / name))
+                yield GarbageItem("download", name, freed_bytes(self._services.registry.downloads / name))
 
-    def remove(self, item: Garbage) -> bool:
+    def remove(self, item: GarbageItem) -> bool:
         """Remove it; False if it came into use meanwhile."""
         match item.kind:
             case "job":
@@ -155,7 +155,7 @@ class Sweep:
 
     def _registered(self) -> Iterator[Reference]:
         versions = self._services.registry.versions()
-        demand_releases(self._services.registry, versions, self._latest)
+        check_releases_exist(self._services.registry, versions, self._latest)
         for version in versions:
             yield from ((kind, found) for kind in _KINDS if (found := version.fingerprint_of(kind)) is not None)
 
@@ -251,8 +251,8 @@ class Sweep:
         return not any(is_held(lock) for lock in self._store.locks.glob("*.lock"))
 
 
-def _garbage(kind: str, folder: Path) -> Garbage:
-    return Garbage(kind, folder.name, freed_bytes(folder))
+def _garbage(kind: str, folder: Path) -> GarbageItem:
+    return GarbageItem(kind, folder.name, freed_bytes(folder))
 
 
 def _remove(folder: Path, locks: Sequence[Path] = (), still: Callable[[], bool] = lambda: True) -> bool:

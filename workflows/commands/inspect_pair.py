@@ -22,7 +22,7 @@ from training.contract.files.arrow_rows import without_nulls
 from training.contract.identity.fingerprint import short
 from training.contract.store.store import Artifact
 from workflows.commands.run import in_gpu_pool
-from workflows.state.expected_state import outlook
+from workflows.state.expected_state import expect_state
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def inspect_row(
 def _tokens_of_now(pipeline: Pipeline, services: Services) -> Artifact | None:
     """The pairs that a run would use, if they are in the store; None if its inputs cannot be looked at any more."""
     try:
-        how = outlook(pipeline, services)["tokenized_pairs"].derivation
+        how = expect_state(pipeline, services)["tokenized_pairs"].derivation
         return None if how is None else services.store.find("tokenized_pairs", how.key)
     except PedigreeError:
         return None

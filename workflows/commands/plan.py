@@ -15,13 +15,13 @@ from typing import Any, Literal
 import dagster as dg
 import numpy as np
 
-from assets.bodies.data import demand_splits, pairs_checks, pairs_work, preferences_work, rows_checks
-from assets.bodies.embedding_check import demand_embeddings
-from assets.bodies.reference import point_to_base_model
-from assets.bodies.release import release_fault
+from assets.bodies.data import check_splits, pairs_checks, pairs_work, preferences_work, rows_checks
+from assets.bodies.embedding_check import check_embeddings
+from assets.bodies.reference import reference_pointer
+from assets.bodies.release import release_problem
 from assets.bodies.specs import release_work, tokenizer_work
-from assets.execution.materialize import Work, find_sound, make, publish_found
-from assets.inputs.current import ROOTS, find_data, find_model, find_release, find_root, find_tokenizer
+from assets.execution.materialize import JobSpec, find_intact, make, publish_resolved
+from assets.inputs.current import ROOTS, find_data, find_model, find_release, find_tokenizer, resolve_root
 from assets.inputs.recipe_location import written_where_named
 from assets.lineage.diff import CORRUPT_RECORD
 from assets.lineage.history import History
@@ -34,10 +34,10 @@ from training.contract.identity.fingerprint import KEY_BYTES
 from training.contract.identity.model_identity import count_parameters
 from training.contract.identity.software import COMPARED, scoring_software
 from training.contract.protocol.job import CHECKPOINTS, checkpoints_of, committed_steps, job_folder
-from training.contract.store.logprob_cache import Memo, scoring_rule
+from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.store import Artifact
 from workflows.recipes.suggested_settings import advice, steps_of
-from workflows.state.expected_state import Outlook, outlook
+from workflows.state.expected_state import ExpectedState, expect_state
 from workflows.state.status import AssetStatus, judge
 
 Action = Literal["compute", "reuse"]
@@ -68,13 +68,13 @@ def plan(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -
     return [planner.planned(judged) for judged in judge(history, services, expected)]
 
 
-def _mended(pipeline: Pipeline, services: Services) -> Outlook:
+def _mended(pipeline: Pipeline, services: Services) -> ExpectedState:
     """What a run would give, with the corrupt records mended, as it would find and mend them from asset to asset."""
-    expected = outlook(pipeline, services, presume=True)
+    expected = expect_state(pipeline, services, presume=True)
     corrupt = [of.derivation for of in expected.values() if of.derivation and of.fault == CORRUPT_RECORD]
     for how in corrupt:
         with services.store.lock(how.kind, how.key):
-            find_sound(services, how, _LOG)
+            find_intact(services, how, _LOG)
     return _mended(pipeline, services) if corrupt else expected
 
 
@@ -87,7 +87,7 @@ def sentence(planned: Sequence[PlannedAsset]) -> str:
 
 
 @dataclass(frozen=True)
-class _Cheap:
+class _DataArtifacts:
     """What is made in the store, unless it is there, before anything is planned."""
 
     source: Artifact
@@ -98,31 +98,31 @@ class _Cheap:
     parameters: int
 
 
-def _make_cheap(pipeline: Pipeline, services: Services) -> _Cheap:
-    def made(asset: str, work: Work, **inputs: Artifact) -> Artifact:
+def _make_cheap(pipeline: Pipeline, services: Services) -> _DataArtifacts:
+    def made(asset: str, work: JobSpec, **inputs: Artifact) -> Artifact:
         fingerprints = {name: artifact.fingerprint for name, artifact in inputs.items()}
         return make(pipeline, services, asset, work, fingerprints, _LOG).artifact
 
     data, model, tokenizer = find_data(pipeline), find_model(pipeline, services), find_tokenizer(pipeline, services)
-    source, base_model = (publish_found(services, found, _LOG).artifact for found in (data, model))
+    source, base_model = (publish_resolved(services, found, _LOG).artifact for found in (data, model))
     for asset in ("training_spec", "evaluation_spec"):
-        publish_found(services, find_root(pipeline, services, asset), _LOG)
+        publish_resolved(services, resolve_root(pipeline, services, asset), _LOG)
     spec = made("tokenization_spec", tokenizer_work(pipeline, tokenizer))
     release = made("release_spec", release_work(pipeline, find_release(pipeline, services)))
-    demand_embeddings(pipeline, services, spec)
+    check_embeddings(pipeline, services, spec)
     rows = made("raw_preferences", preferences_work(pipeline, data), preference_source=source)
-    _demand_passed(rows_checks(pipeline, rows))
+    _check_passed(rows_checks(pipeline, rows))
     pairs = made("tokenized_pairs", pairs_work(pipeline), raw_preferences=rows, tokenization_spec=spec)
-    demand_splits(pipeline, pairs, GRAPH)
-    demand_embeddings(pipeline, services, spec, pairs)
-    _demand_passed(pairs_checks(pipeline, pairs))
+    check_splits(pipeline, pairs, GRAPH)
+    check_embeddings(pipeline, services, spec, pairs)
+    _check_passed(pairs_checks(pipeline, pairs))
     if pipeline.recipe.reference.sft is None:
-        point_to_base_model(services, base_model.fingerprint, _LOG)
+        reference_pointer(services, base_model.fingerprint, _LOG)
     assert model.located is not None  # it was downloaded
-    return _Cheap(source, spec, release, rows, pairs, count_parameters(model.located.folder))
+    return _DataArtifacts(source, spec, release, rows, pairs, count_parameters(model.located.folder))
 
 
-def _demand_passed(results: Sequence[dg.AssetCheckResult]) -> None:
+def _check_passed(results: Sequence[dg.AssetCheckResult]) -> None:
     """Raises DataError with the words of the run that would end here."""
     for check in results:
         if not check.passed:
@@ -133,8 +133,8 @@ def _demand_passed(results: Sequence[dg.AssetCheckResult]) -> None:
 class _Planner:
     pipeline: Pipeline
     services: Services
-    cheap: _Cheap
-    expected: Outlook
+    cheap: _DataArtifacts
+    expected: ExpectedState
     history: History
 
     def planned(self, judged: AssetStatus) -> PlannedAsset:
@@ -159,7 +159,7 @@ class _Planner:
         if fingerprint is None or asset != "released_model":
             return fingerprint is not None
         try:
-            return release_fault(self.services, self.pipeline, fingerprint) is None
+            return release_problem(self.services, self.pipeline, fingerprint) is None
         except RegistryError:  # as for the status: the version is taken to be there
             return True
 
@@ -214,8 +214,11 @@ class _Planner:
             return {"sequences": len(keys_SK), "missing": len(keys_SK)}
         recipe = self.pipeline.recipe
         software = scoring_software(recipe.compute.device)
-        memo = Memo(self.services.store, scoring_rule(weights, recipe.reference.dtype), software=software)
-        missing, others = int((~memo.lookup(keys_SK).found_Q).sum()), int(memo.made_by_others(keys_SK).sum())
+        memo = LogprobCache(self.services.store, scoring_rule(weights, recipe.reference.dtype), software=software)
+        missing, others = (
+            int((~memo.lookup(keys_SK).found_Q).sum()),
+            int(memo.computed_by_other_software(keys_SK).sum()),
+        )
         compared = {"compared": min(others, COMPARED)} if others else {}
         return {"sequences": len(keys_SK), "missing": missing, **compared}
 

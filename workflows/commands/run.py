@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import dagster as dg
 
 from assets.execution.interruption import cancel, with_stack_traces
-from assets.execution.run_liveness import close_dead_runs, share_records, signature
+from assets.execution.run_liveness import fail_orphaned_runs, share_records, signature
 from assets.inputs.name_claims import claim_name
 from assets.pipeline.graph import GPU_POOL, GRAPH, with_upstream
 from assets.pipeline.pipeline import Services
 from workflows.commands.run_report import RunReport, report_of
-from workflows.commands.user_checks import find_own_checks
+from workflows.commands.user_checks import find_user_checks
 from workflows.orchestration.pool_wait import wait_patiently
 from workflows.recipes.discovery import LoadedRecipe
 
@@ -36,7 +36,7 @@ def materialize(
     pipeline, services = loaded.pipeline, replace(services, is_command=True)
     claim_name(services.home, pipeline)
     selected = list(GRAPH) if asset is None else with_upstream(pipeline.recipe, asset)
-    keys, own = [pipeline.key(name) for name in selected], find_own_checks(pipeline)
+    keys, own = [pipeline.key(name) for name in selected], find_user_checks(pipeline)
     with own.explaining(pipeline):
         definitions = dg.Definitions.merge(
             loaded.definitions,
@@ -44,7 +44,7 @@ def materialize(
             dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
         )
         job = definitions.resolve_implicit_global_asset_job_def()
-    close_dead_runs(instance, services.home)
+    fail_orphaned_runs(instance, services.home)
     pools = {pool for name in selected if (pool := GRAPH[name].pool)} | own.pools(keys)
     if GPU_POOL in pools and pipeline.recipe.compute.device != "cpu":
         warn_of_unlimited_gpu(instance)
@@ -71,7 +71,7 @@ def in_gpu_pool(name: str, services: Services, instance: dg.DagsterInstance, wor
         given.append(work())
 
     job = dg.GraphDefinition(f"{name}_job", node_defs=[step]).to_job(executor_def=dg.in_process_executor)
-    close_dead_runs(instance, services.home)
+    fail_orphaned_runs(instance, services.home)
     job.execute_in_process(**_signed_run(services, instance))
     return given[0]
 

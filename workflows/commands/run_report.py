@@ -15,8 +15,8 @@ from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import ModelError, PedigreeError
 from training.contract.identity.model_identity import count_parameters
 from training.contract.store.store import Store
-from training.contract.system.atomic_io import lacks_room, write_error
-from workflows.commands.user_checks import OwnChecks
+from training.contract.system.atomic_io import is_disk_full, write_error
+from workflows.commands.user_checks import UserChecks
 from workflows.recipes.suggested_settings import advice, general_advice
 
 _OURS = f"{PedigreeError.__module__}."
@@ -93,7 +93,7 @@ def report_of(
     run_id: str,
     pipeline: Pipeline,
     selected: Collection[str],
-    own: OwnChecks,
+    own: UserChecks,
     services: Services,
     records: Path,
 ) -> RunReport:
@@ -198,6 +198,6 @@ def _reason(error: SerializableErrorInfo | None, records: Path) -> str:
     message: str = error.message.strip()
     if error.cls_name == dg.DagsterExecutionInterruptedError.__name__:
         return message.partition(f"{error.cls_name}: ")[2] or INTERRUPTED
-    if not message.startswith(_OURS) and lacks_room(message):
+    if not message.startswith(_OURS) and is_disk_full(message):
         return str(write_error("record the run", records, message))
     return message.removeprefix(f"{_OURS}{error.cls_name}: ")

@@ -26,7 +26,7 @@ _Check = dg.AssetsDefinition  # what a component makes of one; those of a file a
 
 
 @dataclass(frozen=True)
-class OwnChecks:
+class UserChecks:
     """The checks on assets of one pipeline that its own steps do not make, in `folder`, with the resources they may need."""
 
     folder: Path
@@ -50,21 +50,21 @@ class OwnChecks:
         return _explaining(self.folder, pipeline) if self.checks else nullcontext()
 
 
-def find_own_checks(pipeline: Pipeline, module: str = _MODULE, folder: Path = DEFS) -> OwnChecks:
+def find_user_checks(pipeline: Pipeline, module: str = _MODULE, folder: Path = DEFS) -> UserChecks:
     """The checks on assets of `pipeline` that `module`, which lies in `folder`, declares beside recipes.
 
     Raises UsageError where a file cannot be loaded: whether it has any is then unknown.
     """
     loaded = _loaded(module, folder)
     if not loaded:
-        return OwnChecks(folder)
+        return UserChecks(folder)
     with _explaining(folder, pipeline):
         found = dg.Definitions.merge(*loaded)
     checks = [check for check in _declared(found) if any(key.path[0] == pipeline.name for key in _checked(check))]
-    return OwnChecks(folder, checks, found.resources or {})
+    return UserChecks(folder, checks, found.resources or {})
 
 
-def declared_for(keys: Collection[dg.AssetKey], module: str = _MODULE, folder: Path = DEFS) -> dg.Definitions:
+def assets_built_for(keys: Collection[dg.AssetKey], module: str = _MODULE, folder: Path = DEFS) -> dg.Definitions:
     """Return what `module`, which lies in `folder`, declares beside recipes for the assets `keys` alone.
 
     These are checks on them, and the sensors that start nothing, such as those that tell of runs. Whatever else is declared may

@@ -14,8 +14,8 @@ import dagster as dg
 
 from assets.bodies.release import RELEASE_KEY_TAG
 from assets.execution.rescore import rescore
-from assets.inputs.current import find_root
-from assets.inputs.version_repair import files_fault
+from assets.inputs.current import resolve_root
+from assets.inputs.version_repair import files_problem
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since
 from assets.lineage.history import History
 from assets.pipeline.graph import GRAPH
@@ -119,16 +119,16 @@ class _Verifier:
     def _faults(self, asset: str, fingerprint: str, key: str | None) -> Iterator[str | None]:
         """One after the other: what a later one looks at is sound if those before it found nothing."""
         if asset == "released_model":
-            yield self._version_fault(fingerprint)
+            yield self._version_problem(fingerprint)
             return
-        yield self._artifact_fault(asset, fingerprint)
-        yield self._record_fault(asset, key)
+        yield self._artifact_problem(asset, fingerprint)
+        yield self._record_problem(asset, key)
         if asset in _OUTSIDE:
-            yield self._outside_fault(asset, fingerprint, key)
+            yield self._outside_problem(asset, fingerprint, key)
         if asset == "reference_logprobs":
-            yield self._memo_fault(fingerprint)
+            yield self._cache_problem(fingerprint)
 
-    def _artifact_fault(self, asset: str, fingerprint: str) -> str | None:
+    def _artifact_problem(self, asset: str, fingerprint: str) -> str | None:
         store = self._services.store
         try:
             store.open(asset, fingerprint)
@@ -140,29 +140,29 @@ class _Verifier:
             return LOST
         return None
 
-    def _record_fault(self, asset: str, key: str | None) -> str | None:
+    def _record_problem(self, asset: str, key: str | None) -> str | None:
         try:
             return None if key and self._services.store.record(asset, key) else NO_RECORD
         except CorruptRecord:
             return CORRUPT_RECORD
 
-    def _outside_fault(self, asset: str, fingerprint: str, key: str | None) -> str | None:
+    def _outside_problem(self, asset: str, fingerprint: str, key: str | None) -> str | None:
         try:
-            found = find_root(self._pipeline, self._services, asset)
+            found = resolve_root(self._pipeline, self._services, asset)
         except PedigreeError as error:
             return str(error)
         if found.fingerprint == fingerprint:
             return None
         return "; ".join(changes_since(self._services.store, key, found))
 
-    def _memo_fault(self, fingerprint: str) -> str | None:
+    def _cache_problem(self, fingerprint: str) -> str | None:
         kind = f"memo/{self._services.store.open('reference_logprobs', fingerprint, hashes=False).details['rule']}"
         faults = [
-            fault for shard in self._services.store.fingerprints(kind) if (fault := self._artifact_fault(kind, shard))
+            fault for shard in self._services.store.fingerprints(kind) if (fault := self._artifact_problem(kind, shard))
         ]
         return f"{len(faults)} shards of its memo are not what was published: {faults[0]}" if faults else None
 
-    def _version_fault(self, release_key: str) -> str | None:
+    def _version_problem(self, release_key: str) -> str | None:
         """Whether the registered version holds the weights of its policy, or of the merged policy if that is an adapter."""
         registry, made_from = self._services.registry, self._history.made_from("released_model")
         release = self._pipeline.recipe.release.model_dump() if made_from is None else made_from.settings
@@ -170,5 +170,5 @@ class _Verifier:
         version = registry.find_version(name, {RELEASE_KEY_TAG: release_key})
         if version is None:
             return f"there is no version of {name} for it in the registry any more"
-        fault = files_fault(registry, version)
+        fault = files_problem(registry, version)
         return f"{fault}: remove what is left of them at {version.source}, then a run puts them back" if fault else None

@@ -25,9 +25,9 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import dagster as dg
 
-from assets.execution.run_liveness import close_dead_runs
+from assets.execution.run_liveness import fail_orphaned_runs
 from assets.execution.stopped_runs import was_stopped
-from assets.inputs.current import Found
+from assets.inputs.current import ResolvedInput
 from assets.inputs.recipe_location import written
 from assets.lineage.diff import changes_since
 from assets.lineage.history import History
@@ -39,7 +39,7 @@ from training.contract.identity.fingerprint import fingerprint
 from training.contract.store.manifest import Derivation
 from workflows.orchestration.observations import NOTHING, Cursor, status_sensor
 from workflows.orchestration.resources import build_services, pedigree_home
-from workflows.state.expected_state import outlook
+from workflows.state.expected_state import expect_state
 from workflows.state.status import judge
 
 _SECONDS_BETWEEN_LOOKS = 60
@@ -78,7 +78,7 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
     automation = pipeline.recipe.automation
     assert automation.cron is not None
     with written(pipeline, "automation.timezone"):
-        _demand_timezone(automation.timezone)
+        _check_timezone(automation.timezone)
     with written(pipeline, "automation.cron"):
         try:
             schedule = dg.ScheduleDefinition(
@@ -89,14 +89,14 @@ def _schedule(pipeline: Pipeline, job: str) -> dg.ScheduleDefinition:
                 default_status=dg.DefaultScheduleStatus.RUNNING,
                 description=f"Retrains {pipeline.name} at {automation.cron!r} ({automation.timezone}).",
             )
-            _demand_date(automation.cron, automation.timezone)
+            _check_date_exists(automation.cron, automation.timezone)
         except (dg.DagsterInvalidDefinitionError, ValueError) as error:
             told = 'it is no schedule; expected five fields such as "0 6 * * 1", Mondays at six'
             raise RecipeError(told) from error
     return schedule
 
 
-def _demand_timezone(name: str) -> None:
+def _check_timezone(name: str) -> None:
     """Raises RecipeError for what names no time zone. Dagster refuses it too, but as it refuses a wrong `cron`."""
     try:
         ZoneInfo(name)
@@ -104,7 +104,7 @@ def _demand_timezone(name: str) -> None:
         raise RecipeError("it is not a known time zone; expected a name such as Europe/Berlin") from error
 
 
-def _demand_date(cron: str, timezone: str) -> None:
+def _check_date_exists(cron: str, timezone: str) -> None:
     """Raises ValueError where no day is ever one of `cron`, as 31 April: Dagster's page of all schedules fails at one.
 
     What Dagster makes public of the dates of a schedule are the partitions that they would bound.
@@ -138,11 +138,11 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
     )
     def data_sensor(context: dg.SensorEvaluationContext) -> dg.SensorResult | dg.SkipReason:
         services = build_services(pedigree_home())
-        close_dead_runs(context.instance, services.home)
+        fail_orphaned_runs(context.instance, services.home)
         history = History(context.instance, pipeline, services.store)
         if history.latest("preference_source").fingerprint is None:
             return dg.SkipReason(f"{pipeline.name} was never materialized; the first run is yours to start")
-        expected, cursor = outlook(pipeline, services), Cursor.parse(context.cursor)
+        expected, cursor = expect_state(pipeline, services), Cursor.parse(context.cursor)
         cursor = cursor.observing(context.instance, pipeline, list(judge(history, services, expected)))
         found = [each for asset in _LOOKED_AT if (each := expected[asset].found) is not None]
         causes = _causes(history, found)
@@ -164,7 +164,7 @@ def _data_sensor(pipeline: Pipeline, job: str) -> dg.SensorDefinition:
     return data_sensor
 
 
-def _was_stopped(history: History, found: Sequence[Found], seen: str, cursor: Cursor) -> bool:
+def _was_stopped(history: History, found: Sequence[ResolvedInput], seen: str, cursor: Cursor) -> bool:
     """Whether a person has stopped the run that was to record this state: the one in the cursor, or the first that differs."""
     latest = [history.latest(each.asset) for each in found if _differs(history, each)]
     return cursor.asked in (NOTHING, seen) and was_stopped(history.instance, latest)
@@ -175,7 +175,7 @@ def _was_asked_for(seen: str, cursor: Cursor) -> bool:
     return cursor.asked == seen and time.time() - cursor.when < _SECONDS_BEFORE_ASKING_AGAIN
 
 
-def _causes(history: History, found: Sequence[Found]) -> list[str]:
+def _causes(history: History, found: Sequence[ResolvedInput]) -> list[str]:
     """What differs from the latest materializations, in words; nothing for an asset that was never materialized."""
     causes = []
     for each in found:
@@ -184,12 +184,12 @@ def _causes(history: History, found: Sequence[Found]) -> list[str]:
     return causes
 
 
-def _differs(history: History, found: Found) -> bool:
+def _differs(history: History, found: ResolvedInput) -> bool:
     """Whether an asset that was materialized before is another one now."""
     return history.latest(found.asset).key is not None and not _is_recorded(history, found)
 
 
-def _is_recorded(history: History, found: Found) -> bool:
+def _is_recorded(history: History, found: ResolvedInput) -> bool:
     recipe = history.pipeline.recipe
     if not GRAPH[found.asset].reads(recipe):  # a model without a fingerprint is to be downloaded, by the run
         return history.latest(found.asset).fingerprint == found.fingerprint
@@ -200,7 +200,7 @@ def _is_recorded(history: History, found: Found) -> bool:
     return before is not None and _seen(before, recipe) == _seen(found.derivation, recipe)
 
 
-def _identity(found: Found, recipe: Recipe) -> Any:
+def _identity(found: ResolvedInput, recipe: Recipe) -> Any:
     return found.fingerprint or _seen(found.derivation, recipe)
 
 

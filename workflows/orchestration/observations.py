@@ -16,7 +16,7 @@ from assets.pipeline.pipeline import Pipeline
 from assets.views.metadata import verbatim
 from training.contract.identity.fingerprint import fingerprint
 from workflows.orchestration.resources import build_services, pedigree_home
-from workflows.state.expected_state import outlook
+from workflows.state.expected_state import expect_state
 from workflows.state.status import AssetStatus, judge
 
 NOTHING = "nothing"  # is requested, or was observed so far
@@ -69,7 +69,7 @@ def status_sensor(pipeline: Pipeline) -> dg.SensorDefinition:
         history = History(context.instance, pipeline, services.store)
         if not any(history.latest(asset).fingerprint for asset in history.assets):
             return dg.SensorResult(skip_reason=dg.SkipReason(f"{pipeline.name} was never materialized"))
-        found = list(judge(history, services, outlook(pipeline, services)))
+        found = list(judge(history, services, expect_state(pipeline, services)))
         cursor = Cursor.parse(context.cursor).observing(context.instance, pipeline, found)
         stale = [each.asset for each in found if each.state == "stale"]
         said = dg.SkipReason(f"stale: {', '.join(stale)}" if stale else "nothing is stale")

@@ -19,7 +19,7 @@ from dagster._utils.interrupts import pop_captured_interrupt
 from sqlalchemy.exc import DatabaseError
 
 from assets.execution.interruption import without_stack_traces
-from assets.execution.run_liveness import close_dead_runs
+from assets.execution.run_liveness import fail_orphaned_runs
 
 _SECONDS_ASLEEP = 1.0
 _SECONDS_BETWEEN_LOOKS = 5.0
@@ -46,7 +46,7 @@ def wait_patiently(home: Callable[[], Path]) -> None:
         time.sleep(_SECONDS_ASLEEP)
 
     def look(instance: dg.DagsterInstance, pool: str) -> None:
-        close_dead_runs(instance, home())
+        fail_orphaned_runs(instance, home())
         storage = instance.event_log_storage
         found = storage.get_concurrency_info(pool)
         runs = ", ".join(sorted(found.active_run_ids))

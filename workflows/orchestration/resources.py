@@ -16,13 +16,13 @@ from yaml import YAMLError
 from assets.execution.run_liveness import sign
 from assets.pipeline.pipeline import Listener, Services, ignore
 from model_registry.registry import Registry
-from model_registry.relocate import follow_move
-from model_registry.tracking import Tracker, artifact_root, demand_database_folder, registry_uri, tracking_uri
+from model_registry.relocate import relocate_artifacts
+from model_registry.tracking import Tracker, artifact_root, check_database_folder, registry_uri, tracking_uri
 from training.contract.errors import StoreError
-from training.contract.files.hub import asking_once
-from training.contract.identity.fingerprint import demand_text
+from training.contract.files.hub import pin_hub_revisions
+from training.contract.identity.fingerprint import check_text
 from training.contract.store.store import Store
-from training.contract.system.atomic_io import share_databases, write_durably
+from training.contract.system.atomic_io import make_group_writable, write_durably
 from training.contract.system.locks import locked
 from training.launch.conductor import NodesLauncher
 from training.launch.nodes_file import NODES_FILE
@@ -46,7 +46,7 @@ def pedigree_home() -> Path:
     Raises UsageError where its path is not text.
     """
     home = Path(os.environ.get("PEDIGREE_HOME") or ".pedigree").absolute()
-    demand_text(home)
+    check_text(home)
     return home
 
 
@@ -55,10 +55,10 @@ def prepare_home(home: Path) -> None:
 
     Raises StoreError where nothing can be written, UsageError where the databases in it would lie elsewhere.
     """
-    demand_database_folder(home, "PEDIGREE_HOME")
+    check_database_folder(home, "PEDIGREE_HOME")
     os.environ["PEDIGREE_HOME"] = str(home)
     dagster_home = Path(os.environ.get("DAGSTER_HOME") or home / "dagster").expanduser().absolute()
-    demand_database_folder(dagster_home, "DAGSTER_HOME")
+    check_database_folder(dagster_home, "DAGSTER_HOME")
     os.environ["DAGSTER_HOME"] = str(dagster_home)
     try:
         for folder in (home, dagster_home):
@@ -97,12 +97,12 @@ def dagster_instance() -> Iterator[dg.DagsterInstance]:
             raise StoreError(
                 f"Dagster's records cannot be opened as {home / 'dagster.yaml'} says: {_root_of(error)}"
             ) from error
-        share_databases(home.rglob("*.db*"), lock)
+        make_group_writable(home.rglob("*.db*"), lock)
     with opened as instance:
         try:
             yield instance
         finally:
-            share_databases(home.rglob("*.db*"), lock)
+            make_group_writable(home.rglob("*.db*"), lock)
 
 
 def _root_of(error: BaseException) -> str:
@@ -122,7 +122,7 @@ def _mistakes(error: dg.DagsterInvalidConfigError | YAMLError) -> str:
 def build_services(home: Path, listener: Listener = ignore) -> Services:
     address = tracking_uri(home, os.environ)
     if address == tracking_uri(home, {}):
-        follow_move(Path(address.removeprefix("sqlite:///")), artifact_root(home))
+        relocate_artifacts(Path(address.removeprefix("sqlite:///")), artifact_root(home))
     return Services(
         home=home,
         store=Store(home / "store"),
@@ -142,5 +142,5 @@ def services(context: dg.InitResourceContext) -> Iterator[Services]:
     home = pedigree_home()
     if context.instance is not None and context.run is not None:
         sign(context.instance, context.run, home)
-    with asking_once():
+    with pin_hub_revisions():
         yield build_services(home)

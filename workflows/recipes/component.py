@@ -11,19 +11,19 @@ from typing import Self
 import dagster as dg
 from pydantic import BaseModel
 
-from assets.factory import declare_assets
+from assets.factory import build_assets
 from assets.pipeline.pipeline import Pipeline, identifier
-from training.contract.config.variants import RecipeFile
+from training.contract.config.variants import RecipeDocument
 from training.contract.errors import RecipeError, UsageError
 from workflows.orchestration.automation import retraining
 from workflows.recipes.scaffold import RecipeScaffolder
 from workflows.recipes.yaml_file import (
     RECIPE_FILE,
+    check_name,
+    check_no_lone_surrogates,
+    check_no_yaml11_numbers,
+    check_unique_keys,
     recipes_in,
-    refuse_half_characters,
-    refuse_name,
-    refuse_old_numbers,
-    refuse_repeated_keys,
     variant_names,
 )
 
@@ -34,7 +34,7 @@ DEFS = Path(__file__).resolve().parents[1] / "defs"  # the project's own recipes
 class PreferenceTuning(dg.Component):
     """Keeps a preference-tuned language model up to date with its data, its base model and its recipe.
 
-    The attributes are a `RecipeFile`; Dagster validates them and names file, line and field of what is wrong. The folder's
+    The attributes are a `RecipeDocument`; Dagster validates them and names file, line and field of what is wrong. The folder's
     name is the pipeline's, and begins those of its variants.
     """
 
@@ -43,31 +43,31 @@ class PreferenceTuning(dg.Component):
 
     @classmethod
     def get_model_cls(cls) -> type[BaseModel]:
-        return RecipeFile
+        return RecipeDocument
 
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
         file, is_named = context.path / RECIPE_FILE, context.path.parent == DEFS
-        refuse_half_characters(file)
-        refuse_old_numbers(file)
-        refuse_repeated_keys(file)
-        if not isinstance(attributes, RecipeFile):
+        check_no_lone_surrogates(file)
+        check_no_yaml11_numbers(file)
+        check_unique_keys(file)
+        if not isinstance(attributes, RecipeDocument):
             raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
-        refuse_name(context.path)
+        check_name(context.path)
         pipelines = [
             Pipeline(context.path.name, recipe.located_at(context.path), file, variant, is_named)
             for variant, recipe in [(None, attributes.recipe), *attributes.resolved().items()]
         ]
-        _refuse_clashes(context.path, pipelines)
+        _check_no_clashes(context.path, pipelines)
         return cls(pipelines)
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """The assets of all pipelines with their jobs, schedules and sensors."""
-        assets = [asset for pipeline in self.pipelines for asset in declare_assets(pipeline)]
+        assets = [asset for pipeline in self.pipelines for asset in build_assets(pipeline)]
         return dg.Definitions.merge(dg.Definitions(assets=assets), *map(retraining, self.pipelines))
 
 
-def _refuse_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
+def _check_no_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
     """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a sibling folder."""
     if len(pipelines) == 1:
         return

@@ -13,20 +13,20 @@ from types import ModuleType
 
 import dagster as dg
 
-from assets.factory import declare_assets
+from assets.factory import build_assets
 from assets.pipeline.pipeline import Pipeline, identifier
 from training.contract.errors import RecipeError, UsageError
-from training.contract.identity.fingerprint import demand_text, short
+from training.contract.identity.fingerprint import check_text, short
 from workflows.orchestration.automation import retraining
 from workflows.recipes.component import DEFS, PreferenceTuning
 from workflows.recipes.yaml_file import (
     NAME,
     RECIPE_FILE,
     cause_in,
+    check_no_foreign_parts,
+    check_one_recipe,
     holds_recipe,
     recipes_in,
-    refuse_foreign_parts,
-    refuse_no_recipe,
     variant_names,
 )
 
@@ -44,7 +44,7 @@ class LoadedRecipe:
     @cached_property
     def definitions(self) -> dg.Definitions:
         """All that Dagster is told of it. Made when it is asked for, since that takes long: only a run asks, of one variant."""
-        return dg.Definitions.merge(dg.Definitions(assets=declare_assets(self.pipeline)), self.automation)
+        return dg.Definitions.merge(dg.Definitions(assets=build_assets(self.pipeline)), self.automation)
 
 
 def find_recipes(text: str) -> list[LoadedRecipe]:
@@ -117,9 +117,9 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
 
     Raises RecipeError with file, line and field of what is wrong.
     """
-    demand_text(folder, RecipeError)
-    refuse_no_recipe(folder / RECIPE_FILE)
-    refuse_foreign_parts(folder / RECIPE_FILE)
+    check_text(folder, RecipeError)
+    check_one_recipe(folder / RECIPE_FILE)
+    check_no_foreign_parts(folder / RECIPE_FILE)
     place = ModuleType(folder.name)
     place.__path__ = [str(folder)]
     place.__file__ = None
@@ -133,7 +133,7 @@ def load_recipes(folder: Path) -> list[LoadedRecipe]:
     return found
 
 
-def recipe_fault(folder: Path) -> RecipeError | None:
+def recipe_problem(folder: Path) -> RecipeError | None:
     """What keeps the recipe in `folder` from being loaded."""
     try:
         load_recipes(folder)

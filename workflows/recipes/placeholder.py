@@ -14,7 +14,7 @@ from training.contract.errors import RecipeError, UsageError
 _SECONDS_BETWEEN_TICKS = 60
 
 
-def stand_in(recipe: str, fault: UsageError) -> dg.Definitions:
+def placeholder_definitions(recipe: str, fault: UsageError) -> dg.Definitions:
     """For the recipe of that name, which `fault` keeps from being loaded."""
     # Names of files may hold bytes that are no UTF-8, which would break the pages of all recipes.
     name, told = identifier(recipe), str(fault).encode(errors="backslashreplace").decode()

@@ -12,11 +12,11 @@ import dagster as dg
 from assets.inputs.row_count import count_rows
 from training.contract.errors import UsageError
 from training.contract.files.local_files import data_files
-from training.contract.identity.fingerprint import demand_text
+from training.contract.identity.fingerprint import check_text
 from training.contract.identity.model_identity import count_parameters
 from training.contract.system.atomic_io import write_durably
-from workflows.recipes.suggested_settings import Proposal, number, propose, size
-from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, refuse_name
+from workflows.recipes.suggested_settings import SuggestedSettings, number, propose, size
+from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, check_name
 
 _RECIPE = """\
 # Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan` says what a run would do.
@@ -67,8 +67,8 @@ def init_recipe(folder: Path, data: str | None = None, model: str | None = None)
     Raises UsageError if it cannot be written or is there already, DataError or ModelError if `data` or `model` cannot be read.
     """
     file = folder.absolute() / RECIPE_FILE
-    demand_text(file)
-    refuse_name(file.parent)
+    check_text(file)
+    check_name(file.parent)
     if file.exists():
         raise UsageError(f"{file} is there already; name another folder")
     text = _RECIPE.format(
@@ -89,7 +89,7 @@ def _proposed(data: str | None, model: str | None) -> Iterator[str]:
     """The lines of `training` that follow from the data, and those that follow from the model, as far as they are known."""
     pairs = None if data is None else _training_pairs(_absolute(data))
     parameters = None if model is None or not _absolute(model).is_dir() else count_parameters(_absolute(model))
-    proposal: Proposal = propose(pairs or 0, parameters)
+    proposal: SuggestedSettings = propose(pairs or 0, parameters)
     if pairs:
         yield _STEPS.format(steps=proposal.steps, pairs=pairs, batch_size=proposal.batch_size, epochs=proposal.epochs)
     if parameters:
@@ -125,5 +125,5 @@ def _absolute(path: str) -> Path:
 
 def _quoted(text: str) -> str:
     """A text as YAML reads it back, whatever characters it has."""
-    demand_text(Path(text))
+    check_text(Path(text))
     return json.dumps(text, ensure_ascii=False)

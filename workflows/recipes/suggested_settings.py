@@ -35,7 +35,7 @@ _DOCS = "docs/recipe.md#learning-rate-and-steps"
 
 
 @dataclass(frozen=True)
-class Proposal:
+class SuggestedSettings:
     """Settings of `training`, and the steps they make. `learning_rate` is None if the model's size is unknown."""
 
     batch_size: int
@@ -44,14 +44,14 @@ class Proposal:
     steps: int
 
 
-def propose(pairs: int, parameters: int | None, adapter: bool = False) -> Proposal:
+def propose(pairs: int, parameters: int | None, adapter: bool = False) -> SuggestedSettings:
     """Propose settings for `pairs` to train on and a model of that many `parameters`."""
     low, high = _BATCH_SIZES
     most = max(low, min(high, pairs * EPOCHS // STEPS))
     batch_size = 1 << (most.bit_length() - 1)
     in_epoch = max(1, math.ceil(pairs / batch_size))
     epochs = min(_MOST_EPOCHS, math.ceil(STEPS / in_epoch))
-    return Proposal(batch_size, epochs, _rate(parameters, adapter), epochs * in_epoch)
+    return SuggestedSettings(batch_size, epochs, _rate(parameters, adapter), epochs * in_epoch)
 
 
 def _rate(parameters: int | None, adapter: bool) -> float | None:
@@ -94,7 +94,7 @@ def general_advice(training: Training, pairs: int) -> str:
     return f"{taken}; raise training.optimizer.learning_rate, or training.epochs ({_DOCS})"
 
 
-def _more_steps(training: Training, proposed: Proposal, steps: int) -> list[str]:
+def _more_steps(training: Training, proposed: SuggestedSettings, steps: int) -> list[str]:
     """The fields to set for the proposed steps; none if there are as many already."""
     if steps >= proposed.steps:
         return []

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from assets.inputs.recipe_location import place_of_named
 from training.contract.config.fields import shown
 from training.contract.config.recipe import Recipe
-from training.contract.config.variants import RecipeFile
+from training.contract.config.variants import RecipeDocument
 from workflows.recipes import trl_names
 
 _LISTED = 20  # names: of more, that which was meant would be overlooked behind them
@@ -107,7 +107,7 @@ def _unknown(name: str) -> str:
 def _section(name: str) -> list[str]:
     """The names of the fields of the section called `name`; of a variant's those of the recipe."""
     path = name.split(".") if name else []
-    return _fields(Recipe, path[2:]) if path[:1] == ["variants"] and len(path) > 1 else _fields(RecipeFile, path)
+    return _fields(Recipe, path[2:]) if path[:1] == ["variants"] and len(path) > 1 else _fields(RecipeDocument, path)
 
 
 def _fields(kind: Any, path: Sequence[str]) -> list[str]:

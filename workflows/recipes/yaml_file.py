@@ -66,7 +66,7 @@ def recipes_in(folder: Path) -> dict[Path, UsageError | None]:
     return found
 
 
-def refuse_name(folder: Path) -> None:
+def check_name(folder: Path) -> None:
     """Raises RecipeError where a folder's name cannot be that of a pipeline."""
     if not NAME.fullmatch(folder.name):
         raise RecipeError(
@@ -74,7 +74,7 @@ def refuse_name(folder: Path) -> None:
         )
 
 
-def refuse_no_recipe(file: Path) -> None:
+def check_one_recipe(file: Path) -> None:
     """Raises RecipeError unless exactly one document of the file is a recipe: one of another type, or none, is told so."""
     types = types_in(file)
     if types.count(TYPE) == 1:
@@ -88,7 +88,7 @@ def types_in(file: Path) -> list[str]:
     return [_type(document) for document in _documents(file)]
 
 
-def refuse_foreign_parts(file: Path) -> None:
+def check_no_foreign_parts(file: Path) -> None:
     """Raises RecipeError where there is more in a recipe's file than one document with `type` and `attributes`.
 
     `pedigree` would not look at it, and Dagster's web server would run it: Jinja in other fields and in documents of other
@@ -108,7 +108,7 @@ def refuse_foreign_parts(file: Path) -> None:
         )
 
 
-def refuse_repeated_keys(file: Path) -> None:
+def check_unique_keys(file: Path) -> None:
     """Raises RecipeError with the lines of a key that stands twice in one section."""
     for document in _documents(file):
         for first, second in _repeated(document):
@@ -118,7 +118,7 @@ def refuse_repeated_keys(file: Path) -> None:
             )
 
 
-def refuse_half_characters(file: Path) -> None:
+def check_no_lone_surrogates(file: Path) -> None:
     r"""Raises RecipeError with the line of a text that is no Unicode: JSON's "\ud83d\ude00" is two halves of one to YAML."""
     for document in _documents(file):
         for node in _nodes(document):
@@ -129,7 +129,7 @@ def refuse_half_characters(file: Path) -> None:
                 )
 
 
-def refuse_old_numbers(file: Path) -> None:
+def check_no_yaml11_numbers(file: Path) -> None:
     """Raises RecipeError with the line of a number that is another one than people see: 1:30 is 90, and 010 is 8."""
     for document in _documents(file):
         for node in _nodes(document):

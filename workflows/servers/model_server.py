@@ -35,8 +35,8 @@ def model_server(
     version: Version, folder: Path, logs: Path, host: str, port: int, tell: Callable[[str], None]
 ) -> Iterator[str]:
     """Serve the version whose Hugging Face model is in `folder`; gives the address. Raises PedigreeError, ModelError."""
-    _demand_extra()
-    _demand_chat(version, folder)
+    _check_extra_installed()
+    _check_chat_template(version, folder)
     chosen = usable_port(port, tell, host) if port else free_port(0, host)
     behind = _transformers_server(folder, logs)
     proxy = ProxySettings(version.name, f"./{folder.name}", behind.address, host, chosen, _generation(folder))
@@ -66,7 +66,7 @@ def _proxy_server(proxy: ProxySettings, logs: Path) -> Server:
     return Server("The model's proxy", command, address, f"{address}/health", logs / "proxy.log")
 
 
-def _demand_extra() -> None:
+def _check_extra_installed() -> None:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise PedigreeError(
             f"serving needs {', '.join(missing)}, not installed in {sys.prefix}; install Pedigree with its extra `serve`: "
@@ -74,7 +74,7 @@ def _demand_extra() -> None:
         )
 
 
-def _demand_chat(version: Version, folder: Path) -> None:
+def _check_chat_template(version: Version, folder: Path) -> None:
     """Raises ModelError if no chat could become tokens."""
     about = f"version {version.number} of {version.name}"
     if not holds_tokenizer(folder):

@@ -7,7 +7,7 @@ compute it. While an input has yet to be made its fingerprint is unknown, and so
 from dataclasses import dataclass, replace
 
 from assets.execution.materialize import is_irreplaceable
-from assets.inputs.current import ROOTS, Found, find_root
+from assets.inputs.current import ROOTS, ResolvedInput, resolve_root
 from assets.lineage.diff import CORRUPT_RECORD
 from assets.pipeline.graph import GRAPH, derive
 from assets.pipeline.pipeline import Pipeline, Services
@@ -17,7 +17,7 @@ from training.contract.store.store import Store
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedArtifact:
     """What a run would give: the derivation (None if an input is unknown) and the fingerprint, if it is known.
 
     `found`: for a source or a spec; `fault`: what is wrong with the artifact in the store. `presumed`: the fingerprint that
@@ -26,37 +26,37 @@ class Expected:
 
     derivation: Derivation | None
     fingerprint: str | None
-    found: Found | None = None
+    found: ResolvedInput | None = None
     fault: str | None = None
     presumed: str | None = None
 
 
-Outlook = dict[str, Expected]
+ExpectedState = dict[str, ExpectedArtifact]
 
 
-def outlook(pipeline: Pipeline, services: Services, presume: bool = False) -> Outlook:
+def expect_state(pipeline: Pipeline, services: Services, presume: bool = False) -> ExpectedState:
     """What a run would give for every asset, in the order of the graph. Raises what looking at the sources raises.
 
     With `presume`, what lies below a presumed artifact is judged as if that were there.
     """
-    expected: Outlook = {}
+    expected: ExpectedState = {}
     for asset in GRAPH:
         if asset in ROOTS:
             expected[asset] = _root(asset, pipeline, services)
         else:
             how = _derivation(asset, pipeline, expected, presume)
-            expected[asset] = Expected(None, None) if how is None else _look_up(services, how)
+            expected[asset] = ExpectedArtifact(None, None) if how is None else _look_up(services, how)
     return expected
 
 
-def _root(asset: str, pipeline: Pipeline, services: Services) -> Expected:
-    found = find_root(pipeline, services, asset, services.hashes)
+def _root(asset: str, pipeline: Pipeline, services: Services) -> ExpectedArtifact:
+    found = resolve_root(pipeline, services, asset, services.hashes)
     if found.fingerprint is not None:
-        return Expected(found.derivation, found.fingerprint, found)
+        return ExpectedArtifact(found.derivation, found.fingerprint, found)
     return replace(_look_up(services, found.derivation), found=found)
 
 
-def _derivation(asset: str, pipeline: Pipeline, above: Outlook, presume: bool) -> Derivation | None:
+def _derivation(asset: str, pipeline: Pipeline, above: ExpectedState, presume: bool) -> Derivation | None:
     """How a run would make an asset from others; None if one of them has yet to be made."""
     node = GRAPH[asset]
     expected = {name: above[name] for name in node.inputs(pipeline.recipe)}
@@ -68,18 +68,18 @@ def _derivation(asset: str, pipeline: Pipeline, above: Outlook, presume: bool) -
     return derive(asset, known, node.reads(pipeline.recipe) if spec is None else spec.files["spec.json"])
 
 
-def _look_up(services: Services, how: Derivation) -> Expected:
+def _look_up(services: Services, how: Derivation) -> ExpectedArtifact:
     if how.kind == "released_model":
-        return Expected(how, how.key)
+        return ExpectedArtifact(how, how.key)
     try:
         artifact = services.store.find(how.kind, how.key, cache=services.hashes)
     except CorruptRecord:
-        return Expected(how, None, fault=CORRUPT_RECORD)
+        return ExpectedArtifact(how, None, fault=CORRUPT_RECORD)
     except CorruptArtifact as error:
-        return Expected(how, None, fault=_fault(services.store, how, error))
+        return ExpectedArtifact(how, None, fault=_fault(services.store, how, error))
     if artifact is not None:
-        return Expected(how, artifact.fingerprint)
-    return Expected(how, None, presumed=_presumed(services.store, how))
+        return ExpectedArtifact(how, artifact.fingerprint)
+    return ExpectedArtifact(how, None, presumed=_presumed(services.store, how))
 
 
 def _presumed(store: Store, how: Derivation) -> str | None:

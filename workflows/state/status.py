@@ -13,9 +13,9 @@ from typing import Literal
 
 import dagster as dg
 
-from assets.bodies.release import release_fault
+from assets.bodies.release import release_problem
 from assets.inputs.current import ROOTS
-from assets.lineage.causes import Cause, Explainer, Now, in_words
+from assets.lineage.causes import Cause, CauseFinder, CurrentDerivation, in_words
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD, changes_since, own_changes
 from assets.lineage.history import History, Materialization
 from assets.pipeline.graph import GRAPH
@@ -23,7 +23,7 @@ from assets.pipeline.pipeline import Pipeline, Services
 from training.contract.errors import CorruptRecord, RegistryError
 from training.contract.identity.fingerprint import short
 from training.contract.store.manifest import Derivation
-from workflows.state.expected_state import Outlook, outlook
+from workflows.state.expected_state import ExpectedState, expect_state
 
 State = Literal["fresh", "stale", "missing"]
 
@@ -47,22 +47,22 @@ class AssetStatus:
 def status(pipeline: Pipeline, services: Services, instance: dg.DagsterInstance) -> list[AssetStatus]:
     """The state of every asset, in the order of the graph. Raises what looking at the sources raises."""
     history = History(instance, pipeline, services.store)
-    return list(judge(history, services, outlook(pipeline, services)))
+    return list(judge(history, services, expect_state(pipeline, services)))
 
 
-def judge(history: History, services: Services, expected: Outlook) -> Iterator[AssetStatus]:
+def judge(history: History, services: Services, expected: ExpectedState) -> Iterator[AssetStatus]:
     """The state of every asset, if a run would give `expected`; the registry is asked last, for the released model."""
-    return map(_Judge(history, services, expected).asset, GRAPH)
+    return map(_StatusResolver(history, services, expected).asset, GRAPH)
 
 
-class _Judge:
+class _StatusResolver:
     """Judges assets in the order of the graph: the causes of those above are known when those below ask for them."""
 
-    def __init__(self, history: History, services: Services, expected: Outlook):
+    def __init__(self, history: History, services: Services, expected: ExpectedState):
         self._history, self._pipeline = history, history.pipeline
         self._services, self._expected = services, expected
         self._causes: dict[str, list[Cause]] = {}
-        self._explainer = Explainer(services.store, self._now, _made_from, self._causes.__getitem__)
+        self._explainer = CauseFinder(services.store, self._now, _made_from, self._causes.__getitem__)
 
     def asset(self, asset: str) -> AssetStatus:
         recorded = self._history.latest(asset)
@@ -80,7 +80,7 @@ class _Judge:
     def _released(self, key: str) -> AssetStatus:
         """A model that a run would release again: fresh if the registry has it, or does not answer within seconds."""
         try:
-            cause = release_fault(self._services, self._pipeline, key)
+            cause = release_problem(self._services, self._pipeline, key)
         except RegistryError as error:
             return AssetStatus("released_model", "fresh", (f"its version is taken to be there: {error}",), key)
         if cause is None:
@@ -122,11 +122,11 @@ class _Judge:
         yield from ((asset, words) for words in own_changes(before, now.version, now.settings))
         yield from self._explainer.inherited(asset, before, now)
 
-    def _now(self, asset: str, fingerprint: str | None) -> Now:
+    def _now(self, asset: str, fingerprint: str | None) -> CurrentDerivation:
         """How a run would make it."""
         node, recipe = GRAPH[asset], self._pipeline.recipe
         inputs = {name: self._expected[name].fingerprint for name in node.inputs(recipe)}
-        return Now(node.version, node.reads(recipe), inputs, self._expected[asset].found)
+        return CurrentDerivation(node.version, node.reads(recipe), inputs, self._expected[asset].found)
 
 
 def _made_from(name: str, old: str, now: str | None) -> str:

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from assets.bodies import checks
-from assets.bodies.policy_difference import Difference, difference
+from assets.bodies.policy_difference import PolicyDifference, difference
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 
 
 def evaluation(place: Path, columns: dict[str, Any], answers: list[tuple[str, str]]) -> Artifact:
@@ -22,7 +22,7 @@ def evaluation(place: Path, columns: dict[str, Any], answers: list[tuple[str, st
         samples = [{"before": before, "after": after} for before, after in answers]
         (staging / "samples.json").write_text(json.dumps(samples))
         how = Derivation(kind="evaluation", code_version="1", inputs={}, settings={})
-        return store.publish(staging, how, Made("e" * 64, {}))
+        return store.publish(staging, how, JobResult("e" * 64, {}))
 
 
 def test_difference_is_by_token_and_by_pair(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_difference_is_by_token_and_by_pair(tmp_path: Path) -> None:
         "reference_rejected_logprob": [-9.0, -20.0],
     }
     found = difference(evaluation(tmp_path, columns, [("a", "a"), ("a", "b"), ("c", "")]))
-    assert found == Difference(shift=0.5, margin=2.0, changed=2, samples=3)
+    assert found == PolicyDifference(shift=0.5, margin=2.0, changed=2, samples=3)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +57,12 @@ def test_difference_is_by_token_and_by_pair(tmp_path: Path) -> None:
 def test_check_warns_only_if_all_of_it_is_near_zero(
     shift: float, margin: float, changed: int, samples: int, passes: bool
 ) -> None:
-    found = checks.differs(Difference(shift, margin, changed, samples))
+    found = checks.differs(PolicyDifference(shift, margin, changed, samples))
     assert (found.passed, found.severity) == (passes, dg.AssetCheckSeverity.WARN)
 
 
 def test_check_tells_the_figures() -> None:
-    assert checks.differs(Difference(1.84e-5, 0.0048, 0, 8)).description == (
+    assert checks.differs(PolicyDifference(1.84e-5, 0.0048, 0, 8)).description == (
         "the policy hardly differs from the reference model: held-out log-probs moved by 1.8e-05 nats a token, margins between "
         "chosen and rejected by 0.0048 nats, and 0 of 8 sampled answers changed. It took too few steps, or its learning rate "
         "is too low"

@@ -13,7 +13,7 @@ from assets.bodies import checks
 from assets.comparison.leakage import Leakage, find_leakage
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.store.manifest import Derivation, Source
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 
 BASE = fingerprint("base_model", "of the hub")
 QUESTIONS = ("a", "b", "c", "d")
@@ -34,7 +34,7 @@ class World:
         how = Derivation(kind=kind, code_version="1", inputs=sources, settings={"is": content, **settings})
         with self.store.staging() as staging:
             (staging / "file").write_text(content)
-            return self.store.publish(staging, how, Made(fingerprint(kind, content), {})).fingerprint
+            return self.store.publish(staging, how, JobResult(fingerprint(kind, content), {})).fingerprint
 
     def data(self, name: str, trained: str, held_out: str, **fields: Any) -> str:
         """Preferences with these questions in their splits, a letter each, in that order."""
@@ -43,7 +43,7 @@ class World:
         with self.store.staging() as staging:
             pq.write_table(pa.Table.from_pylist(rows), staging / "preferences.parquet")
             how = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings={"is": name})
-            return self.store.publish(staging, how, Made(fingerprint("raw_preferences", name), {})).fingerprint
+            return self.store.publish(staging, how, JobResult(fingerprint("raw_preferences", name), {})).fingerprint
 
     def policy(self, name: str, trained: str, *, base: str = BASE, champion: str | None = None) -> str:
         """A policy that was trained on these questions, a letter each."""

@@ -11,13 +11,13 @@ import pytest
 
 from assets.comparison.champion import compared
 from assets.comparison.paired_metrics import common_measure, rows_by_messages, rows_by_pair
-from assets.execution.asset_context import Step
+from assets.execution.asset_context import AssetContext
 from model_registry.gate import Measure
 from model_registry.model_version import Version, lineage_tags
 from model_registry.registry import Registry
-from training.contract.errors import RegistryAway
+from training.contract.errors import RegistryUnavailable
 from training.contract.store.manifest import Derivation, Source
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 
 SAID = [("role", pa.string()), ("content", pa.string())]
 CALLS = [*SAID, ("tool_calls", pa.string()), ("tool_call_id", pa.string()), ("name", pa.string())]
@@ -27,7 +27,7 @@ def published(store: Store, kind: str, file: str, table: pa.Table, key: str) -> 
     with store.staging() as staging:
         pq.write_table(table, staging / file)
         how = Derivation(kind=kind, code_version="1", inputs={}, settings={"key": key})
-        return store.publish(staging, how, Made(key * 64, {}))
+        return store.publish(staging, how, JobResult(key * 64, {}))
 
 
 def preferences(store: Store, key: str, message: list[tuple[str, pa.DataType]], *further: str) -> Artifact:
@@ -99,7 +99,7 @@ def evaluated(
     how = Derivation(kind="evaluation", code_version="1", inputs=inputs, settings=settings)
     with store.staging() as staging:
         pq.write_table(pa.Table.from_pylist(list(rows)), staging / "pairs.parquet")
-        return store.publish(staging, how, Made(how.key, {}))
+        return store.publish(staging, how, JobResult(how.key, {}))
 
 
 # SimPO has no reference, whatever its recipe names; AOT sorts the pairs of a batch, so a loss is one of all of them.
@@ -153,7 +153,7 @@ def test_both_are_measured_over_the_champion_s_reference(tmp_path: Path):
     candidate = evaluated(store, "sigmoid", "b", rows=scored([-4.0] * 10 + [-2.0] * 10, [-5.0] * 10 + [-3.0] * 10))
     champion = evaluated(store, "simpo", "a", rows=scored([-2.0] * 10 + [-4.0] * 10, [-3.0] * 10 + [-5.0] * 10))
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
-    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
+    step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
     found = compared(step, candidate, preferences.fingerprint, version)
     assert found.measure == Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE
     names = [f"c{row}r{row}" for row in range(20)]
@@ -195,7 +195,7 @@ def test_the_few_pairs_that_an_edit_spared_do_not_decide_alone(
         evaluated(store, "sigmoid", "a", pairs, rows=rows) for pairs, rows in (("c", ours), ("d", theirs))
     )
     tags = {"evaluation": champion.fingerprint} | ({} if gone else {"raw_preferences": preferences.fingerprint})
-    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
+    step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
     found = compared(step, candidate, preferences.fingerprint, Version("small", 1, "", lineage_tags(tags)))
     assert len(found.shared) == compared_pairs
     assert found.measure == (Measure.LOSS if spared == compared_pairs else Measure.ERROR_RATE)
@@ -209,7 +209,7 @@ def test_how_pairs_are_ranked_is_told_over_the_reference_for_losses_without_one_
     untrained = [row | {"margin": 2.0} for row in scored([2.0] * 10, [2.0] * 10)]
     candidate = evaluated(store, "cpo", "a", rows=untrained)
     champion = evaluated(store, "sigmoid", "a", rows=scored([3.0] * 9 + [1.0], [2.0] * 10))
-    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store)))
+    step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store)))
     version = Version("small", 1, "", lineage_tags({"evaluation": champion.fingerprint}))
     found = compared(step, candidate, preferences.fingerprint, version)
     assert found.measure == Measure.ERROR_RATE
@@ -222,8 +222,8 @@ def test_a_server_that_is_away_is_waited_for_and_not_taken_for_another_home(
     """The champion's evaluation is to be fetched from it, where nobody answers now."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     store, registry = Store(tmp_path / "store"), Registry("http://127.0.0.1:9", tmp_path / "downloads")
-    step = cast(Step, SimpleNamespace(services=SimpleNamespace(store=store, registry=registry)))
+    step = cast(AssetContext, SimpleNamespace(services=SimpleNamespace(store=store, registry=registry)))
     evaluation = evaluated(store, "sigmoid", "a", rows=scored([-4.0], [-5.0]))
     tags = lineage_tags({"evaluation": "e" * 64})
-    with pytest.raises(RegistryAway):
+    with pytest.raises(RegistryUnavailable):
         compared(step, evaluation, "", Version("small", 1, "mlflow-artifacts:/1/run/artifacts/policy", tags))

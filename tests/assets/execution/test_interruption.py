@@ -7,7 +7,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from assets.execution.asset_context import Step
+from assets.execution.asset_context import AssetContext
 from assets.execution.interruption import ending_in_words, naming_checkpoint, with_stack_traces
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.protocol.job import Job, checkpoints_of
@@ -25,7 +25,7 @@ def test_an_interrupted_run_has_no_stack_traces_and_that_of_a_command_is_cancele
 
     @dg.asset
     def made(context: dg.AssetExecutionContext) -> None:
-        with ending_in_words(Step(pipeline, services, context)):
+        with ending_in_words(AssetContext(pipeline, services, context)):
             signal.raise_signal(signal.SIGINT)
 
     with dg.DagsterInstance.ephemeral() as instance:

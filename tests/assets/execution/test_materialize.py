@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from assets.execution.materialize import Work, find_sound, make
+from assets.execution.materialize import JobSpec, find_intact, make
 from assets.execution.rescore import rescore
 from assets.pipeline.pipeline import Pipeline, Services
 from model_registry.model_version import MERGED
@@ -18,7 +18,7 @@ from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.protocol.events import Event
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Made, Store, write_json
+from training.contract.store.store import JobResult, Store, write_json
 from training.contract.system.locks import is_held
 from workflows.recipes.discovery import load_recipe
 
@@ -46,7 +46,7 @@ class Noting:
         if (content := self._content(job)) is not None:
             with store.staging() as staging:
                 write_json(staging / "rescored.json", content)
-                store.publish(staging, job.derivation, Made("f" * 64, {"tolerance": 0.5}))
+                store.publish(staging, job.derivation, JobResult("f" * 64, {"tolerance": 0.5}))
         return Ended(job.log, 0)
 
 
@@ -64,7 +64,7 @@ def test_a_job_gets_the_lock_of_its_key(services, tmp_path):
     """So whoever wants the same artifact waits for the job, though the process that launched it may be gone by then."""
     launcher = Noting(lambda job: "merged")
     works = [
-        make(pipeline_on(1, tmp_path), replace(services, launcher=launcher), MERGED, Work("merge", {}), {}, LOG)
+        make(pipeline_on(1, tmp_path), replace(services, launcher=launcher), MERGED, JobSpec("merge", {}), {}, LOG)
         for _ in range(2)
     ]
     assert [work.reused for work in works] == [False, True]
@@ -75,7 +75,7 @@ def test_a_job_gets_the_lock_of_its_key(services, tmp_path):
 def test_a_job_that_publishes_nothing_has_failed(services, tmp_path):
     given = replace(services, launcher=Noting(lambda job: None))
     with pytest.raises(StoreError, match="the job of merged_policy ended well but published nothing; its log is "):
-        make(pipeline_on(1, tmp_path), given, MERGED, Work("merge", {}), {}, LOG)
+        make(pipeline_on(1, tmp_path), given, MERGED, JobSpec("merge", {}), {}, LOG)
 
 
 def test_pairs_are_scored_again_by_one_process_on_one_machine(services, tmp_path):
@@ -102,16 +102,16 @@ def test_only_what_was_trained_is_refused_when_it_is_corrupt(services, kind, set
     store, how = services.store, Derivation(kind=kind, code_version="1", inputs={}, settings=settings)
     with store.staging() as staging:
         (staging / "content").write_bytes(b"what was made")
-        made = store.publish(staging, how, Made("f" * 64))
+        made = store.publish(staging, how, JobResult("f" * 64))
     told: list[Event] = []
     services = replace(services, listener=told.append)
-    assert find_sound(services, how, LOG) == made and told == []
+    assert find_intact(services, how, LOG) == made and told == []
     flip(made.file("content"))
     if refused:
         with pytest.raises(CorruptArtifact, match="What was trained is not made again unasked"):
-            find_sound(services, how, LOG)
+            find_intact(services, how, LOG)
     else:
-        assert find_sound(services, how, LOG) is None
+        assert find_intact(services, how, LOG) is None
         [note] = told
         assert (note["event"], note["asset"]) == ("note", kind)
         assert "content" in note["text"] and note["text"].endswith("; it is made again.")

@@ -9,7 +9,7 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from assets.execution.run_liveness import keep_interrupts, sign
+from assets.execution.run_liveness import reraise_lost_interrupts, sign
 
 
 class Thing:
@@ -19,7 +19,7 @@ class Thing:
 def test_an_interrupt_is_not_lost_in_a_callback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
     """One that comes while a weak reference's callback runs: Python says that it ignores it, and goes on."""
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
-    keep_interrupts.__wrapped__()
+    reraise_lost_interrupts.__wrapped__()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         thing = Thing()
@@ -36,7 +36,7 @@ def test_an_interrupt_is_not_lost_in_a_callback(monkeypatch: pytest.MonkeyPatch,
 def test_what_else_is_ignored_is_told_as_before(monkeypatch: pytest.MonkeyPatch):
     told: list[sys.UnraisableHookArgs] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
-    keep_interrupts.__wrapped__()
+    reraise_lost_interrupts.__wrapped__()
     thing = Thing()
     reference = weakref.ref(thing, lambda _: 1 / 0)
     del thing
@@ -46,7 +46,7 @@ def test_what_else_is_ignored_is_told_as_before(monkeypatch: pytest.MonkeyPatch)
 def test_a_run_of_dagster_is_interrupted_wherever_the_signal_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In a step Dagster raises an exception of its own for the signal. Lost in a callback, the step would sleep on."""
     monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
-    keep_interrupts.cache_clear()
+    reraise_lost_interrupts.cache_clear()
     slept: list[bool] = []
 
     @dg.asset
@@ -61,5 +61,5 @@ def test_a_run_of_dagster_is_interrupted_wherever_the_signal_falls(tmp_path: Pat
 
     with pytest.raises(dg.DagsterExecutionInterruptedError):
         dg.materialize([terminated])
-    keep_interrupts.cache_clear()  # what it has changed ends with this test
+    reraise_lost_interrupts.cache_clear()  # what it has changed ends with this test
     assert not slept

@@ -5,22 +5,22 @@ from typing import Any
 
 import pytest
 
-from assets.execution.materialize import publish_found
-from assets.inputs.current import FoundData
+from assets.execution.materialize import publish_resolved
+from assets.inputs.current import ResolvedData
 from assets.inputs.resolve import LocatedSource, LocatedTokenizer
 from assets.lineage.diff import changes_since
 from assets.lineage.settings_diff import setting_changes
 from assets.lineage.tokenizer_diff import tokenizer_changes
 from assets.pipeline.graph import derive
 from tests.workflows.in_process import services_in
-from training.contract.store.store import Made, write_json
+from training.contract.store.store import JobResult, write_json
 
 
-def _source(hub: dict[str, Any]) -> FoundData:
+def _source(hub: dict[str, Any]) -> ResolvedData:
     identity = {"hub": "org/pairs", "config": None, "split": "train", "configs": None, **hub}
     source = LocatedSource({"hub": "org/pairs", "split": "train", "revision": "c" * 40}, identity, [])
     how = derive("preference_source", {}, {"sources": [identity]})
-    return FoundData(how, "f" * 64, {"sources.json": []}, [source])
+    return ResolvedData(how, "f" * 64, {"sources.json": []}, [source])
 
 
 def test_a_line_of_the_template_that_is_a_rule(tmp_path):
@@ -28,7 +28,7 @@ def test_a_line_of_the_template_that_is_a_rule(tmp_path):
     store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n---\n"})
-        before = store.publish(staging, how, Made("f" * 64))
+        before = store.publish(staging, how, JobResult("f" * 64))
     (tmp_path / "now.jinja").write_text("Answer.\n+++\n")
     now = LocatedTokenizer(tmp_path, tmp_path / "now.jinja", {})
     assert list(tokenizer_changes(before, now, {"template"})) == ["chat template changed: line 2\n    ----\n    ++++"]
@@ -70,7 +70,7 @@ def test_no_file_is_named_where_a_token_is(tmp_path):
     store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": "Answer.\n"})
-        before = store.publish(staging, how, Made("f" * 64))
+        before = store.publish(staging, how, JobResult("f" * 64))
     write_json(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 0, "content": "<|tool|>"}]})
     (tmp_path / "chat_template.jinja").write_text("Answer!\n")
     told = list(
@@ -97,7 +97,7 @@ def test_a_file_of_an_unknown_form_is_named(tmp_path, file, content):
     store, how = services_in(tmp_path).store, derive("tokenization_spec", {}, {})
     with store.staging() as staging:
         write_json(staging / "spec.json", {"template": None})
-        before = store.publish(staging, how, Made("f" * 64))
+        before = store.publish(staging, how, JobResult("f" * 64))
     write_json(tmp_path / file, content)
     assert list(tokenizer_changes(before, LocatedTokenizer(tmp_path, None, {}), {file})) == [f"{file} differs"]
 
@@ -106,7 +106,7 @@ def test_the_files_of_a_data_set_of_the_hub_and_another_in_its_place(tmp_path):
     """Five files are named and the rest counted, by hand; of another data set no file is compared with any of the first."""
     services, digit = services_in(tmp_path), "ab"
     old, new = (_source({"files": {f"{n}.csv": d * 40 for n in range(7)}}) for d in digit)
-    made = publish_found(services, old, getLogger())
+    made = publish_resolved(services, old, getLogger())
     names = ", ".join(f"{n}.csv differs" for n in range(5))
     key = made.artifact.derivation.key
     assert changes_since(services.store, key, new) == [f"org/pairs at commit cccccccccccc: {names}, and 2 more"]
@@ -118,14 +118,14 @@ def test_files_of_one_name_and_their_order(tmp_path):
     """Of files with one name each further one has a number; the order decides which rows come first."""
     services = services_in(tmp_path)
 
-    def found(*files: tuple[str, str]) -> FoundData:
+    def found(*files: tuple[str, str]) -> ResolvedData:
         identity = [{"name": name, "bytes": 1, "sha256": digit * 64} for name, digit in files]
         how = derive("preference_source", {}, {"sources": [identity]})
-        return FoundData(how, "f" * 64, {"sources.json": [identity]}, [LocatedSource({"hub": None}, identity, [])])
+        return ResolvedData(how, "f" * 64, {"sources.json": [identity]}, [LocatedSource({"hub": None}, identity, [])])
 
     with services.store.staging() as staging:
         key = services.store.publish(
-            staging, found(("a.jsonl", "1"), ("b.jsonl", "2")).derivation, Made("f" * 64)
+            staging, found(("a.jsonl", "1"), ("b.jsonl", "2")).derivation, JobResult("f" * 64)
         ).derivation.key
     assert changes_since(services.store, key, found(("b.jsonl", "2"), ("a.jsonl", "1"))) == [
         "the order of the files, or how the sources divide them, changed"

@@ -14,7 +14,7 @@ from assets.lineage.history import History, Materialization
 from assets.pipeline.graph import GRAPH, with_upstream
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 from workflows.recipes.discovery import load_recipe
 
 
@@ -38,7 +38,7 @@ def test_another_artifact_than_the_latest_was_made_as_its_own_manifest_says(hist
     ways = [Derivation(kind="policy", code_version=version, inputs={}, settings={}) for version in "123"]
     for way, fingerprint in zip(ways, ("a" * 64, "b" * 64, "b" * 64), strict=True):
         with history.store.staging() as staging:
-            history.store.publish(staging, way, Made(fingerprint))
+            history.store.publish(staging, way, JobResult(fingerprint))
     key, tags = history.pipeline.key("policy"), {"dagster/data_version": "b" * 64}
     history.instance.report_runless_asset_event(dg.AssetMaterialization(key, metadata={"key": ways[2].key}, tags=tags))
     assert [history.derivation("policy", found * 64) for found in "ab"] == [ways[0], ways[2]]

@@ -8,7 +8,7 @@ from assets.lineage.pair_diff import pair_changes
 from training.contract.identity.fingerprint import fingerprint
 from training.contract.identity.hash_cache import HashCache
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 
 
 def published(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
@@ -18,7 +18,7 @@ def published(store: Store, pairs: str, with_identity: bool = True) -> Artifact:
     how = Derivation(kind="raw_preferences", code_version="1", inputs={}, settings={"is": [pairs, with_identity]})
     with store.staging() as staging:
         pq.write_table(table if with_identity else table.drop_columns(["identity"]), staging / "preferences.parquet")
-        return store.publish(staging, how, Made(fingerprint("raw_preferences", [pairs, with_identity]), {}))
+        return store.publish(staging, how, JobResult(fingerprint("raw_preferences", [pairs, with_identity]), {}))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.training.checkpoint.test_checkpoint import JOB, Toy
 from tests.training.runs import losses, settings, told, tune
-from training.checkpoint.async_saver import Saver, _seal
+from training.checkpoint.async_saver import AsyncSaver, _seal
 from training.checkpoint.checkpoint import Checkpoints
 from training.contract.identity.file_hashing import hash_files
 from training.distributed import ALONE
@@ -54,7 +54,7 @@ def test_whatever_a_save_renames_is_on_the_disk_before_and_its_name_after(tmp_pa
         if event == "c_call" and function in (os.fsync, os.replace, os.rename):
             called.append(function.__name__)
 
-    saver = Saver(Checkpoints(tmp_path, JOB), ALONE)
+    saver = AsyncSaver(Checkpoints(tmp_path, JOB), ALONE)
     threading.setprofile(note_call)
     try:
         saver.start(5, Toy(5).state, {})

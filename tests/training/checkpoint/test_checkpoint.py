@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch.nn import Parameter
 
 from tests.training.runs import on_two_ranks
-from training.checkpoint.async_saver import Saver
-from training.checkpoint.checkpoint import Checkpoint, Checkpoints, State
-from training.checkpoint.tensor_slices import LocalRows, PieceReader, piece_of, write_pieces
+from training.checkpoint.async_saver import AsyncSaver
+from training.checkpoint.checkpoint import Checkpoint, Checkpoints, TrainingState
+from training.checkpoint.tensor_slices import LocalRows, TensorSliceReader, piece_of, write_pieces
 from training.contract.config.optimizer import AdamW
 from training.contract.errors import CorruptArtifact, StoreError
 from training.contract.store.manifest import Derivation
@@ -61,8 +61,8 @@ class Toy:
         return LocalRows(first, min(of, first + -(-of // self.copies)) - first, of, 0, 1)
 
     @property
-    def state(self) -> State:
-        return State(self.parameters, self.optimizer, self.held)
+    def state(self) -> TrainingState:
+        return TrainingState(self.parameters, self.optimizer, self.held)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {n: p.detach() for n, p in self.parameters.items()} | self.optimizer.tensors()
@@ -75,7 +75,7 @@ def same(left: Toy, right: Toy) -> bool:
 
 def saved(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
     checkpoints = Checkpoints(folder, JOB, keep)
-    saver = Saver(checkpoints, ALONE)
+    saver = AsyncSaver(checkpoints, ALONE)
     for step in steps:
         saver.start(step, Toy(step).state, {"steps": step, "series": {"loss": [0.5]}})
         saver.finish()
@@ -151,7 +151,7 @@ def test_another_number_of_ranks_reads_what_some_wrote(tmp_path: Path, written: 
         write_pieces(Toy(5.0, rank, writers, cut).state.pieces(rank == 0), file)
     for rank in range(readers):
         expected, found = (Toy(fill, rank, readers, cut_again) for fill in (5.0, -1.0))
-        found.state.restore(PieceReader(files[::-1]))
+        found.state.restore(TensorSliceReader(files[::-1]))
         assert same(found, expected)
 
 
@@ -166,7 +166,7 @@ def test_ranks_write_each_number_once(tmp_path: Path, way: str):
 
 def test_a_missing_row_is_noticed(tmp_path: Path):
     write_pieces([piece_of("weights/b", torch.ones(2), LocalRows(2, 2, 4, 0, 1))], tmp_path / "half")
-    reader = PieceReader([tmp_path / "half"])
+    reader = TensorSliceReader([tmp_path / "half"])
     assert reader.read("weights/b", 2, 2).tolist() == [1, 1]
     with pytest.raises(CorruptArtifact, match=r"of the rows 1 to 4 of weights/b the files hold 2"):
         reader.read("weights/b", 1, 3)
@@ -238,7 +238,7 @@ def test_another_job_in_the_same_folder_is_another_job(tmp_path: Path):
 def test_the_state_may_change_once_saving_began(tmp_path: Path):
     """The pieces are out of the hands of the training when `start` returns, whatever the thread has still to do."""
     checkpoints, toy, facts = Checkpoints(tmp_path, JOB), Toy(5), {"series": [1]}
-    saver = Saver(checkpoints, ALONE)
+    saver = AsyncSaver(checkpoints, ALONE)
     saver.start(5, toy.state, facts)
     with torch.no_grad():
         for parameter in toy.parameters.values():
@@ -257,7 +257,7 @@ def test_what_an_interrupted_save_left_is_gone(tmp_path: Path):
 
 def test_a_folder_that_takes_nothing_is_an_error_with_the_free_bytes(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
-    saver = Saver(Checkpoints(tmp_path / "file", JOB), ALONE)
+    saver = AsyncSaver(Checkpoints(tmp_path / "file", JOB), ALONE)
     saver.start(5, Toy().state, {})
     with pytest.raises(StoreError, match=r"rank 0 cannot save the checkpoint of step 5 in .* bytes free\)"):
         saver.finish()
@@ -278,7 +278,7 @@ def test_a_full_disk_commits_nothing_and_says_so(tmp_path: Path, room: Any, size
     The checkpoint before stays what it was.
     """
     checkpoints = saved(tmp_path, 5)
-    saver = Saver(checkpoints, ALONE)
+    saver = AsyncSaver(checkpoints, ALONE)
     room(size)
     saver.start(10, Toy(10).state, {"series": series})
     with pytest.raises(StoreError, match=r"step 10.*File too large.*make room and run again"):
@@ -305,7 +305,7 @@ def test_where_one_rank_finds_no_room_all_say_so_and_nobody_waits_for_it(tmp_pat
         sys.addaudithook(refuse_late)
         most, told = resource.getrlimit(resource.RLIMIT_FSIZE)[1], []
         for when in ("at once", *LATE):
-            saver = Saver(Checkpoints(tmp_path / when, JOB), group)
+            saver = AsyncSaver(Checkpoints(tmp_path / when, JOB), group)
             if group.rank == 1 and when == "at once":
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
             saver.start(10, Toy(10, group.rank, 2).state, {})
@@ -360,15 +360,15 @@ def test_the_state_of_an_optimizer_is_named_after_its_parameters():
 def test_a_parameter_without_dimensions_comes_back(tmp_path: Path):
     """One number, which rank 0 writes and nobody holds rows of; so has its optimizer's state no rows."""
 
-    def state(value: float) -> State:
+    def state(value: float) -> TrainingState:
         parameters = {"scale": Parameter(torch.tensor(value))}
         parameters["scale"].grad = torch.tensor(value)
         optimizer = build_optimizer(AdamW(learning_rate=0.1), parameters, {})
         optimizer.step()
-        return State(parameters, optimizer, Toy().held)
+        return TrainingState(parameters, optimizer, Toy().held)
 
     saved, found = state(3.0), state(5.0)
     write_pieces(saved.pieces(main=True), tmp_path / "pieces")
-    found.restore(PieceReader([tmp_path / "pieces"]))
+    found.restore(TensorSliceReader([tmp_path / "pieces"]))
     assert torch.equal(found.parameters["scale"], saved.parameters["scale"])
     assert found.optimizer.tensors() == saved.optimizer.tensors()

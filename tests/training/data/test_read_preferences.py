@@ -14,7 +14,7 @@ from training.contract.files.local_files import data_files
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.fingerprint import value_digest
 from training.contract.protocol.events import read_events
-from training.data.reading.pair_writer import is_drawn, split_of
+from training.data.reading.pair_writer import is_sampled, split_of
 
 GOOD = {"prompt": "Why?", "chosen": "Because.", "rejected": "No idea."}
 
@@ -260,8 +260,8 @@ def test_a_fraction_by_hand():
     prompt = [{"role": "user", "content": "Why?"}]
     half = hashlib.sha256(b'[{"content":"Why?","role":"user"}]').hexdigest()[32:]
     place = int(half, 16) / 2**128
-    assert is_drawn(value_digest(prompt), place + 1e-9) and is_drawn(value_digest(prompt), 1.0)
-    assert not is_drawn(value_digest(prompt), place - 1e-9)
+    assert is_sampled(value_digest(prompt), place + 1e-9) and is_sampled(value_digest(prompt), 1.0)
+    assert not is_sampled(value_digest(prompt), place - 1e-9)
 
 
 def test_a_fraction_of_a_source_is_of_its_prompts_and_stays_as_data_grows(workshop, tmp_path):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from training.contract.errors import DataError
 from training.contract.identity.fingerprint import sequence_key
-from training.data.tokenization.tokenize_pair import Dropped, EncodedPair, OverLength, Response, fit, inside
+from training.data.tokenization.tokenize_pair import Dropped, EncodedPair, OverLength, ResponseTokens, fit, inside
 
 pytestmark = pytest.mark.shared
 SIDES = ("chosen", "rejected")
@@ -220,7 +220,7 @@ def test_over_length(cut):
 )
 def test_a_truncated_prompt_keeps_its_bos(bos, max_length, prompt):
     """Whichever of the responses is the longer one."""
-    longer, shorter = Response([6] * 4, [True] * 4), Response([7], [True])
+    longer, shorter = ResponseTokens([6] * 4, [True] * 4), ResponseTokens([7], [True])
     for responses in ((longer, shorter), (shorter, longer)):
         pair = EncodedPair([1, 2, 3, 4, 5], *responses)
         if prompt is None:
@@ -265,7 +265,7 @@ def test_what_does_not_fit_at_all_is_dropped(workshop, tiny_chat):
         assert done.details["reasons"] == {"over max_length": 1}
         assert max(done.pairs.lengths(side).max() for side in SIDES) <= 30
     with pytest.raises(Dropped, match=r"7 tokens \(3 of the prompt\), max_length is 3"):  # room for the prompt alone
-        fit(EncodedPair([1, 2, 3], *[Response([6] * 4, [True] * 4)] * 2), 3, OverLength.TRUNCATE_RESPONSE, None)
+        fit(EncodedPair([1, 2, 3], *[ResponseTokens([6] * 4, [True] * 4)] * 2), 3, OverLength.TRUNCATE_RESPONSE, None)
 
 
 @pytest.mark.parametrize(

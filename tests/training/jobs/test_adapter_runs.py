@@ -15,12 +15,12 @@ from training.contract.config.recipe import Adapter
 from training.contract.identity.model_identity import adapter_fingerprint
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input, Job
-from training.contract.store.store import Made
+from training.contract.store.store import JobResult
 from training.distributed import ALONE
 from training.jobs import merge_adapter
 from training.model.adapter import add_adapter
-from training.parallel.model_specs import TrainableModel
-from training.parallel.placement import Layout
+from training.parallel.model_specs import TrainModelSpec
+from training.parallel.placement import Placement
 from training.parallel.replicated import Replicated
 
 CPU = torch.device("cpu")
@@ -76,7 +76,9 @@ def test_only_the_adapter_has_gradients_state_and_a_place_in_checkpoints(tiny_wo
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_masters_of_an_adapter_are_float32(tiny_world, precision: Any):
-    masters = Replicated(TrainableModel(tiny_world.model, precision, Adapter(rank=RANK), SEED), Layout(ALONE, copies=1))
+    masters = Replicated(
+        TrainModelSpec(tiny_world.model, precision, Adapter(rank=RANK), SEED), Placement(ALONE, copies=1)
+    )
     drawn = AutoModelForCausalLM.from_pretrained(tiny_world.model)
     add_adapter(drawn, Adapter(rank=RANK), SEED)
     assert all(torch.equal(p, drawn.get_parameter(n)) for n, p in masters.parameters.items()), "as drawn, not rounded"
@@ -112,7 +114,7 @@ def test_the_same_recipe_gives_the_same_bits_and_dropout_is_on_in_training_only(
 
 
 @pytest.fixture
-def exported(tiny_world) -> dict[str, tuple[Job, Made]]:
+def exported(tiny_world) -> dict[str, tuple[Job, JobResult]]:
     """One recipe, exported in both ways."""
     jobs = {
         export: tiny_world.job("policy", with_adapter(adapter={"export": export}), export)

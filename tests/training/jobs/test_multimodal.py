@@ -27,8 +27,8 @@ from training.model.backbone import body_of, text_modules
 from training.model.load import load_model
 from training.model.logprobs.response_logprobs import response_logprobs
 from training.model.training_setup import prepare_for_training
-from training.parallel.model_specs import TrainableModel
-from training.parallel.placement import Layout
+from training.parallel.model_specs import TrainModelSpec
+from training.parallel.placement import Placement
 from training.parallel.replicated import Replicated
 
 CPU = torch.device("cpu")
@@ -151,7 +151,7 @@ def test_what_is_not_saved_again_is_told(tmp_path: Path):
     """Heads of Qwen 3.5 that predict several tokens at once, for example."""
     build_multimodal("qwen3_5", LINEAR).save_pretrained(tmp_path)
     file, events = tmp_path / "model.safetensors", tmp_path / "events.jsonl"
-    trainable = TrainableModel(tmp_path, "float32")
+    trainable = TrainModelSpec(tmp_path, "float32")
     for more, told_of in (({}, []), ({"mtp.fc.weight": torch.ones(3)}, ["mtp.fc.weight (1 in all)"])):
         save_file(load_file(file) | more, file, metadata={"format": "pt"})
         load_for_training(trainable, Compute(device="cpu"), ALONE, EventWriter(events))
@@ -165,7 +165,7 @@ def test_only_dropout_that_text_meets_counts(tmp_path: Path, rate: float):
     model = build_multimodal("internvl", {"model_type": "qwen2", "attention_dropout": rate})
     model.config.vision_config.hidden_dropout_prob = 0.1
     model.save_pretrained(tmp_path)
-    masters = Replicated(TrainableModel(tmp_path, "float32"), Layout(ALONE, copies=1))
+    masters = Replicated(TrainModelSpec(tmp_path, "float32"), Placement(ALONE, copies=1))
     assert any(isinstance(module, torch.nn.Dropout) and module.p for module in masters.model.modules())
     assert masters.own_dropout == (rate > 0)
     assert (why_not_shared(masters.model, training=True) is None) == (rate == 0)

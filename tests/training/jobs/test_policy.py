@@ -32,7 +32,7 @@ from training.contract.protocol.job import Failure
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import Positions, epoch_order
 from training.distributed import ALONE
-from training.jobs.policy import _Tuning
+from training.jobs.policy import _PolicyJob
 from training.loop.objective import CollatedPairs, PreferenceObjective
 from training.loop.rank_sync import Flags
 from training.model.load import load_model
@@ -194,7 +194,7 @@ def test_errors_that_cancel_in_the_mean_are_found(tiny_world):
 
 def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is(tiny_world):
     """The hinge of a margin of minus infinity is infinite, and its slope is beta as anywhere below the corner."""
-    tuning = _Tuning(tiny_world.job("policy", settings(loss={"type": "hinge"})), ALONE, EventWriter(None))
+    tuning = _PolicyJob(tiny_world.job("policy", settings(loss={"type": "hinge"})), ALONE, EventWriter(None))
     stepper, row = tuning.stepper, int(tuning.batches.batch(1)[3])
     tuning.reference.logprobs_P2[row, 0] = np.inf
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_worl
     """Numbers around 1e30 are float32; the sum of their squares is none. The weights are then still those of the file."""
     loss = {"type": "mixture", "beta": BETA, "of": [{"type": "sigmoid", "weight": 1e30}]}
     job = tiny_world.job("policy", settings(loss=loss))
-    tuning = _Tuning(job, ALONE, EventWriter(job.events))
+    tuning = _PolicyJob(job, ALONE, EventWriter(job.events))
     with pytest.raises(TrainingError, match="step 1: the norm of the gradient is inf on all 1 ranks together"):
         tuning.trainer.run(tuning.observe)
     assert told(job) == []

@@ -27,7 +27,7 @@ from training.contract.config.recipe import Parallel
 from training.contract.errors import CorruptArtifact, ModelError, TemplateError, TrainingError
 from training.contract.protocol.events import read_events
 from training.contract.protocol.job import Job
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_table import TABLE_FILE, LogProbTable
 from training.contract.store.store import Artifact, Store
 from training.data.tokenization.pair_dataset import PAIRS_FILE, PAIRS_SCHEMA, Pairs
@@ -164,7 +164,7 @@ import numpy as np
 from training import memoized, reference
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.store import Store
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import group
@@ -174,7 +174,7 @@ job, rule = Job.read(Path(sys.argv[1])), sys.argv[2]
 with group("cpu") as alone:
     sequences = cached_sequences.DistinctSequences.of(Pairs.open(job.inputs["tokenized_pairs"].folder))
     model = load_model(job.inputs["reference_model"].folder, "float32", alone.device)
-    every, memo = np.arange(len(sequences)), Memo(Store(job.store), rule)
+    every, memo = np.arange(len(sequences)), LogprobCache(Store(job.store), rule)
     cached_sequences.COMMIT_SECONDS = 0
     cached_sequences.score_missing(model, sequences, every, memo, alone, EventWriter(None))
 """
@@ -368,7 +368,7 @@ def test_tokens_the_model_does_not_have_are_refused_before_it_runs(tiny_world, w
         examples[3]["rejected_ids"][-1] = vocabulary
 
     rewrite(tiny_world, spoil)
-    Pairs.open(tiny_world.pairs).demand_known_tokens(vocabulary + 1)
+    Pairs.open(tiny_world.pairs).check_known_tokens(vocabulary + 1)
     with pytest.raises(
         TemplateError, match=f"up to the number {vocabulary}, and the model has embeddings for {vocabulary}: resize"
     ):
@@ -412,7 +412,7 @@ def test_what_training_will_refuse_is_refused_before_anything_is_scored(tiny_wor
 def test_a_memo_that_loses_a_shard_meanwhile_is_told(tiny_world, workshop):
     sequences = cached_sequences.DistinctSequences.of(Pairs.open(tiny_world.pairs))
     with pytest.raises(TrainingError, match=r"90 of 90 sequences have no reference log-prob"):
-        reference_logprobs.build_table(sequences, Memo(Store(workshop.folder / "store"), "a" * 64), "float32")
+        reference_logprobs.build_table(sequences, LogprobCache(Store(workshop.folder / "store"), "a" * 64), "float32")
 
 
 def random_prompts(count: int) -> tuple[np.ndarray, Prompts]:

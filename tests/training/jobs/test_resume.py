@@ -15,7 +15,7 @@ from training.contract.config.recipe import Training
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
 from training.contract.store.store import Artifact
-from training.jobs.policy import _Tuning
+from training.jobs.policy import _PolicyJob
 
 pytestmark = pytest.mark.slow
 STEPS = 20
@@ -154,9 +154,9 @@ def test_killed_in_an_evaluation_it_goes_on_from_the_checkpoint_of_that_step(
 ):
     """A long one outlasts the grace of a run that is asked to stop; its event may be told already, and then comes once."""
     job = world.job("policy", SETTINGS, f"evaluating-{told_before}", **(COMPUTE | {"checkpoint_every": 7}))
-    evaluate = _Tuning._evaluate
+    evaluate = _PolicyJob._evaluate
 
-    def killed(tuning: _Tuning, step: int) -> None:
+    def killed(tuning: _PolicyJob, step: int) -> None:
         if step == 0 or told_before:
             evaluate(tuning, step)
         if step == 7:
@@ -164,7 +164,7 @@ def test_killed_in_an_evaluation_it_goes_on_from_the_checkpoint_of_that_step(
             raise Killed
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(_Tuning, "_evaluate", killed)
+        patched.setattr(_PolicyJob, "_evaluate", killed)
         tune(job)
     found = published(job, forker.run(job))
     assert "resumed from the checkpoint of step 7" in [note["text"] for note in told(found, "note")]

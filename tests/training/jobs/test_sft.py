@@ -16,7 +16,7 @@ from training.contract.errors import DataError, ModelError, TemplateError
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.store import Made
+from training.contract.store.store import JobResult
 from training.data.tokenization.batch_sampler import epoch_order
 from training.data.tokenization.pair_dataset import PAIRS_SCHEMA
 from training.distributed import ALONE
@@ -40,7 +40,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     return SupervisedTuning.model_validate(fields | changes).model_dump(mode="json")
 
 
-def tune(job: Job) -> Made:
+def tune(job: Job) -> JobResult:
     return run(job, ALONE, EventWriter(job.events, keep=True))
 
 

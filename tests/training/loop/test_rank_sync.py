@@ -8,7 +8,7 @@ import torch
 
 from tests.training.runs import on_two_ranks
 from training.distributed import Group
-from training.loop.rank_sync import Flags, agree
+from training.loop.rank_sync import Flags, sync_step
 
 FLAGS = ("stopping", "saving", "failed")
 
@@ -18,7 +18,7 @@ def told(own: Group) -> list[dict[str, Any]]:
     for flag in FLAGS:
         sums_M = torch.tensor([1.0 + own.rank, 10.0], dtype=torch.float64)
         suspect, flags = torch.tensor(own.rank == 1), Flags(**{flag: own.rank == 1})
-        found.append(asdict(agree(own, sums_M, 100.0 + 50 * own.rank, suspect, flags, lambda: torch.tensor(3.5))))
+        found.append(asdict(sync_step(own, sums_M, 100.0 + 50 * own.rank, suspect, flags, lambda: torch.tensor(3.5))))
     return found
 
 

@@ -8,11 +8,11 @@ from tests.training.runs import settings, tune
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
 from training.distributed import ALONE
-from training.loop.run_state import RunRecord
+from training.loop.run_state import RunState
 
 
-def record_of(job: Job) -> RunRecord:
-    return RunRecord(job, ALONE, EventWriter(None), ("loss",))
+def record_of(job: Job) -> RunState:
+    return RunState(job, ALONE, EventWriter(None), ("loss",))
 
 
 @pytest.mark.parametrize(("steps", "kept"), [(7, 7), (200, 200), (450, 151)])

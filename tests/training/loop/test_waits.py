@@ -24,20 +24,20 @@ from training.contract.config.loss import LossType
 from training.contract.config.recipe import Compute, SupervisedTuning, Training
 from training.contract.protocol.events import EventWriter
 from training.contract.store.logprob_table import LogProbTable
-from training.data.tokenization.batch_sampler import Batches, Tokens, train_items
+from training.data.tokenization.batch_sampler import BatchSampler, TokenCounts, train_items
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
 from training.jobs.sft import ResponseObjective
 from training.loop import rank_sync
 from training.loop.objective import PreferenceObjective, pair_tokens
 from training.loop.rank_sync import Flags
-from training.loop.run_state import RunRecord
-from training.loop.train_step import Stepper
+from training.loop.run_state import RunState
+from training.loop.train_step import TrainStep
 from training.loop.trainer import Trainer
 from training.model import device_prefetch
 from training.model.expert_routing import ExpertBalance, routing_of
 from training.model.training_setup import prepare_for_training
-from training.parallel.model_specs import TrainableModel
+from training.parallel.model_specs import TrainModelSpec
 from training.parallel.strategy import build_masters
 
 aten = torch.ops.aten
@@ -130,12 +130,12 @@ def test_what_waits_is_seen(wait: Callable[[], object]):
         wait()
 
 
-def stepper_of(world: Any, device: torch.device, **changes: Any) -> Stepper:
+def stepper_of(world: Any, device: torch.device, **changes: Any) -> TrainStep:
     """What takes the steps of the `policy` job, in micro-batches of some pairs."""
     changes = {"batch_size": 8, "micro_tokens": 60} | changes
     compute, settings = Compute(**changes.pop("compute", {})), Training.model_validate(changes)
     group, pairs = Group(0, 1, device), Pairs.open(world.pairs)
-    trainable = TrainableModel(
+    trainable = TrainModelSpec(
         world.model, settings.precision, settings.adapter, disable_dropout=settings.disable_dropout
     )
     masters = build_masters(trainable, "ddp", group, SILENT)
@@ -144,8 +144,8 @@ def stepper_of(world: Any, device: torch.device, **changes: Any) -> Stepper:
     if settings.loss.needs_token_logprobs:
         table = replace(table, tails_P2=np.full((len(pairs), 2), -0.5))
     objective = PreferenceObjective(pairs, table, settings.loss, group)
-    batches = Batches(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, 0)
-    return Stepper(masters, objective, batches, settings, 10)
+    batches = BatchSampler(train_items(pairs), pair_tokens(pairs), settings.batch_size, settings.micro_tokens, 0)
+    return TrainStep(masters, objective, batches, settings, 10)
 
 
 @pytest.fixture(autouse=True)
@@ -176,9 +176,9 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def take_steps(stepper: Stepper, *allowed: Callable[..., Any]) -> None:
+def take_steps(stepper: TrainStep, *allowed: Callable[..., Any]) -> None:
     for step in (1, 2):
-        with NoNumbers(), NoWaiting(rank_sync.agree, *allowed) as watch:
+        with NoNumbers(), NoWaiting(rank_sync.sync_step, *allowed) as watch:
             taken = stepper.step(step, Flags())
         assert np.isfinite(taken.metrics["loss"]) and watch.operators > 500
 
@@ -196,9 +196,9 @@ def test_however_it_trains_a_step_waits_in_its_middle_alone(world: Any, way: dic
 def test_between_its_steps_a_run_waits_for_nothing(world: Any):
     """What `bco_pair` remembers of its steps is asked for where it is kept."""
     job, stepper = world.job("policy", {}), stepper_of(world, CPU, loss={"type": "bco_pair"})
-    trainer = Trainer(job, SILENT, stepper, RunRecord(job, stepper.group, SILENT, ("loss",)))
+    trainer = Trainer(job, SILENT, stepper, RunState(job, stepper.group, SILENT, ("loss",)))
     for step in (1, 2):
-        with NoNumbers(), NoWaiting(rank_sync.agree) as watch:
+        with NoNumbers(), NoWaiting(rank_sync.sync_step) as watch:
             trainer._step(step)
         assert watch.operators > 500
 
@@ -209,10 +209,10 @@ def test_a_row_each_it_waits_where_transformers_makes_its_masks_too(dropping: An
 
 def test_supervised_tuning_waits_in_its_middle_alone(world: Any):
     group, pairs = Group(0, 1, CPU), Pairs.open(world.pairs)
-    masters = build_masters(TrainableModel(world.model, "float32"), "ddp", group, SILENT)
+    masters = build_masters(TrainModelSpec(world.model, "float32"), "ddp", group, SILENT)
     lengths_I = pairs.lengths("chosen").astype(np.int64)
-    batches = Batches(train_items(pairs), Tokens(lengths_I, lengths_I), 8, 60, 0)
-    stepper = Stepper(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
+    batches = BatchSampler(train_items(pairs), TokenCounts(lengths_I, lengths_I), 8, 60, 0)
+    stepper = TrainStep(masters, ResponseObjective(pairs), batches, SupervisedTuning(), 10)
     take_steps(stepper, ResponseObjective.count)  # which counts on the host
 
 
@@ -232,7 +232,7 @@ def test_the_balance_of_experts_waits_for_nothing(device: torch.device):
 @pytest.mark.parametrize("loss", [{}, {"ld_alpha": 0.3}, {"weighting": "wpo"}, {"type": "bco_pair"}], ids=str)
 def test_what_goes_to_the_device_goes_by_transfers_that_nobody_waits_for(world: Any, loss: dict[str, Any]):
     """With tensors that have no content a step comes as far as its middle, where somebody wants to know a number."""
-    stepper, watch = stepper_of(world, META, loss=loss), NoWaiting(rank_sync.agree, device_prefetch.to_device)
+    stepper, watch = stepper_of(world, META, loss=loss), NoWaiting(rank_sync.sync_step, device_prefetch.to_device)
     with NoNumbers(), watch, pytest.raises(NotImplementedError) as stopped:
         stepper.step(1, Flags())
     assert "agree" in [entry.name for entry in stopped.traceback] and watch.operators > 300

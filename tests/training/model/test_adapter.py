@@ -31,7 +31,7 @@ from training.model.adapter import (
 from training.model.load import load_model, save_model
 from training.model.logprobs.head import head_of
 from training.model.logprobs.response_logprobs import response_logprobs
-from training.model.training_setup import demand_trainable
+from training.model.training_setup import check_trainable
 
 CPU = torch.device("cpu")
 SEQUENCES = [sequence for group in groups() for sequence in group]
@@ -153,7 +153,7 @@ def test_names_that_peft_takes_for_experts_are_refused(targets: Any, says: str):
     model = build("ernie4_5_moe", SHARED_EXPERTS | {"moe_layer_start_index": 0, "moe_layer_end_index": 1})
     names, settings = list(model.state_dict()), Adapter(target_modules=targets)
     with pytest.raises(ModelError, match=says):
-        demand_trainable(model, {"training": {"adapter": settings.model_dump()}})
+        check_trainable(model, {"training": {"adapter": settings.model_dump()}})
     assert list(model.state_dict()) == names
     with pytest.raises(ModelError, match=says):
         add_adapter(model, settings, seed=0)

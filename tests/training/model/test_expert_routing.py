@@ -15,9 +15,9 @@ from training.contract.protocol.events import EventWriter
 from training.distributed import ALONE
 from training.model.attention.shared_prefix import TokenSequence
 from training.model.backbone import text_config
-from training.model.expert_routing import ExpertBalance, Routing, demand_experts
+from training.model.expert_routing import ExpertBalance, Routing, check_experts
 from training.model.logprobs.response_logprobs import collate, logprobs_of
-from training.model.training_setup import demand_trainable, prepare_for_training
+from training.model.training_setup import check_trainable, prepare_for_training
 
 CHANGES = {kind: changes for kind, _, changes in VARIANTS}
 # Those with a coefficient in their configuration; the hybrid of Granite as it stands there has no experts.
@@ -95,7 +95,7 @@ def test_a_batch_in_parts_has_the_loss_of_the_whole():
 def test_a_model_without_experts_is_refused(kind: str, changes: dict[str, Any]):
     model = build(kind, CHANGES[kind] | changes)
     with pytest.raises(ModelError, match=r"ForCausalLM is no mixture of experts .*its configuration has no"):
-        demand_experts(model)
+        check_experts(model)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_layers_that_report_something_else_are_refused(kind: str, changes: dict[
     model = build(kind, changes)
     counted = told.replace("19", r"\d+")
     with pytest.raises(ModelError, match=rf"^`training.router_aux_loss_coef`: .*{counted}\): set it to 0$"):
-        demand_trainable(model, {"training": {"router_aux_loss_coef": 0.1}})
+        check_trainable(model, {"training": {"router_aux_loss_coef": 0.1}})
     with pytest.raises(ModelError, match=rf"^`reference.sft.router_aux_loss_coef`: .*{counted}"):
         prepare_for_training(model, Compute(), EventWriter(None), own_dropout=False, routing="reference.sft")
     with pytest.raises(ModelError, match=told):

@@ -14,7 +14,7 @@ from training.contract.identity.model_identity import adapter_fingerprint
 from training.contract.protocol.job import Input
 from training.model.adapter import add_adapter, load_policy, save_adapter
 from training.model.load import load_model, own_values
-from training.parallel.model_specs import TrainableModel
+from training.parallel.model_specs import TrainModelSpec
 
 CPU = torch.device("cpu")
 WEIGHTS = "model.safetensors"
@@ -52,8 +52,8 @@ def in_shards(folder: Path) -> None:
 LOADS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "in the dtype of the file": lambda folder: load_model(folder, "float32", CPU),
     "in another": lambda folder: load_model(folder, "bfloat16", CPU),
-    "masters": lambda folder: TrainableModel(folder, "bfloat16").load(CPU, masters=True),
-    "below an adapter": lambda folder: TrainableModel(folder, "float32", Adapter(type="lora", rank=2)).load(CPU),
+    "masters": lambda folder: TrainModelSpec(folder, "bfloat16").load(CPU, masters=True),
+    "below an adapter": lambda folder: TrainModelSpec(folder, "float32", Adapter(type="lora", rank=2)).load(CPU),
 }
 
 

@@ -16,7 +16,7 @@ from training.contract.protocol.events import EventWriter, read_events
 from training.model.attention.shared_prefix import TokenSequence
 from training.model.logprobs.logprob_tiles import KEPT_BYTES
 from training.model.logprobs.response_logprobs import response_logprobs
-from training.model.training_setup import demand_trainable, prepare_for_training
+from training.model.training_setup import check_trainable, prepare_for_training
 
 VOCABULARY = 61
 SIZES = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32, "max_position_embeddings": 256}
@@ -112,10 +112,10 @@ def test_a_model_without_layers_to_prepare_is_refused():
             module.layers = torch.nn.ModuleList([torch.nn.Identity()])
     with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
         prepare_for_training(model, Compute(activation_checkpointing=True), SILENT, own_dropout=False)
-    demand_trainable(model, {"compute": {"activation_checkpointing": False, "compile": False}})
+    check_trainable(model, {"compute": {"activation_checkpointing": False, "compile": False}})
     for setting in ("activation_checkpointing", "compile"):  # and so is the job before, which may take hours
         with pytest.raises(ModelError, match="MambaForCausalLM has no layers"):
-            demand_trainable(model, {"compute": {setting: True}})
+            check_trainable(model, {"compute": {setting: True}})
 
 
 def test_eight_bits_are_refused_where_the_device_has_none():

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, CohereConfig, PreTrai
 from tests.training.runs import on_two_ranks
 from training.contract.config.optimizer import AdamW, Muon
 from training.distributed import Group
-from training.optim.distributed_muon import Turns
+from training.optim.distributed_muon import MatrixAssignment
 from training.optim.optimizer import Optimizers, build_optimizer, hidden_matrices, norm_weights, set_learning_rate
-from training.parallel.matrix_ownership import TurnsOfCopies, TurnsOfShards
+from training.parallel.matrix_ownership import ReplicatedAssignment, ShardedAssignment
 
 
 def assert_split(model: PreTrainedModel, matrices: set[str]) -> None:
@@ -214,7 +214,7 @@ def seeded(step: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=random) for name, shape in ODD.items()}
 
 
-def stepped(cut: Any, turns: Turns | None) -> tuple[dict[str, Any], int]:
+def stepped(cut: Any, turns: MatrixAssignment | None) -> tuple[dict[str, Any], int]:
     """What three steps make of the rows that `cut` gives of each matrix, and the operations of matrix products for it."""
     parameters = {name: Parameter(cut(name, tensor)) for name, tensor in seeded(9).items()}
     optimizer = build_optimizer(MUON, parameters, ODD, turns=turns)
@@ -233,8 +233,8 @@ def test_no_matrix_is_made_orthogonal_by_two_ranks(tmp_path: Path, held: str):
 
     def work(group: Group) -> Any:
         if held == "copies":
-            return stepped(lambda _, tensor: tensor, TurnsOfCopies(group))
-        turns = TurnsOfShards(dist.group.WORLD, halves)
+            return stepped(lambda _, tensor: tensor, ReplicatedAssignment(group))
+        turns = ShardedAssignment(dist.group.WORLD, halves)
         return stepped(lambda name, tensor: tensor.split(halves(name))[group.rank].clone(), turns)
 
     (first, done_first), (second, done_second) = on_two_ranks(tmp_path, work)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from training.distributed import Group
-from training.parallel.gradient_buckets import Buckets
+from training.parallel.gradient_buckets import GradientBuckets
 
 SIZES = (4, 3, 2, 1)
 
@@ -25,9 +25,9 @@ class Watched(Group):
         return super().start_sum_(tensor)
 
 
-def buckets(limit_numbers: int) -> tuple[Buckets, Watched]:
+def buckets(limit_numbers: int) -> tuple[GradientBuckets, Watched]:
     group = Watched(0, 1, torch.device("cpu"))
-    return Buckets(torch.arange(10.0), SIZES, group, bucket_bytes=4 * limit_numbers), group
+    return GradientBuckets(torch.arange(10.0), SIZES, group, bucket_bytes=4 * limit_numbers), group
 
 
 # The numbers 0 to 9 belong to parameters of 4, 3, 2 and 1: in buckets of at most five, 7 8 9, then 4 5 6, then 0 1 2 3.

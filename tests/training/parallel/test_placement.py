@@ -21,7 +21,7 @@ from training.contract.protocol.job import Input, Job
 from training.contract.store.logprob_table import LogProbTable
 from training.contract.store.store import Artifact
 from training.model.load import load_model, named_tensors
-from training.parallel.placement import _demand_same_tensors, _TensorInfo
+from training.parallel.placement import _check_same_tensors, _TensorInfo
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 WEIGHTS = "model.safetensors"
@@ -150,8 +150,8 @@ def test_a_model_that_its_config_does_not_describe_is_refused():
     built = [_TensorInfo(name, name, "float32", shape, True) for name, shape in (("a", [2]), ("b", [3, 1]), ("c", [4]))]
     read = {"a": built[0], "b": built[1]._replace(shape=[1, 3]), "d": built[2]}
     with pytest.raises(ModelError, match="differ in 3 tensors, among them b, c, d; such a model cannot be loaded"):
-        _demand_same_tensors(built, read)
-    _demand_same_tensors(built, {info.name: info for info in built})
+        _check_same_tensors(built, read)
+    _check_same_tensors(built, {info.name: info for info in built})
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from training.checkpoint.tensor_slices import LocalRows
 from training.contract.config.recipe import Adapter, Dtype
 from training.distributed import ALONE
-from training.parallel.model_specs import TrainableModel
-from training.parallel.placement import Layout
+from training.parallel.model_specs import TrainModelSpec
+from training.parallel.placement import Placement
 from training.parallel.replicated import Replicated
 
 
@@ -18,7 +18,7 @@ def masters(folder: Path, precision: Dtype = "float32", **sizes: int) -> Replica
     config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(**config | heads | sizes)).save_pretrained(folder)
-    return Replicated(TrainableModel(folder, precision), Layout(ALONE, copies=1))
+    return Replicated(TrainModelSpec(folder, precision), Placement(ALONE, copies=1))
 
 
 def test_the_norm_of_a_long_gradient_is_that_of_float64(tmp_path):
@@ -75,8 +75,8 @@ def test_every_rank_writes_its_part_of_the_rows():
 
 def test_of_a_model_without_dropout_only_that_of_its_adapter_is_in_training_mode(tmp_path):
     masters(tmp_path)
-    adapted = TrainableModel(tmp_path, "float32", Adapter(rank=2, dropout=0.5, target_modules=("q_proj",)))
-    found = Replicated(adapted, Layout(ALONE, copies=1))
+    adapted = TrainModelSpec(tmp_path, "float32", Adapter(rank=2, dropout=0.5, target_modules=("q_proj",)))
+    found = Replicated(adapted, Placement(ALONE, copies=1))
     found.train()
     training = {name for name, module in found.model.named_modules() if module.training}
     dropout = "model.layers.0.self_attn.q_proj.lora_dropout"

@@ -12,8 +12,8 @@ from training.contract.errors import ModelError
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Input
 from training.distributed import ALONE, Group
-from training.parallel.model_specs import FrozenModel, ModelSource, TrainableModel
-from training.parallel.placement import Layout
+from training.parallel.model_specs import InferenceModelSpec, ModelSource, TrainModelSpec
+from training.parallel.placement import Placement
 from training.parallel.strategy import choose, choose_layout, device_bytes
 
 
@@ -31,11 +31,11 @@ def folder(tmp_path_factory) -> Path:
 def source(folder: Path, kind: str) -> ModelSource:
     weights = Input(kind="reference_model", fingerprint="0" * 64, folder=folder)
     sources: dict[str, ModelSource] = {
-        "trained in float32": TrainableModel(folder, "float32"),
-        "trained in bfloat16": TrainableModel(folder, "bfloat16"),
-        "with an adapter": TrainableModel(folder, "bfloat16", Adapter()),
-        "scored in float32": FrozenModel(weights, "float32"),
-        "scored in bfloat16": FrozenModel(weights, "bfloat16"),
+        "trained in float32": TrainModelSpec(folder, "float32"),
+        "trained in bfloat16": TrainModelSpec(folder, "bfloat16"),
+        "with an adapter": TrainModelSpec(folder, "bfloat16", Adapter()),
+        "scored in float32": InferenceModelSpec(weights, "float32"),
+        "scored in bfloat16": InferenceModelSpec(weights, "bfloat16"),
     }
     return sources[kind]
 
@@ -77,13 +77,13 @@ def test_an_adapter_takes_what_its_base_takes(folder: Path, tmp_path: Path):
     """A policy that is an adapter has no weights to count but those of the model below it."""
     (tmp_path / "adapter_config.json").write_text("{}")
     adapter, base = (Input(kind=k, fingerprint="0" * 64, folder=f) for k, f in (("policy", tmp_path), ("base", folder)))
-    assert FrozenModel(adapter, "float32", base).folder == folder
-    assert FrozenModel(base, "float32", adapter).folder == folder
+    assert InferenceModelSpec(adapter, "float32", base).folder == folder
+    assert InferenceModelSpec(base, "float32", adapter).folder == folder
 
 
 def test_weights_that_cannot_be_read_are_an_error(tmp_path: Path):
     with pytest.raises(ModelError, match="no weights at all"):
-        choose(TrainableModel(tmp_path, "float32"), "auto", ALONE, 1)
+        choose(TrainModelSpec(tmp_path, "float32"), "auto", ALONE, 1)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_how_often_six_ranks_hold_the_weights(folder: Path, parallel: Parallel, 
     """In all, once, or once a machine; where each machine has one rank, that is whole on each."""
     group = Group(0, 6, torch.device("cpu"), nodes)
     found = choose_layout(source(folder, "scored in float32"), parallel, group, EventWriter(None))
-    assert found == Layout(group, copies)
+    assert found == Placement(group, copies)
     assert (found.shards, found.is_sharded) == (6 // copies, copies < 6)
 
 

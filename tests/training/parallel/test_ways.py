@@ -22,7 +22,7 @@ from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter
 from training.contract.store.store import Artifact
 from training.distributed import Group
-from training.jobs.policy import _Tuning
+from training.jobs.policy import _PolicyJob
 from training.loop.rank_sync import Flags
 
 pytestmark = pytest.mark.slow
@@ -195,7 +195,7 @@ def test_a_copy_that_runs_for_company_blames_nobody_else(tmp_path: Path):
     job = build_world(tmp_path).job("policy", settings(micro_tokens=1, batch_size=5), parallel="fsdp")
 
     def work(group: Group) -> tuple[list[int], int, str]:
-        tuning = _Tuning(job, group, EventWriter(None))
+        tuning = _PolicyJob(job, group, EventWriter(None))
         batch = tuning.batches.batch(1)
         shortest = int(batch[tuning.batches.lengths.run_I[batch].argmin()])
         tuning.reference.logprobs_P2[shortest, 0] = np.nan
@@ -214,7 +214,7 @@ def test_where_only_a_gradient_is_not_finite_all_rows_of_its_rank_are_named(tmp_
     job = build_world(tmp_path).job("policy", settings(batch_size=5), parallel="ddp")
 
     def work(group: Group) -> tuple[list[int], str]:
-        tuning = _Tuning(job, group, EventWriter(None))
+        tuning = _PolicyJob(job, group, EventWriter(None))
         if group.rank == 1:
             next(iter(tuning.masters.model.parameters())).register_hook(lambda gradient: gradient * np.nan)
         parts = tuning.batches.micro_batches(1, group.rank, group.world)

@@ -29,7 +29,7 @@ import torch
 from training import main
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import RENDEZVOUS, Job
-from training.contract.store.store import Made
+from training.contract.store.store import JobResult
 from training.distributed import Group
 from training.jobs import policy
 
@@ -82,7 +82,7 @@ def ended_early(end: dict[str, Any]) -> Any:
 
     train = policy.run
 
-    def run(job: Job, group: Group, events: EventWriter) -> Made:
+    def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         ends = {
             "step": sending(signal.SIGKILL),
             "saved": killing_once_saved(job),

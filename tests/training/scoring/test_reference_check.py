@@ -16,7 +16,7 @@ from training.data.tokenization.pair_dataset import Pairs
 from training.losses.inputs import PairLogProbs
 from training.losses.preference import preference_loss
 from training.scoring.pairs import ScoredPairs
-from training.scoring.reference_check import Proof, nats_apart, prove_zero_margin
+from training.scoring.reference_check import ReferenceCheck, check_zero_margin, logprob_difference
 
 FILLED: dict[str, dict[str, Any]] = {
     "exo_pair": {"label_smoothing": 0.01},
@@ -49,9 +49,11 @@ def moved(world: Any, moved_I2: np.ndarray, loss: Loss, moved_tails: float = 0.0
     return ScoredPairs(Pairs.open(world.pairs), np.arange(len(table)), logprobs, preference_loss(loss, logprobs))
 
 
-def prove(world: Any, moved_I2: np.ndarray, loss: Loss, dtype: str = "float32", moved_tails: float = 0.0) -> Proof:
+def prove(
+    world: Any, moved_I2: np.ndarray, loss: Loss, dtype: str = "float32", moved_tails: float = 0.0
+) -> ReferenceCheck:
     """The proof of pairs that were so `moved`, with a table of `dtype`."""
-    return prove_zero_margin(moved(world, moved_I2, loss, moved_tails), table_of(world, dtype), loss, "all pairs")
+    return check_zero_margin(moved(world, moved_I2, loss, moved_tails), table_of(world, dtype), loss, "all pairs")
 
 
 def leeway(world: Any, precision: str) -> np.ndarray:
@@ -104,7 +106,7 @@ def test_what_no_single_response_shows_is_seen_in_all_of_them(tiny_world):
 
 def test_how_far_two_models_are_apart_is_a_root_mean_square(tiny_world):
     moved_I2 = np.random.default_rng(0).normal(size=(len(tiny_world.examples), 2))
-    apart = nats_apart(moved(tiny_world, moved_I2, of("sigmoid")))
+    apart = logprob_difference(moved(tiny_world, moved_I2, of("sigmoid")))
     assert apart == pytest.approx(math.sqrt((moved_I2**2).sum() / moved_I2.size))
 
 

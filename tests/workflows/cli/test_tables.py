@@ -17,10 +17,10 @@ from assets.views.pair_reader import TokenizedSide
 from tests.workflows.homes import ATTRIBUTES
 from training.contract.config.recipe import Recipe
 from workflows.cli import tables
-from workflows.cli.output import Terminal
+from workflows.cli.output import SanitizedConsole
 from workflows.cli.progress import ProgressBars
 from workflows.cli.tables import run_report
-from workflows.commands.gc import Collected, Garbage
+from workflows.commands.gc import GarbageItem, GcReport
 from workflows.commands.inspect_pair import InspectedRow
 from workflows.commands.plan import PlannedAsset
 from workflows.commands.run_report import AssetRun, CheckRun, RunReport
@@ -178,7 +178,7 @@ def test_in_a_narrow_terminal_words_give_way_to_figures():
 def test_text_of_others_commands_no_terminal(is_terminal):
     """Sequences of ECMA-48 and xterm: name the window, clear it, fill the clipboard, colour (CSI as one character), return."""
     told = "a\x1b]0;name\x07 b\x1b[2J c\x1b]52;c;eA==\x1b\\ d\x9b31m e\x7f\rf"
-    console = Terminal(force_terminal=is_terminal, width=100, file=(written := io.StringIO()))
+    console = SanitizedConsole(force_terminal=is_terminal, width=100, file=(written := io.StringIO()))
     console.print(told, markup=False)
     console.print(Text.assemble(("error: ", "bold"), told), soft_wrap=True)
     console.print(Table(told, title=told))
@@ -238,15 +238,15 @@ def test_the_tables_of_a_verification_tell_the_row_that_differs():
 
 
 def test_the_table_of_a_collection_tells_what_is_freed():
-    garbage = [Garbage(f"memo/{FINGERPRINT}", FINGERPRINT, 2048), Garbage("job", "policy-0123456789ab", 1)]
-    assert text_of(tables.collection, Collected(garbage, 2049, 12, deleted=False)) == [
+    garbage = [GarbageItem(f"memo/{FINGERPRINT}", FINGERPRINT, 2048), GarbageItem("job", "policy-0123456789ab", 1)]
+    assert text_of(tables.collection, GcReport(garbage, 2049, 12, deleted=False)) == [
         "Would be deleted",
         "kind | fingerprint or folder | bytes",
         "memo/0123456789ab | 0123456789ab | 2,048",
         "job | policy-0123456789ab | 1",
         "2 items, 2,049 bytes would be freed with --delete; 12 artifacts are kept",
     ]
-    assert text_of(tables.collection, Collected([], 0, 12, deleted=True)) == [
+    assert text_of(tables.collection, GcReport([], 0, 12, deleted=True)) == [
         "0 items, 0 bytes freed; 12 artifacts are kept"
     ]
 

@@ -13,20 +13,20 @@ import mlflow
 import numpy as np
 import pytest
 
-from assets.execution.materialize import publish_found
+from assets.execution.materialize import publish_resolved
 from assets.execution.run_liveness import PROCESS_TAG
-from assets.inputs.current import Found
+from assets.inputs.current import ResolvedInput
 from assets.pipeline.graph import GRAPH
 from model_registry.model_version import MERGED, ROLLED_BACK_TAG
 from tests.workflows.homes import Home, flip, latest
 from training.contract.errors import CorruptRecord, RegistryError, StoreError
 from training.contract.identity.fingerprint import fingerprint, short
 from training.contract.protocol.job import Input, Job
-from training.contract.store.logprob_cache import Memo, scoring_rule
+from training.contract.store.logprob_cache import LogprobCache, scoring_rule
 from training.contract.store.manifest import Derivation, Source
-from training.contract.store.store import Made
+from training.contract.store.store import JobResult
 from training.contract.system.locks import holding
-from workflows.commands.gc import Sweep, collect
+from workflows.commands.gc import GarbageCollector, collect
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
 from workflows.state.status import status
@@ -43,12 +43,14 @@ def named(looking, kind, delete=False):
 def publish(looking, text, kind="training_spec", **inputs):
     """An artifact that nobody refers to."""
     how = Derivation(kind=kind, code_version="1", inputs=inputs, settings={"text": text})
-    return publish_found(looking.services, Found(how, f"{len(text):064x}", {"spec.json": text}), getLogger()).artifact
+    return publish_resolved(
+        looking.services, ResolvedInput(how, f"{len(text):064x}", {"spec.json": text}), getLogger()
+    ).artifact
 
 
 def score(looking, rule):
     keys = np.arange(32, dtype=np.uint8)[None, :]
-    return Memo(looking.services.store, rule).add(keys, np.array([1], np.int32), np.array([-1.0], np.float32))
+    return LogprobCache(looking.services.store, rule).add(keys, np.array([1], np.int32), np.array([-1.0], np.float32))
 
 
 def job_of(looking, asset):
@@ -204,7 +206,7 @@ def test_the_memo_of_a_table_of_another_scoring_stays(looking):
     shard, recorded = score(looking, rule), latest(looking.instance, key).tags
     how = Derivation(kind="reference_logprobs", code_version="0", inputs={}, settings={})
     with store.staging() as staging:
-        table = store.publish(staging, how, Made("a" * 64, {"rule": rule}))
+        table = store.publish(staging, how, JobResult("a" * 64, {"rule": rule}))
     for fingerprint_of_latest, garbage in (
         (table.fingerprint, []),
         (recorded["dagster/data_version"], [shard.fingerprint]),
@@ -237,7 +239,7 @@ def test_what_came_into_use_since_it_was_named_stays(looking):
     aside = looking.home / "store" / "staging" / "claimed"
     aside.mkdir()
     store, spec = looking.services.store, publish(looking, "spec")
-    sweep = Sweep(looking.services, looking.instance)
+    sweep = GarbageCollector(looking.services, looking.instance)
     names = (job.folder.name, job.staging.name, aside.name, spec.fingerprint)
     items = [item for item in sweep.garbage() if item.fingerprint in names]
     assert len(items) == 4
@@ -257,7 +259,7 @@ def test_what_came_into_use_since_it_was_named_stays(looking):
 def test_what_was_used_since_it_was_named_stays(looking, text):
     """Though nobody holds its lock any more: a run that took it may begin and end while others are removed."""
     orphan, left = publish(looking, "old"), publish(looking, "left")
-    sweep = Sweep(looking.services, looking.instance)
+    sweep = GarbageCollector(looking.services, looking.instance)
     items = {item.fingerprint: item for item in sweep.garbage() if item.kind == "training_spec"}
     assert set(items) == {orphan.fingerprint, left.fingerprint}
     used = publish(looking, text)
@@ -346,7 +348,7 @@ def test_of_downloaded_versions_those_go_that_no_alias_points_at(looking):
     looking.instance.add_run(run)
     assert named(looking, "download") == [], "the run may be reading one"
     looking.instance.report_run_failed(run)
-    sweep = Sweep(looking.services, looking.instance)
+    sweep = GarbageCollector(looking.services, looking.instance)
     outdated = [item for item in sweep.garbage() if item.kind == "download"]
     looking.instance.add_run(later := dg.DagsterRun("small", status=dg.DagsterRunStatus.STARTED))
     assert [sweep.remove(item) for item in outdated] == [False, False], "so may one that has begun since"

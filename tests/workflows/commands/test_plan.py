@@ -11,7 +11,7 @@ from training.contract.errors import DataError
 from training.contract.identity.fingerprint import short
 from training.contract.protocol.job import Job
 from workflows.commands.plan import plan, sentence
-from workflows.state.expected_state import outlook
+from workflows.state.expected_state import expect_state
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 def planned(looking):
     """The plan; what it calls reused is in the store or, a release, in the registry: a run will find it."""
     found = plan(looking.pipeline, looking.services, looking.instance)
-    store, foreseen = looking.services.store, outlook(looking.pipeline, looking.services)
+    store, foreseen = looking.services.store, expect_state(looking.pipeline, looking.services)
     for name in (asset.asset for asset in found if asset.action == "reuse" and asset.asset != "released_model"):
         assert foreseen[name].fingerprint in store.fingerprints(name)
     return {asset.asset: asset for asset in found}, sentence(found)
@@ -80,7 +80,7 @@ def test_another_beta_trains_and_scores_nothing(looking):
 def test_the_steps_that_an_interrupted_run_saved_are_told(looking):
     """The files are as in a checkpoint. One that was not written to its end counts no more than other data's."""
     edit(looking, {**ATTRIBUTES, "training": {**ATTRIBUTES["training"], "loss": {"beta": 0.2}}})
-    key = short(outlook(looking.pipeline, looking.services)["policy"].derivation.key)
+    key = short(expect_state(looking.pipeline, looking.services)["policy"].derivation.key)
     for of, name in (
         (key, "step-00000004"),
         (key, "step-00000008"),

@@ -15,7 +15,7 @@ from dagster._core.execution.plan.active import ActiveExecution
 from dagster._core.execution.plan.step import ExecutionStep
 
 from assets.execution.interruption import INTERRUPTED
-from assets.execution.run_liveness import PROCESS_TAG, close_dead_runs, is_alive, process_of, sign, this_process
+from assets.execution.run_liveness import PROCESS_TAG, fail_orphaned_runs, is_alive, process_of, sign, this_process
 from assets.pipeline.pipeline import Services
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from tests.workflows.in_process import run_in
@@ -258,9 +258,9 @@ def test_a_run_that_is_executed_again_is_not_that_of_the_process_which_executed_
 
     @dg.asset
     def again(context: dg.AssetExecutionContext) -> None:
-        close_dead_runs(instance, services.home)
+        fail_orphaned_runs(instance, services.home)
         sign(context.instance, context.run, services.home)
-        close_dead_runs(instance, services.home)
+        fail_orphaned_runs(instance, services.home)
         seen.append(is_alive(process_of(instance.get_run_by_id(context.run.run_id)), services.home))
 
     job = dg.GraphDefinition("other").to_job()
@@ -283,7 +283,7 @@ def test_a_run_that_ends_while_somebody_looks_keeps_its_end(services, instance, 
         return found
 
     monkeypatch.setattr(instance, "get_runs", list_and_end)
-    close_dead_runs(instance, services.home)
+    fail_orphaned_runs(instance, services.home)
     told = [entry.dagster_event.event_type_value for entry in instance.all_logs(run.run_id) if entry.dagster_event]
     assert "PIPELINE_SUCCESS" in told and "PIPELINE_FAILURE" not in told
     assert instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.SUCCESS

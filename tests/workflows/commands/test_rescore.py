@@ -10,11 +10,11 @@ from safetensors.numpy import load_file
 
 from tests.workflows.homes import Home
 from training.contract.identity.software import SOFTWARE
-from training.contract.store.logprob_cache import Memo
+from training.contract.store.logprob_cache import LogprobCache
 from training.contract.store.logprob_shard import open_shard
 from training.contract.store.logprob_table import TABLE_FILE
 from training.contract.store.manifest import Source
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +40,7 @@ def poison(store: Store) -> None:
     software = shards[0].artifact.details[SOFTWARE]
     for place in (f"memo/{rule}", "reference_logprobs", "keys/reference_logprobs"):
         shutil.rmtree(store.root / place)
-    Memo(store, rule, software=software).add(keys_SK, counts_S, tokens_N - np.float32(0.5))
+    LogprobCache(store, rule, software=software).add(keys_SK, counts_S, tokens_N - np.float32(0.5))
 
 
 def fingerprints(report) -> dict[str, str]:
@@ -87,8 +87,8 @@ def test_tables_of_other_pairs_and_log_probs_of_other_models_stay(looking):
     how = table.derivation.model_copy(update={"inputs": {**table.derivation.inputs, pairs.kind: pairs}})
     with store.staging() as staging:
         shutil.copyfile(table.file(TABLE_FILE), staging / TABLE_FILE)
-        store.publish(staging, how, Made(others, table.details))
-    Memo(store, others).add(np.zeros((1, 32), np.uint8), np.ones(1, np.int32), np.zeros(1, np.float32))
+        store.publish(staging, how, JobResult(others, table.details))
+    LogprobCache(store, others).add(np.zeros((1, 32), np.uint8), np.ones(1, np.int32), np.zeros(1, np.float32))
     told = Home(looking.home).look("rescore", str(looking.folder))
     assert told["tables"] == [name] and store.fingerprints("reference_logprobs") == [others]
     assert store.fingerprints(f"memo/{rule}") == [] and len(store.fingerprints(f"memo/{others}")) == 1

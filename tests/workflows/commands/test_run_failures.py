@@ -17,7 +17,7 @@ import pytest
 from dagster._core.storage.event_log import InMemoryEventLogStorage
 from sqlalchemy.exc import OperationalError
 
-from assets.bodies.release import sole_decision
+from assets.bodies.release import promotion_lock
 from assets.comparison.paired_metrics import rows_by_pair
 from assets.pipeline.pipeline import Services
 from model_registry.connection import connect
@@ -27,7 +27,7 @@ from model_registry.tracked_run import TrackedRun
 from model_registry.tracking import Tracker
 from tests.workflows.homes import write_recipe
 from tests.workflows.in_process import Ended, InProcess, services_in, write_inputs
-from training.contract.errors import RegistryAway
+from training.contract.errors import RegistryUnavailable
 from training.contract.protocol.job import Job
 from training.contract.store.store import Store
 from training.contract.system.locks import is_held
@@ -267,7 +267,7 @@ def test_aliases_move_under_a_lock_that_recipes_with_one_model_share(folder, ser
 
     While files are stored nobody holds it: a rollback would wait for them, and then take back who was promoted meanwhile.
     """
-    with sole_decision(services.store, "split") as lock:
+    with promotion_lock(services.store, "split") as lock:
         registry = Watched(services.registry.tracking_uri, services.home / "downloads").watch(
             Path(lock.name), services.store
         )
@@ -331,7 +331,7 @@ class Promoted(Registry):
         is_promoted = super().promote(version, over)
         if not self.was_away:
             self.was_away = True
-            raise RegistryAway("it restarts")
+            raise RegistryUnavailable("it restarts")
         return is_promoted
 
 
@@ -350,7 +350,7 @@ class Restarting(Registry):
     def fetch(self, version: Version, part: str, into: Path) -> Path:
         if not self.was_away:
             self.was_away = True
-            raise RegistryAway("it restarts")
+            raise RegistryUnavailable("it restarts")
         return super().fetch(version, part, into)
 
 

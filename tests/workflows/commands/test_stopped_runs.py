@@ -6,7 +6,7 @@ import json
 import dagster as dg
 import pytest
 
-from assets.execution.run_liveness import PROCESS_TAG, close_dead_runs
+from assets.execution.run_liveness import PROCESS_TAG, fail_orphaned_runs
 from assets.execution.stopped_runs import CODE_VERSIONS_TAG
 from assets.pipeline.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, write_recipe
@@ -122,7 +122,7 @@ def test_a_run_that_was_killed_is_started_again(conditions, tmp_path):
     conditions.instance.add_run_tags(run.run_id, {PROCESS_TAG: f"{run.run_id} elsewhere 1 {gone}"})
     conditions.materialize(2, *ABOVE_POLICY)
     assert conditions.tick() == set()
-    close_dead_runs(conditions.instance, tmp_path)
+    fail_orphaned_runs(conditions.instance, tmp_path)
     assert conditions.instance.get_run_by_id(run.run_id).status == dg.DagsterRunStatus.FAILURE
     assert [conditions.tick(), conditions.tick()] == [BELOW_POLICY, set()]
 

@@ -18,7 +18,7 @@ from tests.workflows.in_process import services_in, write_inputs
 from training.contract.errors import UsageError
 from workflows.commands.run import materialize
 from workflows.commands.run_report import CheckRun, RunReport
-from workflows.commands.user_checks import declared_for, find_own_checks
+from workflows.commands.user_checks import assets_built_for, find_user_checks
 from workflows.recipes.discovery import LoadedRecipe, load_recipe
 
 HEAD = "import dagster as dg\n"
@@ -38,8 +38,8 @@ def beside(tmp_path, monkeypatch) -> Iterator[Path]:
     folder = tmp_path / "team" / "defs"
     folder.mkdir(parents=True)
     monkeypatch.syspath_prepend(str(tmp_path))
-    find = partial(find_own_checks, module="team.defs", folder=folder)
-    monkeypatch.setattr("workflows.commands.run.find_own_checks", find)
+    find = partial(find_user_checks, module="team.defs", folder=folder)
+    monkeypatch.setattr("workflows.commands.run.find_user_checks", find)
     yield folder
     for name in [name for name in sys.modules if name.partition(".")[0] == "team"]:
         del sys.modules[name]
@@ -109,7 +109,7 @@ def test_the_automation_sees_that_a_blocking_one_has_passed(beside, run, small, 
     def tick() -> set[str]:
         nonlocal cursor
         pipeline = load_recipe(small.pipeline.file.parent)
-        own = find_own_checks(pipeline.pipeline, "team.defs", beside)
+        own = find_user_checks(pipeline.pipeline, "team.defs", beside)
         definitions = dg.Definitions.merge(
             pipeline.definitions, own.definitions, dg.Definitions(resources={"services": services})
         )
@@ -203,7 +203,7 @@ def test_they_are_found_wherever_dagster_finds_them(beside, run, written):
 
 def test_those_of_other_recipes_and_files_of_a_recipe_s_own_are_left_alone(beside, small, tmp_path):
     """Also where a recipe beside them is wrong, or another file has no checks."""
-    find = partial(find_own_checks, small.pipeline, "team.defs", beside)
+    find = partial(find_user_checks, small.pipeline, "team.defs", beside)
     assert find().checks == []
     text = HEAD + SHORT.format(asset="policy", blocking=True, passed=False)
     (beside / "other.py").write_text(text.replace('"small"', '"large"'))
@@ -218,7 +218,7 @@ def test_those_of_other_recipes_and_files_of_a_recipe_s_own_are_left_alone(besid
 
 def test_a_run_waits_for_their_pools_as_well(beside, small):
     (beside / "quality.py").write_text(SOURCE.replace("blocking=True", 'blocking=True, pool="gpu"'))
-    own = find_own_checks(small.pipeline, "team.defs", beside)
+    own = find_user_checks(small.pipeline, "team.defs", beside)
     source, policy = small.pipeline.key("preference_source"), small.pipeline.key("policy")
     assert (own.pools([source, policy]), own.pools([policy])) == ({"gpu"}, set())
 
@@ -311,7 +311,7 @@ def test_a_recipe_that_is_shown_alone_has_the_checks_that_are_about_it(beside, s
     mine = SHORT.format(asset="policy", blocking=True, passed=True)
     (beside / "quality.py").write_text(HEAD + mine + other + told + starts)
     keys = [small.pipeline.key(asset) for asset in GRAPH]
-    found = declared_for(keys, "team.defs", beside)
+    found = assets_built_for(keys, "team.defs", beside)
     everything = dg.Definitions.merge(small.definitions, found, dg.Definitions(resources={"services": None}))
     graph = everything.resolve_asset_graph()
     assert graph.get_all_asset_keys() == set(keys)

@@ -108,7 +108,7 @@ def test_a_value_that_no_hash_gives_away_is_found_by_scoring_again(looking, mate
     manifest, name = read_manifest(folder), "logprobs.safetensors"
     entry = manifest.files[name].model_copy(update={"sha256": hash_file(folder / name)})
     fitting = manifest.model_copy(update={"files": {**manifest.files, name: entry}})
-    (folder / MANIFEST).write_bytes(fitting.sealed())
+    (folder / MANIFEST).write_bytes(fitting.dumps())
     done = Home(looking.home).pedigree("verify", str(looking.folder), "--rows", "3", "--json")
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)

@@ -15,7 +15,7 @@ from assets.lineage.history import latest_of
 from assets.pipeline.graph import GRAPH
 from tests.workflows.homes import ATTRIBUTES, flip, latest, write_recipe
 from tests.workflows.ticks import ABOVE_POLICY, BELOW_ROWS, OTHER_BETA, Conditions, definitions_of
-from training.contract.store.store import Made, write_json
+from training.contract.store.store import JobResult, write_json
 from workflows.orchestration.resources import build_services, pedigree_home
 from workflows.recipes.discovery import load_recipe
 from workflows.state.status import status
@@ -185,7 +185,7 @@ def test_the_sensor_sees_an_edited_template_and_leaves_the_rules_to_the_code_ver
     with services.store.staging() as staging:
         shutil.copytree(base, staging / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
         write_json(staging / "spec.json", {"template": template.read_text()})
-        services.store.publish(staging, how, Made("f" * 64))
+        services.store.publish(staging, how, JobResult("f" * 64))
     key, tags = sensed.pipeline.key("tokenization_spec"), {"dagster/data_version": "f" * 64}
     sensed.instance.report_runless_asset_event(dg.AssetMaterialization(key, tags=tags, metadata={"key": how.key}))
     write_recipe(sensed.folder, {**ATTRIBUTES, "tokenization": {"max_length": 64}})

@@ -68,7 +68,7 @@ def test_what_only_looks_at_one_of_many_variants_makes_no_assets_of_all(tmp_path
         made.append(pipeline.name)
         return []
 
-    monkeypatch.setattr("workflows.recipes.discovery.declare_assets", declare)
+    monkeypatch.setattr("workflows.recipes.discovery.build_assets", declare)
     loaded = load_recipe(folder, "a")
     assert made == []
     assert (len(list(loaded.definitions.jobs)), made) == (2, ["many-a"])

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from assets.inputs.name_claims import claim_name, refuse_namesake
+from assets.inputs.name_claims import check_name_is_free, claim_name
 from assets.pipeline.pipeline import Pipeline
 from tests.workflows.homes import ATTRIBUTES, write_recipe
 from training.contract.errors import UsageError
@@ -40,14 +40,14 @@ def test_another_recipe_of_the_same_name_is_refused_until_the_first_is_gone(tmp_
     shutil.rmtree(tmp_path / "first")
     claim_name(home, second)
     with pytest.raises(UsageError, match=f"recipe in {tmp_path}/second/mine, which releases the model other"):
-        refuse_namesake(home, written(tmp_path / "first" / "mine", ATTRIBUTES))
+        check_name_is_free(home, written(tmp_path / "first" / "mine", ATTRIBUTES))
 
 
 def test_another_version_of_a_recipe_goes_on_with_its_pipeline(tmp_path, home):
     edited = {**ATTRIBUTES, "training": {"loss": {"beta": 0.5}}}
     claim_name(home, written(tmp_path / "copy" / "mine", edited))
     claim_name(home, written(tmp_path / "copy" / "mine", OTHER))
-    refuse_namesake(tmp_path / "elsewhere", written(tmp_path / "first" / "mine", ATTRIBUTES))
+    check_name_is_free(tmp_path / "elsewhere", written(tmp_path / "first" / "mine", ATTRIBUTES))
 
 
 @pytest.mark.parametrize("note", ["", "[]", '{"folder": "x"}'])
@@ -55,7 +55,7 @@ def test_a_note_that_is_none_is_written_again(tmp_path, home, note):
     (home / "names" / "mine.json").write_text(note)
     claim_name(home, written(tmp_path / "second" / "mine", OTHER))
     with pytest.raises(UsageError):
-        refuse_namesake(home, load_recipe(tmp_path / "first" / "mine").pipeline)
+        check_name_is_free(home, load_recipe(tmp_path / "first" / "mine").pipeline)
 
 
 def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
@@ -63,10 +63,10 @@ def test_a_variant_is_not_taken_for_the_recipe_of_its_name(tmp_path, home):
     claim_name(home, written(tmp_path / "first" / "mine", changed, "hot"))
     other = written(tmp_path / "second" / "mine-hot", OTHER)
     with pytest.raises(UsageError, match=r"the name mine-hot is that of the recipe in .*: rename this folder, set"):
-        refuse_namesake(home, other)
+        check_name_is_free(home, other)
     claim_name(tmp_path / "another home", other)
     with pytest.raises(UsageError, match=r"is that of the recipe in .*: rename the variant hot of this recipe, set"):
-        refuse_namesake(tmp_path / "another home", load_recipe(tmp_path / "first" / "mine", "hot").pipeline)
+        check_name_is_free(tmp_path / "another home", load_recipe(tmp_path / "first" / "mine", "hot").pipeline)
 
 
 def test_the_command_says_so_before_it_does_anything(tmp_path, home, monkeypatch):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from assets.inputs.recipe_location import written, written_where_named
-from training.contract.errors import DataError, ModelError, PedigreeError, RegistryAway
+from training.contract.errors import DataError, ModelError, PedigreeError, RegistryUnavailable
 from workflows.recipes.discovery import load_recipes
 
 # Lines are counted by hand.
@@ -63,8 +63,8 @@ def test_a_file_that_is_gone_meanwhile_is_named_all_the_same(pipelines):
 
 
 def test_a_server_that_is_away_is_not_the_recipes_fault(pipelines):
-    with pytest.raises(RegistryAway, match=r"^no answer$"), written(pipelines[None], "reference.model"):
-        raise RegistryAway("no answer")
+    with pytest.raises(RegistryUnavailable, match=r"^no answer$"), written(pipelines[None], "reference.model"):
+        raise RegistryUnavailable("no answer")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Training
 from workflows.recipes.suggested_settings import (
     STEPS,
-    Proposal,
+    SuggestedSettings,
     advice,
     general_advice,
     number,
@@ -33,7 +33,7 @@ from workflows.recipes.suggested_settings import (
     ],
 )
 def test_steps_for_a_number_of_pairs(pairs: int, batch_size: int, epochs: int, steps: int) -> None:
-    assert propose(pairs, None) == Proposal(batch_size, epochs, None, steps)
+    assert propose(pairs, None) == SuggestedSettings(batch_size, epochs, None, steps)
 
 
 def test_epochs_are_as_few_as_have_enough_steps() -> None:

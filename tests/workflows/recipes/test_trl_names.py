@@ -12,7 +12,7 @@ from trl import DPOConfig, DPOTrainer
 from tests.workflows.homes import ROOT
 from training.contract.config.loss import Divergence, LossType
 from training.contract.config.recipe import Dtype, Tokenization
-from training.contract.config.variants import RecipeFile
+from training.contract.config.variants import RecipeDocument
 from workflows.recipes.trl_names import ABSENT, CHOICES, FIELDS
 
 THEIRS = {field.name for config in (DPOConfig, LoraConfig) for field in dataclasses.fields(config)}
@@ -30,7 +30,7 @@ def test_a_name_of_theirs_leads_to_a_field_and_is_in_the_table(name, path):
     for section in reversed(sections):
         written = {section: written}
     with pytest.raises(ValidationError) as told:
-        RecipeFile.model_validate(written)
+        RecipeDocument.model_validate(written)
     faults = {fault["type"] for fault in told.value.errors()} - {"missing"}
     assert faults and "extra_forbidden" not in faults
     assert f"`{name}`" in TABLE

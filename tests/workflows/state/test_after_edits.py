@@ -18,9 +18,9 @@ import pytest
 from matplotlib.figure import Figure
 from mlflow import MlflowClient
 
-from assets.execution.materialize import Work, describe_job
+from assets.execution.materialize import JobSpec, describe_job
 from assets.execution.run_liveness import is_alive, process_of
-from assets.inputs.current import find_root
+from assets.inputs.current import resolve_root
 from assets.lineage.diff import CORRUPT_RECORD, NO_RECORD
 from assets.pipeline.graph import GRAPH
 from assets.pipeline.pipeline import Pipeline
@@ -581,7 +581,7 @@ def test_before_there_is_a_champion_a_policy_starts_from_the_reference(ground: G
     fields("training", {"start_from": "champion"})(world)
     fields("automation", {"on_change": False})(world)
     field("release.model_name", "nobody")(world)
-    found = find_root(load_recipe(world.folder).pipeline, ground.services, "training_spec")
+    found = resolve_root(load_recipe(world.folder).pipeline, ground.services, "training_spec")
     assert found.files["spec.json"]["champion"] is None
 
 
@@ -713,14 +713,14 @@ def test_a_model_that_is_another_since_it_was_looked_at_is_refused(ground: Groun
             pipeline,
             ground.services,
             "reference_logprobs",
-            Work("reference", {}),
+            JobSpec("reference", {}),
             {"reference_model": pointer.fingerprint},
         )
 
 
 def test_two_jobs_of_one_asset_have_folders_of_their_own(ground: Ground, world: World):
     """Variants run at the same time, and each writes its events there."""
-    pipeline, works = load_recipe(world.folder).pipeline, [Work("policy", {"seed": seed}) for seed in (0, 1)]
+    pipeline, works = load_recipe(world.folder).pipeline, [JobSpec("policy", {"seed": seed}) for seed in (0, 1)]
     assert len({describe_job(pipeline, ground.services, "policy", work, {}).folder for work in works}) == 2
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from assets.execution.run_liveness import is_alive, this_process
 from model_registry.connection import connect
-from model_registry.relocate import follow_move
+from model_registry.relocate import relocate_artifacts
 from workflows.orchestration.resources import build_services, dagster_instance, prepare_home
 
 
@@ -160,7 +160,7 @@ def test_only_what_came_along_follows(tmp_path: Path):
         rows = [(f"{place}/1/artifacts/policy", f"{place}/2/artifacts/policy") for place in places]
         connection.executemany("INSERT INTO model_versions VALUES (?, ?)", rows)
     connection.close()
-    follow_move(database, root)
+    relocate_artifacts(database, root)
     with sqlite3.connect(database) as connection:
         experiments = [found for (found,) in connection.execute("SELECT artifact_location FROM experiments")]
         runs = [found for (found,) in connection.execute("SELECT artifact_uri FROM runs")]

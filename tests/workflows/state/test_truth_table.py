@@ -49,13 +49,13 @@ from tests.workflows.edits import (
 )
 from tests.workflows.homes import latest
 from tests.workflows.in_process import PAIRS, Ground, run_in, services_in
-from training.contract.config.loss import Divergence, Term
+from training.contract.config.loss import Divergence, LossTerm
 from training.contract.config.optimizer import AdamW
 from training.contract.config.recipe import Recipe
 from workflows.commands.plan import plan
 from workflows.commands.run import materialize
 from workflows.recipes.discovery import load_recipe
-from workflows.state.expected_state import outlook
+from workflows.state.expected_state import expect_state
 from workflows.state.status import status
 
 pytestmark = pytest.mark.slow
@@ -310,7 +310,7 @@ ELSEWHERE = {
     "training.adapter.type": "has one value",
     "training.start_from": "needs a champion",
     **dict.fromkeys((f"training.loss.{name}" for name in ("gamma", "tau")), "belongs to another type of loss"),
-    **dict.fromkeys((f"training.loss.of.{name}" for name in Term.model_fields), "belongs to a mixture"),
+    **dict.fromkeys((f"training.loss.of.{name}" for name in LossTerm.model_fields), "belongs to a mixture"),
     **dict.fromkeys((f"training.loss.divergence.{name}" for name in Divergence.model_fields), "as the other options"),
     "training.head_precision": "needs a GPU",
     **dict.fromkeys(("training.router_aux_loss_coef", "reference.sft.router_aux_loss_coef"), "needs experts"),
@@ -376,7 +376,7 @@ def test_what_an_edit_recomputes(name: str, ground: Ground, tmp_path: Path) -> N
 
 def assert_the_way_back_is_free(ground: Ground, recipe: str) -> None:
     pipeline = load_recipe(ground.folders[recipe]).pipeline
-    found = outlook(pipeline, ground.services)
+    found = expect_state(pipeline, ground.services)
     assert {asset: outcome.fingerprint for asset, outcome in found.items()} == ground.fingerprints[recipe]
     assert {asset.action for asset in plan(pipeline, ground.services, ground.instance)} == {"reuse"}
 

@@ -18,8 +18,8 @@ import pytest
 from mlflow import MlflowClient
 
 from assets.bodies import checks
-from assets.bodies.release import RELEASE_KEY_TAG, release_fault
-from assets.inputs.version_repair import put_back
+from assets.bodies.release import RELEASE_KEY_TAG, release_problem
+from assets.inputs.version_repair import restore_files
 from model_registry.files import local_path
 from model_registry.registry import Registry
 from tests.workflows.homes import flip, latest, write_recipe
@@ -182,12 +182,12 @@ def test_weights_that_rot_in_place_do_not_stay_those_of_the_champion(ground: Gro
     policy = ground.services.store.folder("policy", version.tags["pedigree.policy"])
     weights = (policy / "model.safetensors").read_bytes()
     (policy / "model.safetensors").write_bytes(b"")
-    told = release_fault(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or ""
+    told = release_problem(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or ""
     assert told.startswith("the files of version 1 of plain are no model any more (")
     (policy / "model.safetensors").write_bytes(weights)
     flip(policy / "model.safetensors")
     told = f"the files of version 1 of plain hold the weights [0-9a-f]{{12}} where its policy is {policy.name[:12]}"
-    assert re.fullmatch(told, release_fault(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or "")
+    assert re.fullmatch(told, release_problem(ground.services, pipeline, version.tags[RELEASE_KEY_TAG]) or "")
     policy.rename(policy.with_suffix(".spoiled"))
     assert run(ground).model_version == "1"
     champion = registry.resolve("models:/plain@champion")
@@ -234,7 +234,7 @@ def test_two_who_miss_the_files_at_once_put_them_back_once(ground: Ground):
     remove_files(ground)
     [version] = ground.services.registry.versions()
     with ThreadPoolExecutor(2) as both:
-        assert sorted(both.map(put_back, [ground.services] * 2, [version] * 2)) == [False, True]
+        assert sorted(both.map(restore_files, [ground.services] * 2, [version] * 2)) == [False, True]
 
 
 def test_a_champion_whose_policy_is_gone_too_is_told_and_stops_nothing(ground: Ground, caplog):
@@ -249,7 +249,7 @@ def test_a_champion_whose_policy_is_gone_too_is_told_and_stops_nothing(ground: G
     client.create_model_version("plain", str(ground.home / "elsewhere"))
     client.set_registered_model_alias("plain", "champion", "3")
     caplog.clear()
-    assert not put_back(ground.services, registry.champion("plain"))
+    assert not restore_files(ground.services, registry.champion("plain"))
     assert "are gone" not in caplog.text
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from training.contract.config.fields import Column, Positive, Role, Section, SourceName, Text, TheirRole
+from training.contract.config.fields import Column, ConfigSection, Positive, Role, SourceName, Text, TheirRole
 
 Format = Literal[
     "auto", "conversational", "implicit_prompt", "strings", "sharegpt", "hh", "alpaca", "openai", "messages", "ms_swift",
@@ -34,7 +34,7 @@ SOURCE_LISTS = {
 _FIRST = ("formats", "held_out")
 
 
-class DataSource(Section):
+class DataSource(ConfigSection):
     """Where preference pairs come from: local files (a file, a glob or a folder) or a data set of the hub.
 
     `columns` says in which column a field is that a format reads under another name, or, with null, that it is in none.

@@ -1,4 +1,4 @@
-"""The models that files are read into, which refuse unknown fields: `Frozen`, a recipe's `Section`, and types for fields."""
+"""Base models that reject unknown fields (`StrictModel`, `ConfigSection`), and types for the fields of a recipe."""
 
 import datetime
 import re
@@ -52,7 +52,7 @@ def _text(given: str) -> str:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class NamePattern:
     """How a name may be spelled: as `pattern`, which `words` tell a person, who would read the pattern itself otherwise."""
 
     pattern: str
@@ -73,7 +73,7 @@ class Spelling:
 Text = Annotated[str, AfterValidator(_text)]
 Name = Annotated[
     str,
-    Spelling(
+    NamePattern(
         r"[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*", "only letters, digits, `-`, `_` and `.`, and not dots alone"
     ),
 ]
@@ -81,7 +81,7 @@ Name = Annotated[
 SourceName = Annotated[
     str,
     StringConstraints(max_length=100),
-    Spelling(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", "only letters, digits, `-`, `_` and `.`, and no dot at the front"),
+    NamePattern(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*", "only letters, digits, `-`, `_` and `.`, and no dot at the front"),
 ]
 
 
@@ -127,16 +127,16 @@ def _date(given: Any) -> datetime.date:
 Date = Annotated[datetime.date, BeforeValidator(_date)]
 
 
-class Frozen(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Section(Frozen):
+class ConfigSection(StrictModel):
     """A part of what a person writes, in YAML."""
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_booleans_for_numbers(cls, given: Any, info: ValidationInfo) -> Any:
+    def _check_not_boolean(cls, given: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
         kind: Any = cls.model_fields[info.field_name].annotation
         if isinstance(given, bool) and kind is not bool:

@@ -1,7 +1,7 @@
 """Which preference loss is minimized: the settings of `training.loss`, and what each type of loss needs.
 
 A type has settings of its own besides `beta`; one that it does not use is refused, and is neither shown nor part of any
-fingerprint. What a type needs is stated here once, in its `Traits`: other code asks for a trait and never compares the
+fingerprint. What a type needs is stated here once, in its `LossTraits`: other code asks for a trait and never compares the
 name of a type. The formulas are in training/losses.
 """
 
@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, WithJsonSchema, model_serializer, model_validator
 
-from training.contract.config.fields import NUMERIC, NonNegative, Positive, Section, Share
+from training.contract.config.fields import NUMERIC, ConfigSection, NonNegative, Positive, Share
 
 
 @dataclass(frozen=True)
-class Traits:
+class LossTraits:
     """What a type of loss needs and allows.
 
     own_settings        names of settings that it uses, besides `beta`
@@ -43,40 +43,40 @@ _SMOOTHED = ("label_smoothing",)
 
 
 class LossType(StrEnum):
-    traits: Traits
+    traits: LossTraits
 
-    def __new__(cls, name: str, traits: Traits = Traits()) -> Self:
+    def __new__(cls, name: str, traits: LossTraits = LossTraits()) -> Self:
         member = str.__new__(cls, name)
         member._value_ = name
         member.traits = traits
         return member
 
-    SIGMOID = "sigmoid", Traits(_SMOOTHED, compares_scores=True)
-    ROBUST = "robust", Traits(_SMOOTHED, compares_scores=True)
-    HINGE = "hinge", Traits(compares_scores=True)
-    IPO = "ipo", Traits(averages_tokens=True, compares_scores=True)
-    IPO_SUM = "ipo_sum", Traits(compares_scores=True)
-    DPO_NORM = "dpo_norm", Traits(averages_tokens=True, compares_scores=True)
-    EXO_PAIR = "exo_pair", Traits(_SMOOTHED, compares_scores=True)
+    SIGMOID = "sigmoid", LossTraits(_SMOOTHED, compares_scores=True)
+    ROBUST = "robust", LossTraits(_SMOOTHED, compares_scores=True)
+    HINGE = "hinge", LossTraits(compares_scores=True)
+    IPO = "ipo", LossTraits(averages_tokens=True, compares_scores=True)
+    IPO_SUM = "ipo_sum", LossTraits(compares_scores=True)
+    DPO_NORM = "dpo_norm", LossTraits(averages_tokens=True, compares_scores=True)
+    EXO_PAIR = "exo_pair", LossTraits(_SMOOTHED, compares_scores=True)
     NCA_PAIR = "nca_pair"
-    BCO_PAIR = "bco_pair", Traits(couples_pairs=True, keeps_state=True)
+    BCO_PAIR = "bco_pair", LossTraits(couples_pairs=True, keeps_state=True)
     SPPO_HARD = "sppo_hard"
     APO_ZERO = "apo_zero"
     APO_DOWN = "apo_down"
-    AOT = "aot", Traits(_SMOOTHED, couples_pairs=True, matches_pairs=True)
-    AOT_UNPAIRED = "aot_unpaired", Traits(_SMOOTHED, couples_pairs=True, matches_pairs=True)
-    DISCOPOP = "discopop", Traits(("tau",), compares_scores=True)
-    CPO = "cpo", Traits(_SMOOTHED, needs_reference=False)
-    ORPO = "orpo", Traits(needs_reference=False, averages_tokens=True)
-    SIMPO = "simpo", Traits(("gamma",), needs_reference=False, averages_tokens=True)
-    SFT = "sft", Traits(needs_reference=False, compares_responses=False)
-    MIXTURE = "mixture", Traits(("of",))
+    AOT = "aot", LossTraits(_SMOOTHED, couples_pairs=True, matches_pairs=True)
+    AOT_UNPAIRED = "aot_unpaired", LossTraits(_SMOOTHED, couples_pairs=True, matches_pairs=True)
+    DISCOPOP = "discopop", LossTraits(("tau",), compares_scores=True)
+    CPO = "cpo", LossTraits(_SMOOTHED, needs_reference=False)
+    ORPO = "orpo", LossTraits(needs_reference=False, averages_tokens=True)
+    SIMPO = "simpo", LossTraits(("gamma",), needs_reference=False, averages_tokens=True)
+    SFT = "sft", LossTraits(needs_reference=False, compares_responses=False)
+    MIXTURE = "mixture", LossTraits(("of",))
 
 
 _OWN = {name for kind in LossType for name in kind.traits.own_settings}  # the fields below that only some types use
 
 
-class TypedLoss(Section):
+class TypedLoss(ConfigSection):
     """A type with its own settings; settings of other types are refused when given and left out when written."""
 
     type: LossType
@@ -101,7 +101,7 @@ class TypedLoss(Section):
         return {name: value for name, value in write(self).items() if name not in unused}
 
 
-class Term(TypedLoss):
+class LossTerm(TypedLoss):
     """A term of a mixture: its loss, times `weight`. Beta is the mixture's."""
 
     weight: Positive = 1.0
@@ -113,7 +113,7 @@ class Term(TypedLoss):
         return self
 
 
-class Divergence(Section):
+class Divergence(ConfigSection):
     """The f-divergence that keeps the policy near the reference, instead of the reverse KL of DPO (Wang et al. 2023).
 
     `alpha`, of the alpha-divergence only, lies between 0 (forward KL) and 1 (reverse KL).
@@ -139,18 +139,18 @@ class Loss(TypedLoss):
 
     type: LossType = LossType.SIGMOID
     beta: Positive = 0.1
-    of: tuple[Term, ...] = ()
+    of: tuple[LossTerm, ...] = ()
     ld_alpha: Share | None = None
     weighting: Literal["wpo"] | None = None
     divergence: Divergence | None = None
 
     @property
-    def terms(self) -> tuple[Term, ...]:
+    def terms(self) -> tuple[LossTerm, ...]:
         """The terms of the sum; a simple loss is its own only term."""
         if self.type is LossType.MIXTURE:
             return self.of
         own = {name: getattr(self, name) for name in self.type.traits.own_settings}
-        return (Term.model_validate({"type": self.type, **own}),)
+        return (LossTerm.model_validate({"type": self.type, **own}),)
 
     @property
     def needs_reference(self) -> bool:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from training.contract.config.fields import TWO_NUMBERS, Fraction, NonNegative, Positive, Section, shown
+from training.contract.config.fields import TWO_NUMBERS, ConfigSection, Fraction, NonNegative, Positive, shown
 
 
 def _refuse(given: Any, foreign: set[str], why: str) -> Any:
@@ -13,7 +13,7 @@ def _refuse(given: Any, foreign: set[str], why: str) -> Any:
     return given
 
 
-class AdamW(Section):
+class AdamW(ConfigSection):
     """Decoupled weight decay with adaptive moments (Loshchilov and Hutter 2019), for every parameter."""
 
     type: Literal["adamw"] = "adamw"
@@ -28,7 +28,7 @@ class AdamW(Section):
         return _refuse(given, {"momentum", "nesterov", "ns_steps", "adjust_lr", "adamw"}, "belongs to `type: muon`")
 
 
-class Muon(Section):
+class Muon(ConfigSection):
     """Orthogonalized momentum (Jordan 2024) for the matrices of the layers, and `adamw` for all the rest.
 
     `adjust_lr: match_rms_adamw` scales an update to the size AdamW's has, so both take the same learning rate (Liu et al.
@@ -71,7 +71,7 @@ def _by_type(given: Any) -> Any:
 Optimizer = Annotated[AdamW | Muon, BeforeValidator(_by_type)]
 
 
-class Schedule(Section):
+class Schedule(ConfigSection):
     """Linear warm-up over `warmup_ratio` of the steps, then decay to zero (linear, cosine) or none (constant)."""
 
     type: Literal["linear", "cosine", "constant"] = "linear"

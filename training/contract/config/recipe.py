@@ -13,13 +13,13 @@ from pydantic import Field, model_validator
 from training.contract.config.data_source import DataSource
 from training.contract.config.fields import (
     MOST,
+    ConfigSection,
     Count,
     Date,
     Fraction,
     Name,
     NonNegative,
     Positive,
-    Section,
     Seed,
     Share,
     SourceName,
@@ -37,7 +37,7 @@ Parallel = Literal["auto", "ddp", "fsdp", "hsdp"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 
-class Data(Section):
+class Data(ConfigSection):
     sources: tuple[DataSource, ...] = Field(min_length=1)
     validation_fraction: Fraction = 0.1
     duplicates: Literal["keep", "drop"] = "keep"
@@ -54,7 +54,7 @@ class Data(Section):
         return self
 
 
-class Tokenization(Section):
+class Tokenization(ConfigSection):
     tokenizer: Text | None = None
     revision: Text | None = None
     chat_template: Text | None = None
@@ -77,7 +77,7 @@ class Tokenization(Section):
         return self
 
 
-class SupervisedTuning(Section):
+class SupervisedTuning(ConfigSection):
     """Supervised fine-tuning on the chosen responses, which makes the reference model from the base model."""
 
     epochs: Count = 1
@@ -91,14 +91,14 @@ class SupervisedTuning(Section):
     seed: Seed = 0
 
 
-class Reference(Section):
+class Reference(ConfigSection):
     model: Text
     revision: Text | None = None
     dtype: Dtype = "float32"
     sft: SupervisedTuning | None = None
 
 
-class Adapter(Section):
+class Adapter(ConfigSection):
     """Low-rank adaptation (LoRA, Hu et al. 2021): weights stay frozen, `alpha / rank * B A` is trained beside each target.
 
     The names are those of peft's LoraConfig without `lora_`; a target is the end of the dotted name of a linear layer.
@@ -117,7 +117,7 @@ class Adapter(Section):
         return self.export == "merged"
 
 
-class Training(Section):
+class Training(ConfigSection):
     loss: Loss = Loss()
     start_from: Literal["reference", "champion"] = "reference"
     epochs: Count = 1
@@ -162,12 +162,12 @@ class TrainingSpec(Training):
     champion: str | None = None
 
 
-class Evaluation(Section):
+class Evaluation(ConfigSection):
     samples: Annotated[int, Field(ge=0, le=MOST)] = 8
     max_new_tokens: Annotated[int, Field(ge=1, le=2**20)] = 64
 
 
-class Gate(Section):
+class Gate(ConfigSection):
     """When a candidate becomes champion: its held-out loss must beat the champion's by more than one standard error.
 
     Its held-out accuracy is at least `min_accuracy`, and that of sources with a name at least what `min_accuracy_of` says.
@@ -178,7 +178,7 @@ class Gate(Section):
     min_accuracy_of: dict[SourceName, Share] = Field(default={})
 
 
-class Generation(Section):
+class Generation(ConfigSection):
     """How the released model answers if a request does not say: greedily, or at a `temperature` above 0 by lot.
 
     The names are those of transformers; `top_k: 0` and `top_p: 1` leave no token out. The evaluation's samples are made so.
@@ -198,7 +198,7 @@ class Generation(Section):
         return self
 
 
-class Release(Section):
+class Release(ConfigSection):
     """`eos_tokens`: tokens at which the released model stops too, beside those of its base model's files."""
 
     model_name: Name
@@ -207,7 +207,7 @@ class Release(Section):
     gate: Gate = Gate()
 
 
-class Compute(Section):
+class Compute(ConfigSection):
     """How the work is run; none of it changes a result."""
 
     processes_per_node: Count = 1
@@ -222,13 +222,13 @@ class Compute(Section):
     grace_seconds: Count = 30
 
 
-class Automation(Section):
+class Automation(ConfigSection):
     cron: Text | None = None
     timezone: Text = "UTC"
     on_change: bool = True
 
 
-class Recipe(Section):
+class Recipe(ConfigSection):
     data: Data
     tokenization: Tokenization = Tokenization()
     reference: Reference

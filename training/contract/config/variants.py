@@ -13,13 +13,13 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from training.contract.config.fields import Section, Spelling
+from training.contract.config.fields import ConfigSection, NamePattern
 from training.contract.config.recipe import Recipe
 
-VariantName = Annotated[str, Spelling(r"[A-Za-z0-9_-]+", "only letters, digits, `-` and `_`")]
+VariantName = Annotated[str, NamePattern(r"[A-Za-z0-9_-]+", "only letters, digits, `-` and `_`")]
 
 
-class RecipeFile(Recipe):
+class RecipeDocument(Recipe):
     """A recipe and the changes that make its variants, by their names."""
 
     variants: dict[VariantName, dict[str, Any]] = Field(default={})
@@ -45,7 +45,7 @@ class RecipeFile(Recipe):
         return self.model_dump(exclude_unset=True, exclude={"variants"})
 
 
-class _Variants(Section):
+class _Variants(ConfigSection):
     """Gives errors in a variant the path that they have in the file."""
 
     variants: dict[str, Recipe]

@@ -36,7 +36,7 @@ from huggingface_hub.utils.tqdm import tqdm
 from training.contract.errors import HubError
 from training.contract.identity.file_hashing import Tally, digest_file, hash_in_threads
 from training.contract.identity.fingerprint import short
-from training.contract.system.atomic_io import lacks_room, write_error
+from training.contract.system.atomic_io import is_disk_full, write_error
 from training.contract.system.progress import Emit, seconds_left
 
 _ANSWER_SECONDS = 5.0
@@ -66,7 +66,7 @@ class Repository:
     revision: str | None = None
 
     def commit(self) -> str:
-        """The commit of the revision; no request is made where the revision is a commit, or `asking_once` knows it."""
+        """The commit of the revision; no request is made where the revision is a commit, or `pin_hub_revisions` knows it."""
         known = _COMMITS.get({})
         if self not in known:
             with self._explaining():
@@ -77,7 +77,7 @@ class Repository:
         """The files of `commit` by path, with Git's hash of each."""
         tree = self._cached_tree(commit)
         if tree is None:
-            replace(self, revision=commit)._download(_ABOUT_ALL, (), _say_nothing)
+            replace(self, revision=commit)._download(_ABOUT_ALL, (), _discard)
             tree = self._cached_tree(commit)
         assert tree is not None, "a download leaves the list of files in the cache"
         return tree
@@ -109,7 +109,7 @@ class Repository:
     ) -> Path:
         """The folder with those files, after downloading the missing ones; phase and progress go to `emit`."""
         found = self.cached(commit, patterns, ignored)
-        return found or replace(self, revision=commit)._download(patterns, ignored, emit or _say_nothing)
+        return found or replace(self, revision=commit)._download(patterns, ignored, emit or _discard)
 
     def _cached_tree(self, commit: str) -> dict[str, str] | None:
         try:
@@ -177,7 +177,7 @@ class Repository:
                         f"{constants.ENDPOINT} has no {self.kind} {self.id}, or it is private; look at the name, and for a "
                         "private one set HF_TOKEN or run `hf auth login`"
                     )
-                case OSError() if cause.filename is not None or lacks_room(str(cause)):
+                case OSError() if cause.filename is not None or is_disk_full(str(cause)):
                     return str(write_error(f"download {what}", Path(constants.HF_HUB_CACHE), cause))
                 case HfHubHTTPError():
                     said = cause.server_message or cause.response.reason_phrase
@@ -195,11 +195,11 @@ class Repository:
         return self.revision or constants.DEFAULT_REVISION
 
 
-_COMMITS: ContextVar[dict[Repository, str]] = ContextVar("_COMMITS")  # set within `asking_once`
+_COMMITS: ContextVar[dict[Repository, str]] = ContextVar("_COMMITS")  # set within `pin_hub_revisions`
 
 
 @contextlib.contextmanager
-def asking_once() -> Iterator[None]:
+def pin_hub_revisions() -> Iterator[None]:
     """Within the block a branch stays where it was when first asked for: all that is made there is made from one state.
 
     A block within another is of the other's state.
@@ -234,7 +234,7 @@ def _check_file(path: Path, count: Tally) -> None:
         )
 
 
-def _say_nothing(event: str, **fields: Any) -> None:
+def _discard(event: str, **fields: Any) -> None:
     """An `Emit` that drops what it gets."""
 
 

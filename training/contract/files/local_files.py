@@ -13,18 +13,18 @@ from collections.abc import Sequence
 from io import BufferedReader
 from pathlib import Path, PurePath
 
-from training.contract.config.fields import Frozen
+from training.contract.config.fields import StrictModel
 from training.contract.errors import DataError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.file_stamps import Stamp, same_content, stamp_of
-from training.contract.identity.fingerprint import demand_text, short
+from training.contract.identity.fingerprint import check_text, short
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv")
 COMPRESSED = ".gz"
 _NUMBER_OF_NAMES = 5
 
 
-class DataFile(Frozen):
+class DataFile(StrictModel):
     """A file of a source: `name` is its path below the folder or glob it came from; `sha256` None until it is hashed."""
 
     name: str
@@ -41,7 +41,7 @@ def data_files(path: str) -> list[DataFile]:
     """
     found = _found(path)
     for file in found:
-        demand_text(file.path)
+        check_text(file.path)
     return found
 
 
@@ -55,7 +55,7 @@ def _found(path: str) -> list[DataFile]:
     pattern = str(place.relative_to(folder))
     for above in reversed(PurePath(pattern).parents):
         for name in glob.glob(str(above), root_dir=folder, recursive=True):
-            _demand_listable(folder / name)
+            _check_listable(folder / name)
     found = (folder / name for name in glob.glob(pattern, root_dir=folder, recursive=True))
     matches = sorted(path for path in found if path.is_file())
     if not matches:
@@ -119,7 +119,7 @@ def _folder_files(folder: Path) -> list[DataFile]:
     places = [(path.relative_to(folder), path) for path in (folder, *sorted(folder.rglob("*")))]
     shown = [(name, path) for name, path in places if not any(part.startswith(".") for part in name.parts)]
     for _, path in shown:
-        _demand_listable(path)
+        _check_listable(path)
     files = [DataFile(name=name.as_posix(), path=path) for name, path in shown if is_readable(path) and path.is_file()]
     if not files:
         found = [str(name) for name, path in places if path.is_file()]
@@ -128,7 +128,7 @@ def _folder_files(folder: Path) -> list[DataFile]:
     return files
 
 
-def _demand_listable(place: Path) -> None:
+def _check_listable(place: Path) -> None:
     """Raises DataError where a folder, or what a link leads to, may not be looked into: a glob leaves it out without a word."""
     if place.name == "lost+found":  # the file system's own
         return

@@ -1,8 +1,7 @@
-"""Hashing files, as many at once as there are cores; where that takes long, it is told how far it is.
+"""Hash files in parallel, one per core, and report progress if that takes long.
 
-Nearly everything hashes: a command that looks, an asset before it computes, a job that publishes. A model of 140 GB on a
-network disk takes minutes. So whoever has somebody to tell says so once, around all that it does (`telling`), and nothing in
-between passes it on.
+Commands, assets and jobs all hash files. A model of 140 GB on a network disk takes minutes. The caller that can show progress
+enters `report_hashing_to` once. The functions in between pass nothing on.
 """
 
 import contextlib
@@ -32,7 +31,7 @@ _EMIT: ContextVar[Emit] = ContextVar("_EMIT")
 
 
 @contextlib.contextmanager
-def telling(emit: Emit) -> Iterator[None]:
+def report_hashing_to(emit: Emit) -> Iterator[None]:
     """Within the block, hashing that takes long is told to `emit`, as a phase with progress; from threads, one at a time."""
     token = _EMIT.set(emit)
     try:

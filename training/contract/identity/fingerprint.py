@@ -32,7 +32,7 @@ def canonical_json(value: Any) -> bytes:
     return _CANONICAL.encode(value).encode()
 
 
-def demand_text(path: Path, kind: type[UsageError] = UsageError) -> None:
+def check_text(path: Path, kind: type[UsageError] = UsageError) -> None:
     """Raises an error of this `kind` where a path is not text, and so can be in no JSON."""
     try:
         str(path).encode()

@@ -27,7 +27,7 @@ from training.contract.identity.file_hashing import Tally, hash_in_threads
 from training.contract.identity.fingerprint import canonical_json, fingerprint
 from training.contract.identity.hash_cache import HashCache
 from training.contract.identity.json_objects import read_object, unreadable
-from training.contract.identity.safetensors_file import TensorPlace, read_places
+from training.contract.identity.safetensors_file import TensorSpan, read_places
 
 _BLOCK_BYTES = 1 << 20
 # Bookkeeping of transformers, and dtype, which is chosen on loading.
@@ -65,7 +65,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"unasked: merge it into its base model (`merge_and_unload` of peft) and save that, or move it elsewhere"
         )
     if (config := folder / "config.json").is_file():
-        _refuse_config(config)
+        _check_config(config)
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE]
     if (folder / _INDEX).is_file():
@@ -137,7 +137,7 @@ def hash_tensors(files: Sequence[Path]) -> list[dict[str, Any]]:
     return [tables[file] for file in files]
 
 
-def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace, count: Tally) -> str:
+def _hash_tensor(descriptor: int, file: Path, tensor: TensorSpan, count: Tally) -> str:
     digest = hashlib.sha256(canonical_json([tensor.name, tensor.dtype, tensor.shape]))
     at = tensor.begin
     while at < tensor.end:
@@ -152,7 +152,7 @@ def _hash_tensor(descriptor: int, file: Path, tensor: TensorPlace, count: Tally)
     return digest.hexdigest()
 
 
-def _places(file: Path) -> list[TensorPlace]:
+def _places(file: Path) -> list[TensorSpan]:
     try:
         return read_places(file)
     except OSError as error:
@@ -163,7 +163,7 @@ def _places(file: Path) -> list[TensorPlace]:
         ) from error
 
 
-def _refuse_config(path: Path) -> None:
+def _check_config(path: Path) -> None:
     """Raises ModelError where weights are quantized, or others would be loaded than those that are hashed."""
     for part in _objects_in(read_object(path, "a model's config")):
         if quantization := part.get("quantization_config"):

@@ -22,7 +22,7 @@ _DTYPES = {"F64": "<f8", "F32": "<f4", "I64": "<i8", "I32": "<i4", "U8": "|u1"}
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class TensorSpan:
     """A tensor of a file: `begin` and `end` are bytes from the start of the file."""
 
     name: str
@@ -32,7 +32,7 @@ class TensorPlace:
     end: int
 
 
-def read_places(file: Path) -> list[TensorPlace]:
+def read_places(file: Path) -> list[TensorSpan]:
     """The tensors of `file` in the order of their bytes. Raises OSError, or ValueError if it is not sound."""
     with open(file, "rb") as opened:  # first, since safetensors calls a file that may not be read one that is not there
         try:
@@ -45,7 +45,7 @@ def read_places(file: Path) -> list[TensorPlace]:
         header = json.loads(opened.read(length), object_pairs_hook=_unique)
     start = _LENGTH_BYTES + length
     tensors = [
-        TensorPlace(name, about["dtype"], tuple(about["shape"]), *(start + offset for offset in about["data_offsets"]))
+        TensorSpan(name, about["dtype"], tuple(about["shape"]), *(start + offset for offset in about["data_offsets"]))
         for name, about in header.items()
         if name != "__metadata__"
     ]

@@ -4,7 +4,7 @@ The launching side takes the stamps of the files behind each input, hashes the f
 
 * At its start the job compares. An input with a file that has another stamp, or none, is hashed again.
 * A model is read within `reading`, completely and into memory of its own. A later change does no harm; it is noted.
-* Everything else may stay mapped, or is read late. So it is compared before anything is published (`demand_unchanged`).
+* Everything else may stay mapped, or is read late. So it is compared before anything is published (`check_inputs_unchanged`).
 
 Once a job reads, content that is the same again proves nothing: it may have been another in between. So a file that was
 written or replaced is refused; one whose change time alone is another, after a `chmod` say, is hashed again.
@@ -60,11 +60,11 @@ class InputFiles:
         for files in self._files.values():
             files.verify()
 
-    def demand_unchanged(self) -> None:
+    def check_inputs_unchanged(self) -> None:
         """Raise DataError if an input that is no model may have been another than what was hashed while it was read."""
         for name, files in self._files.items():
             if name not in _MODELS:
-                files.demand_unchanged()
+                files.check_inputs_unchanged()
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
@@ -80,7 +80,7 @@ class InputFiles:
         except Exception:
             for files in self._files.values():
                 if not files.was_read:
-                    files.demand_unchanged()
+                    files.check_inputs_unchanged()
             raise
 
     def changed_models(self) -> list[str]:
@@ -92,7 +92,7 @@ class InputFiles:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Within the block these files are those that `reading` and `demand_unchanged` mean."""
+        """Within the block these files are those that `reading` and `check_inputs_unchanged` mean."""
         token = _WATCHED.set(self)
         try:
             yield
@@ -130,7 +130,7 @@ class _Files:
                 ) from error
         self.seen, self.vouched = now, vouched
 
-    def demand_unchanged(self) -> None:
+    def check_inputs_unchanged(self) -> None:
         """Raise DataError for a file that was written, replaced or removed since it was last found sound."""
         if names := self._changed_since(self.seen):
             raise DataError(f"{self._named(names)} changed while it was read; run again once it is written")
@@ -195,15 +195,15 @@ def reading(folder: Path) -> Iterator[None]:
         try:
             yield
         except Exception:
-            files.demand_unchanged()
+            files.check_inputs_unchanged()
             raise
-        files.demand_unchanged()
+        files.check_inputs_unchanged()
     except DataError as error:
         raise ModelError(str(error)) from error
     files.note_loaded()
 
 
-def demand_unchanged() -> None:
-    """Compare the inputs of the job that this process works on, if there is one: see `InputFiles.demand_unchanged`."""
+def check_inputs_unchanged() -> None:
+    """Compare the inputs of the job that this process works on, if there is one: see `InputFiles.check_inputs_unchanged`."""
     if watched := _WATCHED.get(None):
-        watched.demand_unchanged()
+        watched.check_inputs_unchanged()

@@ -9,7 +9,7 @@ import contextlib
 from pathlib import Path
 from typing import Any, Literal
 
-from training.contract.config.fields import Frozen
+from training.contract.config.fields import StrictModel
 from training.contract.config.recipe import Compute
 from training.contract.identity.file_stamps import Stamps
 from training.contract.identity.fingerprint import short
@@ -50,7 +50,7 @@ class Input(Source):
     folder: Path
 
 
-class Failure(Frozen):
+class Failure(StrictModel):
     """Why a job failed, as written by the first rank that failed; no traceback where the message suffices.
 
     Without a rank it comes from the launching side: a machine could not be used, or was lost.
@@ -67,7 +67,7 @@ class Failure(Frozen):
             file.write(self.model_dump_json(indent=2))
 
 
-class Job(Frozen):
+class Job(StrictModel):
     """What to make (`artifact`), by which work (`kind`), from what (`inputs`, `settings`): together the derivation.
 
     Three fields change nothing that is made, so they are not in the derivation: `locations` says where files outside the

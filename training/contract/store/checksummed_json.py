@@ -7,21 +7,21 @@ Yet decisions depend on them: the accuracy that the gate reads is there, and how
 import json
 from typing import Self
 
-from training.contract.config.fields import Frozen
+from training.contract.config.fields import StrictModel
 from training.contract.identity.fingerprint import value_digest
 
 SEAL = "sha256"
 
 
-class Sealed(Frozen):
-    def sealed(self) -> bytes:
+class ChecksummedModel(StrictModel):
+    def dumps(self) -> bytes:
         """The file's content, which people can read as well."""
         content = json.loads(self.model_dump_json())
         return json.dumps({**content, SEAL: value_digest(content).hex()}, indent=2, ensure_ascii=False).encode()
 
     @classmethod
-    def unseal(cls, content: bytes) -> Self:
-        """What `sealed` wrote. Raises ValueError for anything else: bytes that are no JSON, another form, a broken seal."""
+    def loads(cls, content: bytes) -> Self:
+        """What `dumps` wrote. Raises ValueError for anything else: bytes that are no JSON, another form, a broken seal."""
         try:
             found = json.loads(content)
             seal = found.pop(SEAL, None) if isinstance(found, dict) else None

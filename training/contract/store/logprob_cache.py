@@ -29,14 +29,14 @@ from training.contract.store.logprob_shard import (
     Counts,
     Floats,
     Keys,
-    Shard,
+    LogprobShard,
     TokenLogProbs,
     key_prefixes,
     open_shard,
     write_shard,
 )
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 
 Rows = npt.NDArray[np.int64]
 
@@ -53,7 +53,7 @@ def scoring_rule(weights: str, dtype: str) -> str:
 
 
 @dataclass(frozen=True)
-class Hits:
+class LookupResult:
     """The answers for Q keys. Where `found_Q` is false, the sum is NaN and the count is -1."""
 
     found_Q: npt.NDArray[np.bool_]
@@ -64,7 +64,7 @@ class Hits:
 class _Index:
     """All rows of `shards`, in the order of their prefixes; among equal prefixes the first shard's come first."""
 
-    def __init__(self, shards: list[Shard]) -> None:
+    def __init__(self, shards: list[LogprobShard]) -> None:
         self.shards = shards
         self._starts = np.cumsum([0, *(len(shard) for shard in shards)])
         prefixes_S = np.empty(self._starts[-1], np.uint64)
@@ -73,7 +73,7 @@ class _Index:
         self._places_S: Rows = np.argsort(prefixes_S, kind="stable")
         self._prefixes_S = prefixes_S[self._places_S]
 
-    def find(self, keys_QK: Keys) -> Iterator[tuple[Shard, Rows, Rows]]:
+    def find(self, keys_QK: Keys) -> Iterator[tuple[LogprobShard, Rows, Rows]]:
         """Yields for each shard its rows that belong to some of the keys, and which of the Q keys they are.
 
         A binary search on the prefix, then a comparison of all 32 bytes. Rows with the same prefix are neighbours, so keys
@@ -96,7 +96,7 @@ class _Index:
                 yield shard, rows[equal], open_R[which[equal]]
             open_R, at_R = open_R[~answered_R], at_R[~answered_R] + 1
 
-    def _by_shard(self, places_R: Rows) -> Iterator[tuple[Shard, Rows, Rows]]:
+    def _by_shard(self, places_R: Rows) -> Iterator[tuple[LogprobShard, Rows, Rows]]:
         """Each shard that has some of the places, with their rows in it, and which of the R places they are."""
         shard_R = np.searchsorted(self._starts, places_R, side="right") - 1
         narrowest = np.uint16 if len(self.shards) < 1 << 16 else np.uint32  # numpy's radix sort is for 16 bits
@@ -108,7 +108,7 @@ class _Index:
 
 
 @dataclass
-class Memo:
+class LogprobCache:
     """All log-probs known under `rule`. `note` gets a sentence for every shard that is set aside.
 
     `software`: the versions and the device by which shards are made that are added; they are written beside them.
@@ -118,14 +118,14 @@ class Memo:
     rule: str
     note: Callable[[str], None] = _LOG.warning
     software: Mapping[str, str] = field(default_factory=dict)
-    _shards: dict[str, Shard] = field(default_factory=dict, init=False, repr=False)
+    _shards: dict[str, LogprobShard] = field(default_factory=dict, init=False, repr=False)
     _index: _Index = field(default_factory=lambda: _Index([]), init=False, repr=False)
 
     @property
     def kind(self) -> str:
         return f"memo/{self.rule}"
 
-    def lookup(self, keys_QK: Keys) -> Hits:
+    def lookup(self, keys_QK: Keys) -> LookupResult:
         """Look up `keys_QK`, uint8[Q, 32], also in shards that other processes have added meanwhile."""
         assert keys_QK.ndim == 2 and keys_QK.shape[1] == KEY_BYTES, (
             f"keys of shape {keys_QK.shape}, expected [Q, {KEY_BYTES}]"
@@ -135,7 +135,7 @@ class Memo:
         counts_Q = np.full(len(keys_QK), -1, dtype=np.int32)
         for shard, rows, which in self._found(keys_QK):
             sums_Q[which], counts_Q[which] = shard.sums_S[rows], shard.counts_S[rows]
-        return Hits(counts_Q >= 0, sums_Q, counts_Q)
+        return LookupResult(counts_Q >= 0, sums_Q, counts_Q)
 
     def tail_sums(self, keys_QK: Keys, starts_Q: Rows) -> Floats:
         """For each key the sum of its log-probs from token number `starts_Q[q]` on; NaN where it is not known."""
@@ -163,7 +163,7 @@ class Memo:
                 return self.token_logprobs(key)  # another shard may have the same
         return None
 
-    def made_by_others(self, keys_QK: Keys) -> npt.NDArray[np.bool_]:
+    def computed_by_other_software(self, keys_QK: Keys) -> npt.NDArray[np.bool_]:
         """Return which of the Q keys are known only from shards that other software, or another device, made."""
         self._refresh()
         others_Q = np.zeros(len(keys_QK), np.bool_)
@@ -171,7 +171,7 @@ class Memo:
             others_Q[which] = self._is_of_others(shard)
         return others_Q
 
-    def set_aside_made_by_others(self, why: str) -> None:
+    def set_aside_computed_by_other_software(self, why: str) -> None:
         """Set aside every shard that other software, or another device, made; `why` is told."""
         self._refresh()
         for shard in [shard for shard in self._shards.values() if self._is_of_others(shard)]:
@@ -185,15 +185,15 @@ class Memo:
         with self.store.staging() as staging:
             identity = write_shard(staging, self.kind, keys_SK, counts_S, tokens_N)
             about = {"sequences": len(counts_S), "tokens": len(tokens_N), SOFTWARE: dict(self.software)}
-            made = Made(identity, about)
+            made = JobResult(identity, about)
             derivation = Derivation(kind=self.kind, code_version=_FORMAT, inputs={}, settings={"shard": identity})
             return self.store.publish(staging, derivation, made)
 
-    def _is_of_others(self, shard: Shard) -> bool:
+    def _is_of_others(self, shard: LogprobShard) -> bool:
         """Older shards do not say by which device they were made."""
         return bool(shard.artifact.details.get(SOFTWARE) != self.software)
 
-    def _found(self, keys_QK: Keys) -> Iterator[tuple[Shard, Rows, Rows]]:
+    def _found(self, keys_QK: Keys) -> Iterator[tuple[LogprobShard, Rows, Rows]]:
         """`_Index.find`, a block of keys at a time."""
         for begin in range(0, len(keys_QK), _BLOCK_KEYS):
             for shard, rows, which in self._index.find(keys_QK[begin : begin + _BLOCK_KEYS]):
@@ -210,7 +210,7 @@ class Memo:
     def _order(self) -> None:
         self._index = _Index(sorted(self._shards.values(), key=lambda shard: shard.age))
 
-    def _open(self, name: str) -> Shard | None:
+    def _open(self, name: str) -> LogprobShard | None:
         """The verified shard; None if it is corrupt, after setting it aside."""
         try:
             return open_shard(self.store.open(self.kind, name, hashes=False))
@@ -218,7 +218,7 @@ class Memo:
             self._set_aside(name, error)
             return None
 
-    def _drop(self, shard: Shard, error: StoreError) -> None:
+    def _drop(self, shard: LogprobShard, error: StoreError) -> None:
         """Set an open shard aside and forget it."""
         self._set_aside(shard.artifact.fingerprint, error)
         del self._shards[shard.artifact.fingerprint]

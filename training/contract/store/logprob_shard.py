@@ -39,7 +39,7 @@ _INDEX, _TOKENS = "index.safetensors", "tokens.safetensors"
 
 
 @dataclass(frozen=True)
-class Shard:
+class LogprobShard:
     """An open shard; the arrays are memory-mapped."""
 
     artifact: Artifact
@@ -113,7 +113,7 @@ def _sorted(keys_SK: Keys, counts_S: Counts, tokens_N: TokenLogProbs) -> tuple[K
     return keys_SK[order_S], counts_in_order_S, tokens_N[from_N]
 
 
-def open_shard(artifact: Artifact) -> Shard:
+def open_shard(artifact: Artifact) -> LogprobShard:
     """The shard in `artifact`, its index verified. Raises CorruptArtifact if it is broken or not a shard."""
     verify_contents(artifact.folder, artifact.manifest, [_INDEX])
     path = artifact.folder / _INDEX
@@ -122,7 +122,7 @@ def open_shard(artifact: Artifact) -> Shard:
     shapes = {"keys": (rows, KEY_BYTES), "sums": (rows,), "counts": (rows,)}
     if {name: array.shape for name, array in arrays.items()} != shapes:
         raise CorruptArtifact(f"{path} has arrays that do not fit each other")
-    return Shard(artifact, keys_SK=arrays["keys"], sums_S=arrays["sums"], counts_S=arrays["counts"])
+    return LogprobShard(artifact, keys_SK=arrays["keys"], sums_S=arrays["sums"], counts_S=arrays["counts"])
 
 
 def _read(path: Path, dtypes: dict[str, type[np.generic]]) -> dict[str, npt.NDArray[Any]]:

@@ -16,31 +16,31 @@ from typing import Any, Self
 
 from pydantic import field_validator
 
-from training.contract.config.fields import Frozen
+from training.contract.config.fields import StrictModel
 from training.contract.errors import CorruptArtifact, UnreadableArtifact
 from training.contract.identity.file_hashing import hash_files
 from training.contract.identity.fingerprint import SCHEMA_VERSION, fingerprint, short
 from training.contract.identity.hash_cache import HashCache, file_hashes
 from training.contract.identity.software import SOFTWARE, library_versions
-from training.contract.store.checksummed_json import Sealed
+from training.contract.store.checksummed_json import ChecksummedModel
 
 MANIFEST = "manifest.json"
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 
 
-class FileEntry(Frozen):
+class FileEntry(StrictModel):
     bytes: int
     sha256: str
 
 
-class Source(Frozen):
+class Source(StrictModel):
     """One input of a derivation."""
 
     kind: str
     fingerprint: str
 
 
-class Derivation(Frozen):
+class Derivation(StrictModel):
     """How an artifact is made. Equal derivations give equal artifacts, so `key` tells whether it was made already."""
 
     kind: str
@@ -59,7 +59,7 @@ class Derivation(Frozen):
         return self.model_copy(update={"settings": settings})
 
 
-class Manifest(Sealed):
+class Manifest(ChecksummedModel):
     """`fingerprint` identifies the contents; `details` are small facts for people and for checks."""
 
     schema_version: int = SCHEMA_VERSION
@@ -119,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
     if path.is_symlink():
         raise CorruptArtifact(f"{path} is a symbolic link to {path.readlink()}; a plain file was published")
     try:
-        return Manifest.unseal(path.read_bytes())
+        return Manifest.loads(path.read_bytes())
     except OSError as error:
         raise read_error(path, error) from error
     except ValueError as error:

@@ -12,7 +12,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
-from training.contract.store.store import Record, Store
+from training.contract.store.store import DerivationRecord, Store
 from training.contract.system.locks import holding
 
 
@@ -21,7 +21,7 @@ def keys_by_fingerprint(store: Store, kind: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in (store.root / "keys" / kind).glob("*.json"):
         with contextlib.suppress(ValueError, FileNotFoundError):
-            found[Record.unseal(path.read_bytes()).fingerprint].append(path.stem)
+            found[DerivationRecord.loads(path.read_bytes()).fingerprint].append(path.stem)
     return found
 
 

@@ -21,7 +21,7 @@ _SUFFIX = ".lock"
 
 
 @dataclass(frozen=True)
-class Claim:
+class LockedFolder:
     """A folder, and the lock that shows that its process lives."""
 
     folder: Path
@@ -34,14 +34,14 @@ class Claim:
         self.lock.close()
 
 
-def claim_folder(parent: Path) -> Claim:
+def claim_folder(parent: Path) -> LockedFolder:
     """A new, empty folder in `parent`, from which those of dead processes are removed first. Raises OSError."""
     _remove_abandoned(parent)
     while True:
         name = secrets.token_hex(8)
         if lock := try_lock(parent / f"{name}{_SUFFIX}"):
             (parent / name).mkdir()
-            return Claim(parent / name, lock)
+            return LockedFolder(parent / name, lock)
 
 
 @contextlib.contextmanager
@@ -64,4 +64,4 @@ def _remove_abandoned(parent: Path) -> None:
     for path in parent.glob(f"*{_SUFFIX}"):
         with contextlib.suppress(OSError):
             if lock := try_lock(path):
-                Claim(path.with_suffix(""), lock).give_up()
+                LockedFolder(path.with_suffix(""), lock).give_up()

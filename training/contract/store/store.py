@@ -31,7 +31,7 @@ from pydantic import Field
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.identity.fingerprint import short
 from training.contract.identity.hash_cache import HashCache
-from training.contract.store.checksummed_json import Sealed
+from training.contract.store.checksummed_json import ChecksummedModel
 from training.contract.store.manifest import (
     MANIFEST,
     Derivation,
@@ -42,9 +42,9 @@ from training.contract.store.manifest import (
 )
 from training.contract.store.staging import claimed
 from training.contract.system.atomic_io import (
-    lacks_room,
+    apply_umask,
+    is_disk_full,
     new_folder,
-    open_as_umask_says,
     sync_folder,
     sync_tree,
     write_durably,
@@ -75,7 +75,7 @@ class Artifact:
 
 
 @dataclass(frozen=True)
-class Made:
+class JobResult:
     """What a job returns about the files it left in its staging folder: their fingerprint, and small facts about them.
 
     `is_known`: it left none, since these contents were published before.
@@ -91,7 +91,7 @@ def write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-class Record(Sealed):
+class DerivationRecord(ChecksummedModel):
     """What `keys/<kind>/<key>.json` holds: one way an artifact was made."""
 
     fingerprint: str = Field(pattern="^[0-9a-f]{64}$")
@@ -153,11 +153,11 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def record(self, kind: str, key: str) -> Record | None:
+    def record(self, kind: str, key: str) -> DerivationRecord | None:
         """What was recorded when `key` was made, even if the artifact is gone. Raises CorruptRecord."""
         path = self.record_file(kind, key)
         try:
-            record = Record.unseal(path.read_bytes())
+            record = DerivationRecord.loads(path.read_bytes())
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -181,7 +181,7 @@ class Store:
         os.rename(self.folder(kind, fingerprint), place / fingerprint)
         return place / fingerprint
 
-    def mend_record(self, kind: str, key: str) -> Path:
+    def repair_record(self, kind: str, key: str) -> Path:
         """Replace the corrupt record of `key` by what the manifest of its artifact says; returns where the corrupt one is now.
 
         Afterwards there is no record if no manifest names `key`: a manifest names only the first way its contents were made.
@@ -191,7 +191,7 @@ class Store:
         made_so = [manifest for manifest in self._manifests(kind) if manifest.made_from.key == key]
         if made_so:
             known = max(made_so, key=lambda manifest: manifest.created)
-            self._write_record(known.made_from, Made(known.fingerprint, known.details))
+            self._write_record(known.made_from, JobResult(known.fingerprint, known.details))
         else:
             self.record_file(kind, key).unlink()
         return place
@@ -208,7 +208,7 @@ class Store:
             try:
                 yield folder
             except OSError as error:
-                if lacks_room(str(error)):
+                if is_disk_full(str(error)):
                     raise write_error("write an artifact", self.root, error) from error
                 raise
 
@@ -220,7 +220,7 @@ class Store:
                 file = held.enter_context(locked(self.lock_file(kind, key)))
             yield file
 
-    def publish(self, staging: Path, derivation: Derivation, made: Made) -> Artifact:
+    def publish(self, staging: Path, derivation: Derivation, made: JobResult) -> Artifact:
         """Make what `staging` holds the artifact of `derivation`.
 
         If the same contents were published before and are whole, they stay and only the key is recorded. Raises
@@ -232,9 +232,9 @@ class Store:
                 if made.is_known:
                     raise StoreError(f"{kind} {short(made.fingerprint)} was lost while it was compared; run again")
                 manifest = Manifest.of_now(derivation, made.fingerprint, list_files(staging), made.details)
-                open_as_umask_says(staging)
+                apply_umask(staging)
                 sync_tree(staging)
-                write_durably(staging / MANIFEST, manifest.sealed())
+                write_durably(staging / MANIFEST, manifest.dumps())
                 _move_in(staging, self.folder(kind, made.fingerprint))
             self._write_record(derivation, made)
             found = self.open(kind, made.fingerprint, hashes=False)
@@ -247,7 +247,7 @@ class Store:
         """
         verified_manifest(staging, kind, fingerprint)
         with self._refused(f"adopt {kind}"):
-            open_as_umask_says(staging)
+            apply_umask(staging)
             sync_tree(staging)
             _move_in(staging, self.folder(kind, fingerprint))
         return self.open(kind, fingerprint, hashes=False)
@@ -278,12 +278,12 @@ class Store:
         with contextlib.suppress(PermissionError):
             os.utime(self.folder(kind, fingerprint))
 
-    def _write_record(self, derivation: Derivation, made: Made) -> None:
+    def _write_record(self, derivation: Derivation, made: JobResult) -> None:
         """Record what `derivation` gave, also as the latest that these inputs and settings gave under any software."""
         for how in {found.key: found for found in (derivation, derivation.of_any_software)}.values():
-            record = Record(fingerprint=made.fingerprint, derivation=how, details=made.details)
+            record = DerivationRecord(fingerprint=made.fingerprint, derivation=how, details=made.details)
             with self.staging() as scratch:
-                write_durably(self.record_file(how.kind, how.key), record.sealed(), scratch)
+                write_durably(self.record_file(how.kind, how.key), record.dumps(), scratch)
 
     def _manifests(self, kind: str) -> Iterator[Manifest]:
         """Every manifest of `kind` that can be read."""

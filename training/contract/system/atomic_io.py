@@ -17,7 +17,7 @@ from training.contract.errors import StoreError
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SQLITE_NO_ROOM = "database or disk is full"
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
-HOW_TO_SHARE = "what several users share needs a group, folders with its setgid bit, and umask 002 for everybody"
+SHARED_HOME_HINT = "what several users share needs a group, folders with its setgid bit, and umask 002 for everybody"
 
 
 def write_durably(path: Path, content: bytes, scratch: Path | None = None) -> None:
@@ -68,7 +68,7 @@ def new_folder(parent: Path, prefix: str = "") -> Path:
     return folder
 
 
-def open_as_umask_says(folder: Path) -> None:
+def apply_umask(folder: Path) -> None:
     """Give everything in `folder` at least the permissions the umask gives new files and folders.
 
     Some libraries write files of 0600 (safetensors does). The umask is read off a new folder, since asking for it
@@ -85,19 +85,19 @@ def open_as_umask_says(folder: Path) -> None:
 def write_error(doing: str, place: Path, error: object) -> StoreError:
     """The error to raise where the operating system refuses a write to `place`."""
     message = f"cannot {doing} in {place} ({free_bytes(place):,} bytes free): {error}"
-    if lacks_room(message):
+    if is_disk_full(message):
         message += "; make room and run again: what was finished is kept"
     elif any(os.strerror(number) in message for number in _NOT_ALLOWED):
-        message += f"; {HOW_TO_SHARE}"
+        message += f"; {SHARED_HOME_HINT}"
     return StoreError(message)
 
 
-def lacks_room(message: str) -> bool:
+def is_disk_full(message: str) -> bool:
     """Whether the message of an error reports a full disk or quota: libraries raise types other than OSError for it."""
     return any(words in message for words in (*map(os.strerror, _NO_ROOM), _SQLITE_NO_ROOM))
 
 
-def share_databases(files: Iterable[Path], like: Path) -> None:
+def make_group_writable(files: Iterable[Path], like: Path) -> None:
     """Give those of SQLite's `files` that this user owns at least the permissions of the file `like`.
 
     SQLite makes files of 0644 at most, whatever the umask; its journals get the permissions of their database.

@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 
-def import_uncollected(name: str) -> ModuleType:
+def import_without_gc(name: str) -> ModuleType:
     """Import a module, and have no garbage looked for meanwhile, nor later among what was there by then.
 
     torch, transformers and MLflow make hundreds of thousands of objects as they are imported, and all of them stay. Python's

@@ -12,7 +12,7 @@ from training.data.formats.messages import with_roles
 from training.data.formats.quarantine import Row
 
 
-class Columns:
+class ColumnMapping:
     """Gives fields and roles the names that formats know.
 
     Remembers which columns were there, and which fields a format asked for.
@@ -41,9 +41,9 @@ class Columns:
     def watched(self, row: Row) -> Row:
         """`row` renamed, for the format that reads it."""
         renamed = self.renamed(row)
-        return _Watched(renamed, self._asked) if self._replaced else renamed
+        return _FieldAccessRecorder(renamed, self._asked) if self._replaced else renamed
 
-    def refuse_unseen(self, rows: str) -> None:
+    def check_columns_seen(self, rows: str) -> None:
         """Raises DataError for a column that no row had so far; `rows` says which rows these are."""
         for field, column in self._column_of.items():
             if column in self._unseen and self._first:
@@ -52,7 +52,7 @@ class Columns:
                     f"of the first are {', '.join(map(repr, self._first))}"
                 )
 
-    def refuse_unread(self) -> None:
+    def check_columns_read(self) -> None:
         """Raises DataError for a column whose field no row was asked for, since the format reads others."""
         for field, column in self._column_of.items():
             if field not in self._asked:
@@ -63,7 +63,7 @@ class Columns:
                 )
 
 
-class _Watched(dict[str, Any]):
+class _FieldAccessRecorder(dict[str, Any]):
     """A row that notes which of its fields are asked for by name."""
 
     def __init__(self, row: Row, asked: set[str]) -> None:

@@ -133,7 +133,7 @@ _NEEDS: list[tuple[str, list[_Need]]] = [
 
 
 @dataclass(frozen=True)
-class Closest:
+class ClosestFormat:
     """The format that rows come closest to, the name of the first field that they lack, and a clause about all such fields."""
 
     format: str
@@ -141,14 +141,14 @@ class Closest:
     words: str
 
 
-def closest_format(rows: Sequence[Row]) -> Closest | None:
+def closest_format(rows: Sequence[Row]) -> ClosestFormat | None:
     """Return the format of which most of `rows` lack the fewest fields; None if they have none of any format."""
     unmet = [(name, needs, [need for need in needs if not _is_met(need, rows)]) for name, needs in _NEEDS]
     near = [each for each in unmet if 0 < len(each[2]) < len(each[1])]
     if not near:
         return None
     name, _, lacking = min(near, key=lambda each: (len(each[2]), -len(each[1])))
-    return Closest(name, lacking[0].names[0], ", and ".join(_lack(need, rows[0]) for need in lacking))
+    return ClosestFormat(name, lacking[0].names[0], ", and ".join(_lack(need, rows[0]) for need in lacking))
 
 
 def _is_met(need: _Need, rows: Sequence[Row]) -> bool:

@@ -36,12 +36,12 @@ from training.data.formats.messages import (
 )
 from training.data.formats.quarantine import (
     Quarantined,
-    Reason,
+    QuarantineReason,
     Row,
+    check_supported,
     clean_text,
     field_of,
     optional_text,
-    refuse_unsupported,
     text_of,
 )
 from training.data.formats.ranked_responses import names_a_verdict, response_layout, winner_first
@@ -63,7 +63,7 @@ class PreferenceFormat:
 
     def convert(self, row: Row) -> Pair:
         """The pair in a row, with the system prompt, tools and template arguments that may come with it. Raises Quarantined."""
-        refuse_unsupported(row, _UNSUPPORTED_FIELDS, "row")
+        check_supported(row, _UNSUPPORTED_FIELDS, "row")
         pair = self.read(row)
         tools = pair.tools or tools_text(row.get("tools"), "tools")
         template_kwargs = template_kwargs_text(row.get("chat_template_kwargs"), "chat_template_kwargs")
@@ -84,8 +84,10 @@ def _hh(row: Row) -> Pair:
 def _openai(row: Row) -> Pair:
     holder = field_of(row, "input")
     if not isinstance(holder, dict):
-        raise Quarantined(Reason.WRONG_TYPE, f"`input` is {type(holder).__name__}, expected an object with `messages`")
-    refuse_unsupported(holder, ("functions",), "input")
+        raise Quarantined(
+            QuarantineReason.WRONG_TYPE, f"`input` is {type(holder).__name__}, expected an object with `messages`"
+        )
+    check_supported(holder, ("functions",), "input")
     chosen, rejected = messages_of(row, "preferred_output"), messages_of(row, "non_preferred_output")
     pair = make_pair(messages_of(holder, "messages"), chosen, rejected)
     return replace(pair, tools=tools_text(holder.get("tools"), "input.tools"))
@@ -118,7 +120,7 @@ def _texts(row: Row, asked: Sequence[str], better: str = "chosen", worse: str = 
     """The pair of two answers in plain text to what stands in one of the fields `asked`, after the turns in `history`."""
     prompt = _prompt(row, asked)
     if not prompt:
-        raise Quarantined(Reason.MISSING_FIELD, f"`{asked[0]}` is missing")
+        raise Quarantined(QuarantineReason.MISSING_FIELD, f"`{asked[0]}` is missing")
     chosen, rejected = (message("assistant", text_of(row, side)) for side in (better, worse))
     return make_pair((*_history(row), *prompt), (chosen,), (rejected,))
 
@@ -133,7 +135,7 @@ def _beside_messages(row: Row) -> Pair:
         prompt = prompt[: -len(chosen)]
     elif prompt and prompt[-1]["role"] == "assistant":
         raise Quarantined(
-            Reason.PROMPT_ROLE,
+            QuarantineReason.PROMPT_ROLE,
             "`messages` ends with an answer of the assistant, expected the prompt or the chosen answer",
         )
     return make_pair(prompt, chosen, rejected)
@@ -143,11 +145,13 @@ def _ms_swift(row: Row) -> Pair:
     """The pair of the answer at the end of `messages` and another one, which may come with all that is before it."""
     whole, of_answer, of_all = messages_of(row, "messages"), "rejected_response", "rejected_messages"
     if row.get(of_all) is not None and row.get(of_answer) is not None:
-        raise Quarantined(Reason.UNSUPPORTED_FIELD, f"the row has `{of_answer}` and `{of_all}`, expected one of them")
+        raise Quarantined(
+            QuarantineReason.UNSUPPORTED_FIELD, f"the row has `{of_answer}` and `{of_all}`, expected one of them"
+        )
     if whole and whole[-1]["role"] != "assistant":
         last = whole[-1]["role"]
         raise Quarantined(
-            Reason.RESPONSE_ROLE,
+            QuarantineReason.RESPONSE_ROLE,
             f"`messages` ends with a message from the {last}, expected the assistant's chosen answer",
         )
     if row.get(of_all) is not None:
@@ -176,13 +180,13 @@ def _history(row: Row) -> tuple[Message, ...]:
     given, turns = row.get("history") or (), list[Message]()
     if not isinstance(given, list | tuple):
         raise Quarantined(
-            Reason.WRONG_TYPE,
+            QuarantineReason.WRONG_TYPE,
             f"`history` is {type(given).__name__}, expected a list of earlier turns; if it is something else in this data, set "
             "`columns: {history: null}`",
         )
     for index, turn in enumerate(given):
         if not isinstance(turn, list | tuple) or len(turn) != 2:
-            raise Quarantined(Reason.WRONG_TYPE, f"`history[{index}]` is not a [question, answer]")
+            raise Quarantined(QuarantineReason.WRONG_TYPE, f"`history[{index}]` is not a [question, answer]")
         for role, content in zip(("user", "assistant"), turn, strict=True):
             turns.append(message(role, clean_text(content, f"history[{index}]")))
     return tuple(turns)

@@ -11,7 +11,15 @@ from itertools import pairwise
 from typing import Any, get_args
 
 from training.contract.config.fields import Role
-from training.data.formats.quarantine import Quarantined, Reason, Row, clean_text, field_of, refuse_unsupported, text_of
+from training.data.formats.quarantine import (
+    Quarantined,
+    QuarantineReason,
+    Row,
+    check_supported,
+    clean_text,
+    field_of,
+    text_of,
+)
 from training.data.formats.tools import calls_text
 
 # `role` and `content`; of an assistant, where given, `reasoning_content` and `tool_calls`; of a tool `tool_call_id` and `name`.
@@ -96,30 +104,36 @@ def messages_of(row: Row, name: str, style: MessageStyle = OPENAI_STYLE) -> tupl
     found = field_of(row, name)
     listed = [found] if isinstance(found, Mapping) else found
     if not isinstance(listed, Sequence) or isinstance(listed, str):
-        raise Quarantined(Reason.WRONG_TYPE, f"`{name}` is {type(found).__name__}, expected a list of messages")
+        raise Quarantined(
+            QuarantineReason.WRONG_TYPE, f"`{name}` is {type(found).__name__}, expected a list of messages"
+        )
     return tuple(_message(item, f"{name}[{index}]", style) for index, item in enumerate(listed))
 
 
 def make_pair(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
     """The pair, if it keeps the rules; raises Quarantined for the first it breaks."""
     if not prompt:
-        raise Quarantined(Reason.EMPTY_PROMPT, "the prompt has no message")
+        raise Quarantined(QuarantineReason.EMPTY_PROMPT, "the prompt has no message")
     for index, turn in enumerate(prompt):
         if turn["role"] not in _MAY_BE_EMPTY and _is_empty(turn):
-            raise Quarantined(Reason.EMPTY_PROMPT, f"message {index} of the prompt, from the {turn['role']}, is empty")
+            raise Quarantined(
+                QuarantineReason.EMPTY_PROMPT, f"message {index} of the prompt, from the {turn['role']}, is empty"
+            )
     if prompt[-1]["role"] not in _ASKING:
-        raise Quarantined(Reason.PROMPT_ROLE, f"the last message of the prompt is from the {prompt[-1]['role']}")
+        raise Quarantined(
+            QuarantineReason.PROMPT_ROLE, f"the last message of the prompt is from the {prompt[-1]['role']}"
+        )
     _check_response(chosen, "chosen")
     _check_response(rejected, "rejected")
     if list(chosen) == list(rejected):
-        raise Quarantined(Reason.IDENTICAL, "both responses are the same text")
+        raise Quarantined(QuarantineReason.IDENTICAL, "both responses are the same text")
     return Pair(tuple(prompt), tuple(chosen), tuple(rejected))
 
 
 def pair_of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
     """Return the pair in two whole conversations, which may differ only in what follows the last question."""
     if list(chosen) == list(rejected):
-        raise Quarantined(Reason.IDENTICAL, "both conversations are the same")
+        raise Quarantined(QuarantineReason.IDENTICAL, "both conversations are the same")
     shared = 0
     while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
         shared += 1
@@ -129,7 +143,7 @@ def pair_of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]
     differing = (*chosen[start:], *rejected[start:])
     if any(turn["role"] not in ANSWERING for turn in differing) or shared == min(len(chosen), len(rejected)):
         raise Quarantined(
-            Reason.PROMPTS_DIFFER,
+            QuarantineReason.PROMPTS_DIFFER,
             f"the chosen conversation has {len(chosen)} messages and the rejected one {len(rejected)}; they differ after the "
             f"first {shared}; only what follows the last question may differ",
         )
@@ -139,24 +153,28 @@ def pair_of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]
 def repeating_prompt(prompt: Sequence[Message], name: str, pair: Pair) -> Pair:
     """Return `pair` if its prompt holds every message of `prompt`, which is in the field `name`."""
     if any(turn not in pair.prompt for turn in prompt):
-        raise Quarantined(Reason.PROMPTS_DIFFER, f"`{name}` is not what the conversations in `chosen` begin with")
+        raise Quarantined(
+            QuarantineReason.PROMPTS_DIFFER, f"`{name}` is not what the conversations in `chosen` begin with"
+        )
     return pair
 
 
 def _check_response(response: Sequence[Message], side: str) -> None:
     if not response:
-        raise Quarantined(Reason.EMPTY_RESPONSE, f"`{side}` has no message")
+        raise Quarantined(QuarantineReason.EMPTY_RESPONSE, f"`{side}` has no message")
     roles = [turn["role"] for turn in response]
     outside = [role for role in (roles[0], roles[-1]) if role != "assistant"]
     if others := outside + [role for role in roles if role not in ANSWERING]:
         raise Quarantined(
-            Reason.RESPONSE_ROLE,
+            QuarantineReason.RESPONSE_ROLE,
             f"`{side}` has a message from the {others[0]}, expected an answer of the assistant, with results of tools inside",
         )
     if ("assistant", "assistant") in pairwise(roles):
-        raise Quarantined(Reason.WRONG_TYPE, f"`{side}` has two messages of the assistant in a row, expected one")
+        raise Quarantined(
+            QuarantineReason.WRONG_TYPE, f"`{side}` has two messages of the assistant in a row, expected one"
+        )
     if any(turn["role"] == "assistant" and _is_empty(turn) for turn in response):
-        raise Quarantined(Reason.EMPTY_RESPONSE, f"`{side}` is empty")
+        raise Quarantined(QuarantineReason.EMPTY_RESPONSE, f"`{side}` is empty")
 
 
 def _is_empty(turn: Message) -> bool:
@@ -165,18 +183,18 @@ def _is_empty(turn: Message) -> bool:
 
 def _message(item: Any, place: str, style: MessageStyle) -> Message:
     if not isinstance(item, Mapping):
-        raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected a message")
-    refuse_unsupported(item, _UNSUPPORTED_FIELDS, place)
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected a message")
+    check_supported(item, _UNSUPPORTED_FIELDS, place)
     given = text_of(item, style.role, f"{place}.")
     if given not in style.roles:
         raise Quarantined(
-            Reason.UNKNOWN_ROLE,
+            QuarantineReason.UNKNOWN_ROLE,
             f"`{place}` is from {given[:40]!r}, expected one of {', '.join(style.roles)}; map it to one of "
             f"{', '.join(_ROLES)} in `roles` of the source, as in `roles: {{{given[:40]!r}: user}}`",
         )
     role, others = style.roles[given], _others(item, place, style.roles[given])
     if given == style.calling:
-        refuse_unsupported(item, ("tool_calls",), place)
+        check_supported(item, ("tool_calls",), place)
         text = text_of(item, style.content, f"{place}.")
         return message(role, "") | others | _called(text, f"{place}.{style.content}")
     only_calls = "tool_calls" in others and item.get(style.content) is None
@@ -192,7 +210,7 @@ def _called(text: str, place: str) -> Message:
 
 def _others(item: Row, place: str, role: str) -> Message:
     """What a message holds beside its content: the assistant's reasoning and calls; which call a tool answers."""
-    refuse_unsupported(item, [name for name, whose in _ONLY_OF.items() if whose != role], place)
+    check_supported(item, [name for name, whose in _ONLY_OF.items() if whose != role], place)
     if role == "tool":
         return {name: text_of(item, name, f"{place}.") for name in _OF_RESULTS if item.get(name)}
     given = next((name for name in _REASONING if item.get(name)), None)
@@ -208,6 +226,6 @@ def _content(value: Any, place: str) -> str:
     parts = []
     for index, part in enumerate(value):
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise Quarantined(Reason.UNSUPPORTED_FIELD, f"`{place}[{index}]` is not a part of type text")
+            raise Quarantined(QuarantineReason.UNSUPPORTED_FIELD, f"`{place}[{index}]` is not a part of type text")
         parts.append(text_of(part, "text", f"{place}[{index}]."))
     return "".join(parts)

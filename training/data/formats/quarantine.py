@@ -1,7 +1,6 @@
-"""What a row must hold to become a pair, field by field.
+"""Check the fields that a row needs to become a pair.
 
-A row that does not is neither repaired nor dropped: it goes to quarantine with a `Reason`, which is counted, and a detail
-about that row.
+A row that fails is neither repaired nor dropped. It goes to quarantine with a `QuarantineReason`, which is counted, and a detail.
 """
 
 import json
@@ -17,7 +16,7 @@ Row = Mapping[str, Any]
 _MOST_CHARACTERS = 1 << 22
 
 
-class Reason(StrEnum):
+class QuarantineReason(StrEnum):
     BAD_JSON = "bad JSON"
     BAD_UNICODE = "invalid unicode"
     NUL = "NUL character"
@@ -42,7 +41,7 @@ class Reason(StrEnum):
 class Quarantined(Exception):
     """This row cannot become a pair: `reason` is counted, `detail` says what is wrong in it."""
 
-    def __init__(self, reason: Reason, detail: str) -> None:
+    def __init__(self, reason: QuarantineReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
 
@@ -50,7 +49,7 @@ class Quarantined(Exception):
 def field_of(row: Row, name: str, place: str = "") -> Any:
     """The field `name` of a row, or of the part of one at `place`."""
     if (found := row.get(name)) is None:
-        raise Quarantined(Reason.MISSING_FIELD, f"`{place}{name}` is missing")
+        raise Quarantined(QuarantineReason.MISSING_FIELD, f"`{place}{name}` is missing")
     return found
 
 
@@ -66,41 +65,43 @@ def optional_text(row: Row, name: str) -> str:
 def clean_text(value: Any, place: str) -> str:
     """`value` if it is text that every tokenizer and file format here can hold."""
     if not isinstance(value, str):
-        raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(value).__name__}, expected text")
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(value).__name__}, expected text")
     if len(value) > _MOST_CHARACTERS:
         raise Quarantined(
-            Reason.ENORMOUS, f"`{place}` has {len(value):,} characters, at most {_MOST_CHARACTERS:,} are accepted"
+            QuarantineReason.ENORMOUS,
+            f"`{place}` has {len(value):,} characters, at most {_MOST_CHARACTERS:,} are accepted",
         )
     if "\0" in value:
         raise Quarantined(
-            Reason.NUL, f"`{place}` has a NUL character at position {value.index(chr(0))}; take it out of the text"
+            QuarantineReason.NUL,
+            f"`{place}` has a NUL character at position {value.index(chr(0))}; take it out of the text",
         )
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise Quarantined(Reason.BAD_UNICODE, f"`{place}` has a lone surrogate at {error.start}") from None
+        raise Quarantined(QuarantineReason.BAD_UNICODE, f"`{place}` has a lone surrogate at {error.start}") from None
     return value
 
 
-def refuse_unsupported(row: Row, names: Sequence[str], place: str) -> None:
+def check_supported(row: Row, names: Sequence[str], place: str) -> None:
     """Raises Quarantined for a field that is not empty; some files write an empty list as text."""
     for name in names:
         if row.get(name) and row[name] != "[]":
-            raise Quarantined(Reason.UNSUPPORTED_FIELD, f"`{place}` has `{name}`, which is not supported")
+            raise Quarantined(QuarantineReason.UNSUPPORTED_FIELD, f"`{place}` has `{name}`, which is not supported")
 
 
 def strict_json(text: str) -> Any:
     """What `text` says as JSON; NaN is none. Raises Quarantined for a key that appears twice, ValueError, RecursionError."""
-    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+    return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
 
 
 def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(items)
     if len(unique) < len(items):
         [(twice, _)] = Counter(key for key, _ in items).most_common(1)
-        raise Quarantined(Reason.DUPLICATE_KEY, f"the key {twice!r} appears twice")
+        raise Quarantined(QuarantineReason.DUPLICATE_KEY, f"the key {twice!r} appears twice")
     return unique
 
 
-def _refuse_constant(name: str) -> float:
-    raise Quarantined(Reason.BAD_JSON, f"{name} is not JSON")
+def _reject_constant(name: str) -> float:
+    raise Quarantined(QuarantineReason.BAD_JSON, f"{name} is not JSON")

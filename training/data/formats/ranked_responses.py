@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from training.contract.errors import DataError
-from training.data.formats.quarantine import Quarantined, Reason, Row
+from training.data.formats.quarantine import Quarantined, QuarantineReason, Row
 
 _ANNOTATOR = re.compile(r"annotator_?\d+")
 LABELS = ("label", "winner", "preference", "preferred", "better_response_id")
@@ -31,7 +31,7 @@ _BY_NAME = {"a": 1, "b": 2, "model_a": 1, "model_b": 2, **_TIES}
 
 
 @dataclass(frozen=True)
-class ResponseLayout:
+class ResponseFields:
     """The fields of two responses, and what each spelling of a label means: 1 first, 2 second, 0 tie."""
 
     first: str
@@ -39,8 +39,8 @@ class ResponseLayout:
     verdicts: Mapping[str, int]
 
 
-def _layout(first: str, second: str, numbers: Mapping[str, int]) -> ResponseLayout:
-    return ResponseLayout(first, second, {**_BY_NAME, first: 1, second: 2, **numbers})
+def _layout(first: str, second: str, numbers: Mapping[str, int]) -> ResponseFields:
+    return ResponseFields(first, second, {**_BY_NAME, first: 1, second: 2, **numbers})
 
 
 _COUNTED_FROM_1 = {"1": 1, "2": 2, "0": 0}
@@ -57,18 +57,18 @@ RESPONSES = {name for layout in LAYOUTS for name in (layout.first, layout.second
 _TELLING_LABELS = 16  # where a tenth are ties, and the others 1 or 2 as often, so many lack a 2 once in 14,000 times
 
 
-def response_layout(row: Row) -> ResponseLayout | None:
+def response_layout(row: Row) -> ResponseFields | None:
     """The layout whose two responses the row has."""
     has = {name for name, value in row.items() if value is not None}
     return next((layout for layout in LAYOUTS if layout.first in has and layout.second in has), None)
 
 
-def names_a_verdict(value: Any, layout: ResponseLayout) -> bool:
+def names_a_verdict(value: Any, layout: ResponseFields) -> bool:
     """Whether `value` is no answer, but says which of the two responses is one."""
     return _spelled(value) in layout.verdicts
 
 
-def refuse_labels_from_0(rows: Sequence[Row], place: str) -> None:
+def check_labels_from_1(rows: Sequence[Row], place: str) -> None:
     """Raises DataError where responses are counted from 1 and their labels are 0 and 1 alone: 0 is hardly a tie then."""
     counted = [row for row in rows if (layout := response_layout(row)) and layout.verdicts["0"] == 0]
     labels = [_spelled(row[name]) for row in counted for name in row if _is_label(name) and name not in SIGNED_LABELS]
@@ -86,32 +86,35 @@ def winner_first(row: Row) -> tuple[str, str]:
     layout = response_layout(row)
     if layout is None:
         expected = " or ".join(f"`{layout.first}` and `{layout.second}`" for layout in LAYOUTS)
-        raise Quarantined(Reason.MISSING_FIELD, f"two responses are missing, expected {expected}")
+        raise Quarantined(QuarantineReason.MISSING_FIELD, f"two responses are missing, expected {expected}")
     return (layout.first, layout.second) if _verdict(row, layout) == 1 else (layout.second, layout.first)
 
 
-def _verdict(row: Row, layout: ResponseLayout) -> int:
+def _verdict(row: Row, layout: ResponseFields) -> int:
     """1 or 2, whichever response more than half of the labels name."""
     labels = {name: row[name] for name in row if _is_label(name) and row[name] is not None}
     if not labels:
         raise Quarantined(
-            Reason.MISSING_FIELD, f"there is no label: none of annotator1.., {', '.join(LABELS + SIGNED_LABELS)}"
+            QuarantineReason.MISSING_FIELD,
+            f"there is no label: none of annotator1.., {', '.join(LABELS + SIGNED_LABELS)}",
         )
     votes = Counter(_vote(name, value, layout) for name, value in labels.items())
     verdict, count = votes.most_common(1)[0]
     if verdict == 0 or count * 2 <= len(labels):
         shown = ", ".join(f"{name}={value}" for name, value in labels.items())
-        raise Quarantined(Reason.TIE, f"no response has more than half of the labels: {shown}")
+        raise Quarantined(QuarantineReason.TIE, f"no response has more than half of the labels: {shown}")
     return verdict
 
 
-def _vote(name: str, value: Any, layout: ResponseLayout) -> int:
+def _vote(name: str, value: Any, layout: ResponseFields) -> int:
     if name in SIGNED_LABELS:
         return _sign(name, value)
     spelled = _spelled(value)
     if spelled not in layout.verdicts:
         expected = ", ".join(layout.verdicts)
-        raise Quarantined(Reason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected one of {expected}")
+        raise Quarantined(
+            QuarantineReason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected one of {expected}"
+        )
     return layout.verdicts[spelled]
 
 
@@ -126,7 +129,9 @@ def _sign(name: str, value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, bool) or math.isnan(number):
-        raise Quarantined(Reason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected a number such as -2 or 3")
+        raise Quarantined(
+            QuarantineReason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected a number such as -2 or 3"
+        )
     return 0 if number == 0 else 1 if number < 0 else 2
 
 

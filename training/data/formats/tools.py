@@ -21,7 +21,7 @@ from typing import Any
 
 from training.contract.config.recipe import RESERVED
 from training.contract.files.arrow_rows import without_nulls
-from training.data.formats.quarantine import Quarantined, Reason, Row, clean_text, strict_json, text_of
+from training.data.formats.quarantine import Quarantined, QuarantineReason, Row, clean_text, strict_json, text_of
 
 Item = dict[str, Any]  # a tool or a call
 
@@ -39,7 +39,7 @@ def template_kwargs_text(given: Any, place: str) -> str:
     found = _parsed(given if isinstance(given, str) else without_nulls(given), place, dict)
     if taken := sorted(found.keys() & RESERVED):
         raise Quarantined(
-            Reason.UNSUPPORTED_FIELD, f"`{place}` has {', '.join(taken)}, which the template is given anyway"
+            QuarantineReason.UNSUPPORTED_FIELD, f"`{place}` has {', '.join(taken)}, which the template is given anyway"
         )
     return _text(found, place)
 
@@ -71,22 +71,24 @@ def _parsed(given: Any, place: str, kind: type[list[Any]] | type[dict[str, Any]]
         except Quarantined as problem:
             raise Quarantined(problem.reason, f"`{place}`: {problem.detail}") from None
         except (ValueError, RecursionError) as error:
-            raise Quarantined(Reason.BAD_JSON, f"`{place}` is text that is no JSON: {error}") from None
+            raise Quarantined(QuarantineReason.BAD_JSON, f"`{place}` is text that is no JSON: {error}") from None
     if found is None or found == "" or found == []:  # a map of a table that is empty
         found = kind()
     if not isinstance(found, kind):
         expected = "a list" if kind is list else "an object"
-        raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(found).__name__}, expected {expected}")
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(found).__name__}, expected {expected}")
     return found
 
 
 def _checked(item: Any, place: str) -> Row:
     """What `item` says of the function, whose name is text."""
     if not isinstance(item, Mapping):
-        raise Quarantined(Reason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected an object")
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected an object")
     function = function_of(item)
     if not isinstance(function, Mapping):
-        raise Quarantined(Reason.WRONG_TYPE, f"`{place}.function` is {type(function).__name__}, expected an object")
+        raise Quarantined(
+            QuarantineReason.WRONG_TYPE, f"`{place}.function` is {type(function).__name__}, expected an object"
+        )
     text_of(function, "name", f"{place}.")
     return function
 
@@ -99,7 +101,7 @@ def _tool(given: Any, place: str, in_text: bool) -> Any:
 
 def _call(given: Any, place: str, in_text: bool) -> Item:
     if "arguments" not in _checked(given, place):
-        raise Quarantined(Reason.MISSING_FIELD, f"`{place}.arguments` is missing")
+        raise Quarantined(QuarantineReason.MISSING_FIELD, f"`{place}.arguments` is missing")
     item = given if in_text else without_nulls(given)
     arguments = _parsed(function_of(item).get("arguments"), f"{place}.arguments", dict)
     return with_function(item, arguments=arguments)
@@ -111,7 +113,7 @@ def _text(values: Sequence[Any] | Mapping[str, Any], place: str) -> str:
     try:
         text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Quarantined(Reason.WRONG_TYPE, f"`{place}` holds what JSON cannot: {error}") from None
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` holds what JSON cannot: {error}") from None
     if _NUL.search(text):
-        raise Quarantined(Reason.NUL, f"`{place}` has a NUL character")
+        raise Quarantined(QuarantineReason.NUL, f"`{place}` has a NUL character")
     return clean_text(text, place)

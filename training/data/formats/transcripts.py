@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from training.data.formats.messages import Message, message
-from training.data.formats.quarantine import Quarantined, Reason, Row, text_of
+from training.data.formats.quarantine import Quarantined, QuarantineReason, Row, text_of
 
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
@@ -26,7 +26,7 @@ def transcript_of(row: Row, name: str) -> tuple[Message, ...]:
         text = text_of(row, "prompt") + text
     before, *turns = _TURN.split(text)
     if before.strip() or not turns:
-        raise Quarantined(Reason.BAD_TRANSCRIPT, f'`{name}` does not begin with "\\n\\nHuman:"')
+        raise Quarantined(QuarantineReason.BAD_TRANSCRIPT, f'`{name}` does not begin with "\\n\\nHuman:"')
     speakers, contents = turns[::2], turns[1::2]
     return tuple(
         message(_SPEAKERS[speaker], content.removeprefix(" "))

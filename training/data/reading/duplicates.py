@@ -12,7 +12,7 @@ _IDENTITY_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Said:
+class PairIdentity:
     """The identity of a pair, by all of its turns: prompt, chosen, rejected, tools, arguments of the template.
 
     `opposite` is that of the pair with chosen and rejected exchanged.
@@ -22,7 +22,7 @@ class Said:
     opposite: bytes
 
     @classmethod
-    def of(cls, turns: Mapping[str, Any]) -> "Said":
+    def of(cls, turns: Mapping[str, Any]) -> "PairIdentity":
         shared = value_digest({part: value for part, value in turns.items() if part not in _SIDES})
         chosen, rejected = (value_digest(turns[side]) for side in _SIDES)
         return cls(_identity(shared, chosen, rejected), _identity(shared, rejected, chosen))
@@ -43,7 +43,7 @@ class Duplicates:
     def dropped(self) -> int:
         return self.count if self.are_dropped else 0
 
-    def drops(self, said: Said, place: str) -> bool:
+    def drops(self, said: PairIdentity, place: str) -> bool:
         """Count a pair, and say whether it is to be dropped."""
         if said.identity in self._identities:
             self.count += 1

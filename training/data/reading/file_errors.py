@@ -73,10 +73,10 @@ def check_names(place: str, row: Mapping[str, Any]) -> None:
     """Raise DataError if the name of a field is not UTF-8."""
     for name in row:
         if _UNDECODED.search(name):
-            raise DataError(f"{place}: {byte_fault(_bytes(name) + b',', 'the name of a column')}")
+            raise DataError(f"{place}: {invalid_byte(_bytes(name) + b',', 'the name of a column')}")
 
 
-def byte_fault(content: bytes, place: str) -> str:
+def invalid_byte(content: bytes, place: str) -> str:
     """Describe the first byte of `content` that is not UTF-8; the empty string if all are."""
     try:
         content.decode()
@@ -87,15 +87,15 @@ def byte_fault(content: bytes, place: str) -> str:
     return ""
 
 
-def undecoded_fault(value: Mapping[str, Any], raw: str | None) -> str:
+def undecoded_byte(value: Mapping[str, Any], raw: str | None) -> str:
     """Describe the first byte of a row that is not UTF-8; the empty string if all are.
 
     In CSV it is in a cell, since `raw`, the text of the row, is None.
     """
     if raw is not None:
-        return byte_fault(_bytes(raw), "the row")
+        return invalid_byte(_bytes(raw), "the row")
     cells = {name: cell for name, cell in value.items() if isinstance(cell, str) and _UNDECODED.search(cell)}
-    return next((byte_fault(_bytes(cell) + b",", f"`{name}`") for name, cell in cells.items()), "")
+    return next((invalid_byte(_bytes(cell) + b",", f"`{name}`") for name, cell in cells.items()), "")
 
 
 def _is_lone_letter(content: bytes, at: int) -> bool:

@@ -27,13 +27,13 @@ def detect(rows: Sequence[Row], place: str) -> str:
     Raises DataError if no format fits any row, or if most rows hold lists as text. The message says that rows are not pairs,
     or it names the closest format and the fields that they lack.
     """
-    _refuse_lists_as_text(rows, place, _SPOKEN)
+    _check_no_lists_as_text(rows, place, _SPOKEN)
     votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}
     common = (name for name, count in votes.items() if 2 * count > len(rows))
     best = next(common, max(votes, key=lambda name: votes[name]))
     if votes[best]:
         return best
-    _refuse_lists_as_text(rows, place, _MESSAGES)
+    _check_no_lists_as_text(rows, place, _MESSAGES)
     if len(rows) == 1:
         check_rows_outside(place, rows[0])
     raise DataError(f"{place}: {_why_none_fits(rows)}")
@@ -59,7 +59,7 @@ def _why_none_fits(rows: Sequence[Row]) -> str:
     )
 
 
-def _refuse_lists_as_text(rows: Sequence[Row], place: str, names: Collection[str]) -> None:
+def _check_no_lists_as_text(rows: Sequence[Row], place: str, names: Collection[str]) -> None:
     for name in rows[0]:
         found = [text for row in rows if isinstance(text := row.get(name), str) and _LIST.match(text)]
         if name in names and len(found) * 2 > len(rows):

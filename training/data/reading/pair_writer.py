@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile
 from training.contract.identity.fingerprint import value_digest
-from training.data.formats.columns import Columns
+from training.data.formats.columns import ColumnMapping
 from training.data.formats.messages import Message, Pair, message
 from training.data.formats.quarantine import Quarantined
-from training.data.reading.duplicates import Duplicates, Said
-from training.data.reading.readers import Record
+from training.data.reading.duplicates import Duplicates, PairIdentity
+from training.data.reading.readers import ParsedRow
 
 PREFERENCES_FILE, QUARANTINE_FILE = "preferences.parquet", "quarantine.parquet"
 
@@ -61,7 +61,7 @@ def split_of(prompt_sha256: bytes, validation_fraction: float) -> str:
     return "validation" if number < int(validation_fraction * 2**256) else "train"
 
 
-def is_drawn(prompt_sha256: bytes, fraction: float) -> bool:
+def is_sampled(prompt_sha256: bytes, fraction: float) -> bool:
     """Whether a prompt is in this fraction of its source, and so in every larger one.
 
     By the second half of its sha256, since the first decides the split.
@@ -75,7 +75,7 @@ class SourceSettings:
 
     number: int
     format: str
-    columns: Columns
+    columns: ColumnMapping
     held_out: bool
     fraction: float
     name: str | None
@@ -90,7 +90,7 @@ class SourceFile:
 
 
 @dataclass
-class Collector:
+class PairWriter:
     """Writes pairs and quarantined rows as they come, and counts them."""
 
     folder: Path
@@ -119,7 +119,7 @@ class Collector:
 
     def keep(self, pair: Pair, given: SourceFile, line: int) -> None:
         digest = _digest(pair.prompt)
-        if not is_drawn(digest, given.source.fraction):
+        if not is_sampled(digest, given.source.fraction):
             self.left_out += 1
             return
         split = self._split(digest, given.source.held_out)
@@ -129,7 +129,7 @@ class Collector:
             turns["tools"] = pair.tools
         if pair.chat_template_kwargs:
             turns["chat_template_kwargs"] = pair.chat_template_kwargs
-        said = Said.of(turns)
+        said = PairIdentity.of(turns)
         if self.duplicates.drops(said, f"{given.file.name}, line {line}"):
             return
         origin: dict[str, Any] = {"split": split, "line": line}
@@ -142,7 +142,7 @@ class Collector:
         if len(self.examples) < _PAIR_EXAMPLES:
             self.examples.append(turns)
 
-    def set_aside(self, problem: Quarantined, source: str, record: Record) -> None:
+    def set_aside(self, problem: Quarantined, source: str, record: ParsedRow) -> None:
         reason, text = problem.reason.value, record.text
         row = {"source": source, "line": record.line, "reason": reason, "detail": problem.detail, "text": text}
         self._quarantine.add(row)
@@ -158,7 +158,7 @@ class Collector:
         is_held_out = prompt_sha256 in self.held_out_prompts
         return "validation" if is_held_out else split_of(prompt_sha256, self.validation_fraction)
 
-    def refuse_if_empty(self) -> None:
+    def check_not_empty(self) -> None:
         if self.digests:
             return
         counted = [*self.reasons.most_common(), *([("left out by `fraction`", self.left_out)] if self.left_out else [])]
@@ -168,7 +168,7 @@ class Collector:
             first = f"; the first: {row['source']}, line {row['line']}: {row['detail']}"
         raise DataError(f"there is no usable preference pair in {', '.join(self.formats)} ({found}){first}")
 
-    def refuse_empty_sources(self, inputs: Sequence[SourceFile]) -> None:
+    def check_no_empty_source(self, inputs: Sequence[SourceFile]) -> None:
         """Raises DataError for a source that has no row, or is held out and has no pair.
 
         An export may have failed, and what is left would be trained on; the evaluation would be of other pairs alone.

@@ -29,13 +29,13 @@ import pyarrow.parquet as pq
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile, check_unchanged, data_suffix, open_data
 from training.contract.identity.file_stamps import stamp_of
-from training.data.formats.quarantine import Quarantined, Reason, Row, strict_json
+from training.data.formats.quarantine import Quarantined, QuarantineReason, Row, strict_json
 from training.data.reading.file_errors import (
-    byte_fault,
     check_encoding,
     check_rows_outside,
     check_separator,
-    undecoded_fault,
+    invalid_byte,
+    undecoded_byte,
 )
 
 _BATCH_ROWS = 1024
@@ -45,7 +45,7 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
-class Record:
+class ParsedRow:
     """One row: `line` counts from 1, and is the row's number where a file has no line for each.
 
     `raw` is its text, unless the file is binary; with a `problem`, `value` is empty.
@@ -65,10 +65,10 @@ class Record:
     @property
     def undecoded(self) -> str:
         """What is not UTF-8 in the row; the empty string if all of it is."""
-        return undecoded_fault(self.value, self.raw)
+        return undecoded_byte(self.value, self.raw)
 
 
-def read_records(file: DataFile) -> Iterator[Record]:
+def read_records(file: DataFile) -> Iterator[ParsedRow]:
     """The rows of a file. Raises DataError where it cannot be read, and at its end if it has changed since it was hashed."""
     suffix, before = data_suffix(file.path), stamp_of(file.path)
     try:
@@ -82,22 +82,24 @@ def read_records(file: DataFile) -> Iterator[Record]:
         check_unchanged(file.path, file.sha256, before)
 
 
-def parse_row(line: int, text: str) -> Record:
+def parse_row(line: int, text: str) -> ParsedRow:
     """One JSON object, strictly: no duplicate keys, no NaN, no nesting that overruns the parser."""
     try:
         value = strict_json(text)
     except Quarantined as problem:
-        return Record(line, {}, text, problem)
+        return ParsedRow(line, {}, text, problem)
     except RecursionError:
-        return Record(line, {}, text, Quarantined(Reason.BAD_JSON, "nested too deeply"))
+        return ParsedRow(line, {}, text, Quarantined(QuarantineReason.BAD_JSON, "nested too deeply"))
     except ValueError as error:
-        return Record(line, {}, text, Quarantined(Reason.BAD_JSON, str(error)))
+        return ParsedRow(line, {}, text, Quarantined(QuarantineReason.BAD_JSON, str(error)))
     if not isinstance(value, dict):
-        return Record(line, {}, text, Quarantined(Reason.NOT_AN_OBJECT, f"the row is {type(value).__name__}"))
-    return Record(line, value, text)
+        return ParsedRow(
+            line, {}, text, Quarantined(QuarantineReason.NOT_AN_OBJECT, f"the row is {type(value).__name__}")
+        )
+    return ParsedRow(line, value, text)
 
 
-def _read_lines(path: Path) -> Iterator[Record]:
+def _read_lines(path: Path) -> Iterator[ParsedRow]:
     with open_data(path) as file:
         for number, line in enumerate(file, start=1):
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -105,15 +107,15 @@ def _read_lines(path: Path) -> Iterator[Record]:
                 yield _parse_line(number, content)
 
 
-def _parse_line(number: int, line: bytes) -> Record:
+def _parse_line(number: int, line: bytes) -> ParsedRow:
     try:
         return parse_row(number, line.decode().rstrip("\r\n"))
     except UnicodeDecodeError:
-        problem = Quarantined(Reason.BAD_UNICODE, byte_fault(line, "the line"))
-        return Record(number, {}, line.decode(errors="backslashreplace").rstrip("\r\n"), problem)
+        problem = Quarantined(QuarantineReason.BAD_UNICODE, invalid_byte(line, "the line"))
+        return ParsedRow(number, {}, line.decode(errors="backslashreplace").rstrip("\r\n"), problem)
 
 
-def _read_json(path: Path) -> Iterator[Record]:
+def _read_json(path: Path) -> Iterator[ParsedRow]:
     """The elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, refused if they are read."""
     with open_data(path) as file:
         text = file.read().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
@@ -130,7 +132,7 @@ def _read_json(path: Path) -> Iterator[Record]:
         raise DataError(f"{path} is not a complete JSON list: {error}; write it again, or use JSON lines") from error
 
 
-def _read_objects(path: Path, text: str, start: int) -> Iterator[Record]:
+def _read_objects(path: Path, text: str, start: int) -> Iterator[ParsedRow]:
     """JSON lines, or one object, which may be on several lines."""
     sole = _sole_object(text, start)
     if sole is None:
@@ -167,16 +169,16 @@ def _elements(text: str, position: int) -> Iterator[str]:
 
 def _read_table(
     kind: str, batches: Callable[[BufferedReader], Iterator[pa.RecordBatch]], path: Path
-) -> Iterator[Record]:
+) -> Iterator[ParsedRow]:
     number = 0
     try:
         with open_data(path) as file:
             for batch in batches(file):
                 batch.validate(full=True)  # else a broken one may end the process
-                _refuse_repeated(path, batch.schema.names)
+                _check_unique_columns(path, batch.schema.names)
                 for value in batch.to_pylist():
                     number += 1
-                    yield Record(number, value)
+                    yield ParsedRow(number, value)
     except (pa.ArrowException, UnicodeDecodeError, OverflowError) as error:  # the last: a date beyond Python's
         raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}; write it again") from error
     except MemoryError as error:  # mostly of a length that a broken file states
@@ -189,7 +191,7 @@ def _parquet_batches(file: BufferedReader) -> Iterator[pa.RecordBatch]:
         yield from table.iter_batches(batch_size=_BATCH_ROWS)
 
 
-def _read_csv(path: Path) -> Iterator[Record]:
+def _read_csv(path: Path) -> Iterator[ParsedRow]:
     """Its lines are those of the file: a row begins on one, and a cell may hold several."""
     csv.field_size_limit(sys.maxsize)
     before = 0
@@ -199,7 +201,7 @@ def _read_csv(path: Path) -> Iterator[Record]:
             header = next(reader, [])
             if len(header) == 1:
                 check_separator(path)
-            _refuse_repeated(path, header)
+            _check_unique_columns(path, header)
             before = reader.line_num
             for cells in reader:
                 if cells:
@@ -211,20 +213,20 @@ def _read_csv(path: Path) -> Iterator[Record]:
             raise DataError(f"{path} is not CSV after line {before}: {error}; quote its fields") from error
 
 
-def _refuse_repeated(path: Path, columns: Sequence[str]) -> None:
+def _check_unique_columns(path: Path, columns: Sequence[str]) -> None:
     if len(set(columns)) < len(columns):
         [(twice, _)] = Counter(columns).most_common(1)
         raise DataError(f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one")
 
 
-def _csv_record(line: int, header: list[str], cells: list[str]) -> Record:
+def _csv_record(line: int, header: list[str], cells: list[str]) -> ParsedRow:
     if len(cells) == len(header):
-        return Record(line, dict(zip(header, cells, strict=True)))
-    problem = Quarantined(Reason.MISSING_FIELD, f"{len(cells)} cells in the row, {len(header)} in the header")
-    return Record(line, {}, json.dumps(cells, ensure_ascii=False), problem)
+        return ParsedRow(line, dict(zip(header, cells, strict=True)))
+    problem = Quarantined(QuarantineReason.MISSING_FIELD, f"{len(cells)} cells in the row, {len(header)} in the header")
+    return ParsedRow(line, {}, json.dumps(cells, ensure_ascii=False), problem)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path], Iterator[ParsedRow]]] = {
     ".jsonl": _read_lines,
     ".ndjson": _read_lines,
     ".json": _read_json,

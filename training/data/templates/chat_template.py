@@ -36,7 +36,7 @@ PROBES: tuple[tuple[Message, ...], ...] = (
 )
 
 
-class Rejected(Exception):
+class ConversationRejected(Exception):
     """The template, before which stand `lines_before` that are not its own, does not take a conversation, and `said` why."""
 
     def __init__(self, said: str, lines_before: int) -> None:
@@ -103,7 +103,7 @@ class ChatTemplate:
                 **names,
             )
         except Exception as error:  # a template is a program: it may raise anything, and that is its answer
-            raise Rejected(self._said(error), self._clock.count("\n")) from error
+            raise ConversationRejected(self._said(error), self._clock.count("\n")) from error
         return {"text": texts[0], "spans": spans[0] if self.marks_turns else []}
 
     def _writes(self, in_parts: bool) -> bool:
@@ -112,7 +112,7 @@ class ChatTemplate:
         turns = (message("user", _OPENING_MARK), message("assistant", _CLOSING_MARK))
         try:
             folded = self.render(turns, clock=True)["text"].casefold()
-        except Rejected:
+        except ConversationRejected:
             return False
         return all(mark in folded for mark in (_OPENING_MARK, _CLOSING_MARK)) and not _SPELLED_OUT.search(folded)
 
@@ -144,7 +144,7 @@ def probe(template: ChatTemplate, clock: bool = False) -> list[str]:
 def _answer(template: ChatTemplate, turns: Sequence[Message], generation_prompt: bool, clock: bool) -> str:
     try:
         return template.render(turns, generation_prompt, clock)["text"]
-    except Rejected as error:
+    except ConversationRejected as error:
         return f"rejected: {error}"
 
 

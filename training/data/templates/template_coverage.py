@@ -6,13 +6,13 @@ Other templates take the text before a closing tag in an answer for reasoning, a
 appear unchanged, except for blanks.
 """
 
-from training.data.templates.chat_template import ChatTemplate, Rejected, Rendered
-from training.data.templates.template_probe import Conversation, Marked, Shape, left_out, marked
+from training.data.templates.chat_template import ChatTemplate, ConversationRejected, Rendered
+from training.data.templates.template_probe import Conversation, MarkedConversation, Shape, left_out, marked
 
 _SHOWN = 60
 
 
-class Completeness:
+class TemplateCoverage:
     """Finds what is wrong with a template's rendering; with `by_spans`, also of what it marks as the assistant's."""
 
     def __init__(self, template: ChatTemplate, by_spans: bool) -> None:
@@ -27,9 +27,9 @@ class Completeness:
 
     def fault(self, given: Conversation, text: str) -> str | None:
         """What the template does wrong in writing `given` as `text`; None if that is nothing."""
-        return self._fault_of_parts(given) or _fault_of_answer(given, text)
+        return self._parts_problem(given) or _answer_problem(given, text)
 
-    def _fault_of_parts(self, given: Conversation) -> str | None:
+    def _parts_problem(self, given: Conversation) -> str | None:
         if (shape := given.shape) is None:
             return self._tested(given)
         if shape not in self._faults:
@@ -37,17 +37,17 @@ class Completeness:
         return self._faults[shape]
 
     def _tested(self, given: Conversation) -> str | None:
-        fault = self._fault_in(marked(given, in_ids=False), if_refused=None)
-        return fault and self._fault_in(marked(given, in_ids=True), if_refused=fault)
+        fault = self._copy_problem(marked(given, in_ids=False), if_refused=None)
+        return fault and self._copy_problem(marked(given, in_ids=True), if_refused=fault)
 
-    def _fault_in(self, test: Marked, if_refused: str | None) -> str | None:
+    def _copy_problem(self, test: MarkedConversation, if_refused: str | None) -> str | None:
         """The fault in how the copy is written; `if_refused` where the template refuses it.
 
         It may know which functions there are, or how long an id is.
         """
         try:
             rendered = self.render(test.copy)
-        except Rejected:
+        except ConversationRejected:
             return if_refused
         if missing := left_out(rendered["text"], test.marks):
             return f"does not write {missing}"
@@ -61,7 +61,7 @@ class Completeness:
         return None
 
 
-def _fault_of_answer(given: Conversation, text: str) -> str | None:
+def _answer_problem(given: Conversation, text: str) -> str | None:
     for said in given.said:
         if said.strip() not in text and _squeezed(said) not in _squeezed(text):
             return f"does not write all that the assistant says: {said[:_SHOWN]!r}"

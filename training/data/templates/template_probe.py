@@ -42,7 +42,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkedConversation:
     """A marked copy, and what each mark in it stands for: all of them, those in the answer, and of these what tools say."""
 
     copy: Conversation
@@ -63,14 +63,16 @@ def spelled_out(pair: Mapping[str, Any], side: str | None) -> Conversation:
     )
 
 
-def marked(conversation: Conversation, in_ids: bool) -> Marked:
+def marked(conversation: Conversation, in_ids: bool) -> MarkedConversation:
     """A copy with marks for all that says something. With `in_ids` ids have them as well."""
     marker = _Marker(conversation, in_ids)
     tools = conversation.tools and [marker.function(tool, "the tool") for tool in conversation.tools]
     start = len(conversation.turns) - conversation.answer
     turns = [marker.turn(turn) for turn in conversation.turns[:start]]
     turns += [marker.answer(turn) for turn in conversation.turns[start:]]
-    return Marked(replace(conversation, turns=turns, tools=tools), marker.marks, marker.of_assistant, marker.of_tools)
+    return MarkedConversation(
+        replace(conversation, turns=turns, tools=tools), marker.marks, marker.of_assistant, marker.of_tools
+    )
 
 
 def left_out(text: str, marks: Mapping[str, str]) -> str | None:

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator
 
 from transformers import PreTrainedTokenizerFast
 
-from training.data.templates.chat_template import CLOCK, PROBES, ChatTemplate, Rejected
+from training.data.templates.chat_template import CLOCK, PROBES, ChatTemplate, ConversationRejected
 from training.data.templates.tokenizer import control_ids
 
 
@@ -71,5 +71,5 @@ def _texts(template: ChatTemplate) -> Iterator[str]:
         for prompt in (False, True):
             try:
                 yield template.render(turns, generation_prompt=prompt)["text"]
-            except Rejected:
+            except ConversationRejected:
                 continue

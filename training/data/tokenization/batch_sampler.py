@@ -35,7 +35,7 @@ _SEEDS = 2**64
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCounts:
     """For each of I items: the tokens of its sequences, and those a model runs that shares their prompt (which counts once)."""
 
     sequences_I: Positions
@@ -51,11 +51,11 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSampler:
     """The batches of a run over `items`, some of the I items; steps count from 1, through all epochs."""
 
     items: Positions
-    lengths: Tokens
+    lengths: TokenCounts
     batch_size: int
     micro_tokens: int
     seed: int

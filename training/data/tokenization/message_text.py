@@ -21,7 +21,7 @@ _SAID = ("reasoning_content", "content", "tool_calls")
 
 
 @dataclass(frozen=True)
-class SaidPair:
+class PairText:
     """The messages of a pair as text."""
 
     prompt: str
@@ -29,7 +29,7 @@ class SaidPair:
     rejected: str
 
 
-def read_said(job: Job, rows: Collection[int]) -> dict[int, SaidPair]:
+def read_said(job: Job, rows: Collection[int]) -> dict[int, PairText]:
     """Return what is said in these `rows` of `raw_preferences`, from which the job's `tokenized_pairs` were made.
 
     The rows are found through the manifest of the pairs, so that an edit of the data that changes no token does not repeat the
@@ -50,9 +50,9 @@ def _raw_preferences(job: Job) -> Path:
     return Store(job.store).open("raw_preferences", made_from.fingerprint, hashes=False).folder
 
 
-def _said(row: Mapping[str, Any]) -> SaidPair:
+def _said(row: Mapping[str, Any]) -> PairText:
     prompt = "\n".join(f"{turn['role']}: {_text(turn)}" for turn in row["prompt"])
-    return SaidPair(prompt, _answer(row["chosen"]), _answer(row["rejected"]))
+    return PairText(prompt, _answer(row["chosen"]), _answer(row["rejected"]))
 
 
 def _answer(turns: Sequence[Mapping[str, Any]]) -> str:

@@ -85,7 +85,7 @@ class Pairs:
     def largest_token(self) -> int:
         return max(pc.max(pc.list_flatten(self._table.column(f"{side}_ids"))).as_py() or 0 for side in SIDES)
 
-    def demand_known_tokens(self, vocabulary: int) -> None:
+    def check_known_tokens(self, vocabulary: int) -> None:
         """Raises TemplateError if a token is not in the `vocabulary`, a model's number of tokens."""
         if (largest := self.largest_token) >= vocabulary:
             raise TemplateError(

@@ -15,7 +15,7 @@ from training.contract.identity.fingerprint import short
 from training.contract.identity.software import COMPARED, SOFTWARE
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 from training.data.reading.pair_writer import PREFERENCES_FILE
 from training.data.tokenization.pair_dataset import SIDES, Pairs, Side
 from training.data.tokenization.tokenize_pair import Dropped, EncodedPair, PairEncoder
@@ -23,7 +23,7 @@ from training.data.tokenization.tokenize_pair import Dropped, EncodedPair, PairE
 _DROPPED = 8
 
 
-def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> Made | None:
+def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> JobResult | None:
     """Return the pairs that other software made of these inputs, if `encoder` gives the same tokens; else None."""
     if SOFTWARE not in job.settings:
         return None
@@ -40,7 +40,7 @@ def made_before(job: Job, encoder: PairEncoder, events: EventWriter) -> Made | N
         events.note(
             f"{count:,} pairs have the tokens that other versions of the libraries gave them: all are used again"
         )
-        return Made(earlier.fingerprint, earlier.details, is_known=True)
+        return JobResult(earlier.fingerprint, earlier.details, is_known=True)
     events.note(
         f"these versions of the libraries give other tokens than {short(earlier.fingerprint)} has, which others made: "
         f"{difference}; all pairs are tokenized again"

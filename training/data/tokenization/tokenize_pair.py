@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerFast
 
 from training.contract.config.fields import Role
 from training.data.formats.messages import Message
-from training.data.templates.chat_template import ChatTemplate, Rejected, Rendered
-from training.data.templates.template_coverage import Completeness
+from training.data.templates.chat_template import ChatTemplate, ConversationRejected, Rendered
+from training.data.templates.template_coverage import TemplateCoverage
 from training.data.templates.template_probe import spelled_out
 
 Offsets = Sequence[tuple[int, int]]
@@ -63,7 +63,7 @@ class OverLength(StrEnum):
 
 
 @dataclass(frozen=True)
-class Response:
+class ResponseTokens:
     """The tokens after the prompt, and which of them are trained."""
 
     ids: list[int]
@@ -79,13 +79,13 @@ class Response:
 @dataclass(frozen=True)
 class EncodedPair:
     prompt: list[int]
-    chosen: Response
-    rejected: Response
+    chosen: ResponseTokens
+    rejected: ResponseTokens
 
-    def ids(self, response: Response) -> list[int]:
+    def ids(self, response: ResponseTokens) -> list[int]:
         return self.prompt + response.ids
 
-    def mask(self, response: Response) -> list[bool]:
+    def mask(self, response: ResponseTokens) -> list[bool]:
         return [False] * len(self.prompt) + response.mask
 
     @property
@@ -108,7 +108,7 @@ class PairEncoder:
         self._by_spans = spec["train_on"] == "assistant_turns"
         self._max_length, self._over_length = spec["max_length"], OverLength(spec["over_length"])
         self._end_of_turn = {tokenizer.convert_tokens_to_ids(token): n for token, n in spec["end_of_turn"].items()}
-        self._completeness = Completeness(template, self._by_spans)
+        self._completeness = TemplateCoverage(template, self._by_spans)
 
     def encode(self, pairs: Sequence[Mapping[str, Any]]) -> Iterator[EncodedPair | Dropped]:
         """For each of `pairs` (rows of `raw_preferences`), in order: its tokens, or why it is dropped."""
@@ -179,7 +179,7 @@ class PairEncoder:
             given = spelled_out(pair, side)
             rendered = self._completeness.render(given)
             fault = self._completeness.fault(given, rendered["text"])
-        except Rejected as error:
+        except ConversationRejected as error:
             raise Dropped(DropReason.TEMPLATE, str(error)) from error
         except RecursionError as error:
             raise Dropped(DropReason.TEMPLATE, "what it is given beside the messages is nested too deeply") from error
@@ -224,14 +224,14 @@ class PairEncoder:
             )
         return fitting
 
-    def _response(self, prompt: list[int], whole: _Tokens, side: str, is_one: bool) -> Response:
+    def _response(self, prompt: list[int], whole: _Tokens, side: str, is_one: bool) -> ResponseTokens:
         start = len(prompt)
         if whole.ids[:start] != prompt:
             raise Dropped(DropReason.PREFIX, self._difference(prompt, whole.ids, side))
         ids = whole.ids[start:]
         if is_one:
             self._check_end(ids, side)
-        return Response(ids, inside(whole.offsets[start:], whole.spans) if self._by_spans else [True] * len(ids))
+        return ResponseTokens(ids, inside(whole.offsets[start:], whole.spans) if self._by_spans else [True] * len(ids))
 
     def _check_end(self, ids: list[int], side: str) -> None:
         """Raise Dropped for a second end of turn: it comes from the data, and would teach a model to go on after the first."""
@@ -290,5 +290,5 @@ def inside(offsets: Offsets, spans: Offsets) -> list[bool]:
     return [reach[bisect.bisect_left(starts, end)] > start for start, end in offsets]
 
 
-def _cut(response: Response, room: int) -> Response:
-    return Response(response.ids[:room], response.mask[:room])
+def _cut(response: ResponseTokens, room: int) -> ResponseTokens:
+    return ResponseTokens(response.ids[:room], response.mask[:room])

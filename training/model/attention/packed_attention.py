@@ -12,7 +12,7 @@ then attends causally, its last query to the last key (bottom-right).
 
 Which models may run so, and why others may not, is told in prefix_support.py.
 
-Legend: T tokens, Q and K query and key heads, D head size; as the first dimension K gathered keys; G, R and C as in `Copies`.
+Legend: T tokens, Q and K query and key heads, D head size; as the first dimension K gathered keys; G, R and C as in `KVCopies`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations import sdpa_attention
 
 from training.contract.errors import ModelError
-from training.model.attention.shared_prefix import Copies, Plan
+from training.model.attention.shared_prefix import KVCopies, PackedAttentionPlan
 from training.model.backbone import body_of
 
 SHARED_PREFIX = "pedigree_shared_prefix"
@@ -61,7 +61,7 @@ def attend(
     key_1KTD: Tensor,
     value_1KTD: Tensor,
     attention_mask: Tensor | None,
-    plan: Plan,
+    plan: PackedAttentionPlan,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -88,7 +88,12 @@ def _suits_kernel(query_1QTD: Tensor, value_1KTD: Tensor) -> bool:
 
 
 def by_segment(
-    query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
+    query_1QTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    plan: PackedAttentionPlan,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """One call a segment. The row is split, not sliced: the gradient of a slice would be as long as the whole row.
 
@@ -116,7 +121,12 @@ def by_segment(
 
 
 def in_one_call(
-    query_1QTD: Tensor, key_1KTD: Tensor, value_1KTD: Tensor, plan: Plan, scale: float | None, window: int | None
+    query_1QTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    plan: PackedAttentionPlan,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     """One call for the row, whose queries stay where they are."""
     gathered = plan.gathered
@@ -149,7 +159,7 @@ class _Gathering(torch.autograd.Function):  # type: ignore[misc]  # torch is Any
     """
 
     @staticmethod
-    def forward(ctx: Any, keys_TKD: Tensor, values_TKD: Tensor, copies: Copies) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, keys_TKD: Tensor, values_TKD: Tensor, copies: KVCopies) -> tuple[Tensor, ...]:
         ctx.copies = copies
         both: tuple[Tensor, ...] = torch.cat([keys_TKD, values_TKD]).index_select(0, copies.rows_G).chunk(2)
         return both

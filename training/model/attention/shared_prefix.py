@@ -29,7 +29,7 @@ class TokenSequence:
 
 
 @dataclass(frozen=True)
-class Segment:
+class PrefixSegment:
     """Consecutive tokens of the row. They attend to all of segment number `prefix`, and causally to themselves."""
 
     start: int
@@ -38,7 +38,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Copies:
+class KVCopies:
     """The R = 2 T keys and values of the row, keys first, gathered for each segment: G copies, those of keys first.
 
     `rows_G`: which of the R each copies; `places_RC`: where the copies of each of the R are, G where one has fewer than C.
@@ -49,23 +49,23 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class VarlenLayout:
     """The plan for one call of a kernel for sequences of unequal length: for each segment its queries and its keys.
 
     `copies` is None if no segment has a prefix: then each sees only itself.
     """
 
-    copies: Copies | None
+    copies: KVCopies | None
     query_bounds: Tensor
     key_bounds: Tensor
     longest_query: int
     longest_key: int
 
 
-class Plan:
+class PackedAttentionPlan:
     """Which tokens of a row attend to which: its segments, in order and without gaps. It serves one forward pass."""
 
-    def __init__(self, segments: tuple[Segment, ...], device: torch.device) -> None:
+    def __init__(self, segments: tuple[PrefixSegment, ...], device: torch.device) -> None:
         self.segments, self.device = segments, device
         self.lengths = [segment.length for segment in segments]
         self.gathered = self._gather()
@@ -91,9 +91,9 @@ class Plan:
             self._masks[number, window] = mask if window is None else mask.triu_(before - window + 1)
         return self._masks[number, window]
 
-    def _gather(self) -> Gathered:
+    def _gather(self) -> VarlenLayout:
         keys = [self.before(number) + segment.length for number, segment in enumerate(self.segments)]
-        return Gathered(
+        return VarlenLayout(
             self._copies() if keys != self.lengths else None,
             to_device(_bounds(self.lengths), self.device),
             to_device(_bounds(keys), self.device),
@@ -101,7 +101,7 @@ class Plan:
             max(keys),
         )
 
-    def _copies(self) -> Copies:
+    def _copies(self) -> KVCopies:
         """Each segment's keys and values: those of its prefix, if it has one, and its own."""
         rows: list[Tensor] = []
         for segment in self.segments:
@@ -114,11 +114,11 @@ class Plan:
         places_RC = torch.full((len(counts_R), int(counts_R.max())), len(rows_G))
         owners_G = rows_G[order_G]
         places_RC[owners_G, torch.arange(len(rows_G)) - (ends_R - counts_R)[owners_G]] = order_G
-        return Copies(to_device(rows_G, self.device), to_device(places_RC, self.device))
+        return KVCopies(to_device(rows_G, self.device), to_device(places_RC, self.device))
 
 
 @dataclass(frozen=True)
-class Row:
+class PackedRow:
     """Tokens to run, with their positions; those at `predictors_N` predict the response tokens `targets_N`.
 
     Both are sequence after sequence, `counts_S` of each; the last token of a prefix may predict for several sequences.
@@ -128,18 +128,18 @@ class Row:
     ids_T: Tensor
     positions_T: Tensor
     sequences_T: Tensor
-    plan: Plan
+    plan: PackedAttentionPlan
     predictors_N: Tensor
     targets_N: Tensor
     counts_S: Tensor
 
 
-def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device, whole: bool = False) -> Row:
+def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device, whole: bool = False) -> PackedRow:
     """One row of all groups, on `device`: for each group its prefix, then what each of its sequences adds to it.
 
     With `whole` the tokens stay that nothing attends to: the length of a sequence may matter where they do not.
     """
-    segments: list[Segment] = []
+    segments: list[PrefixSegment] = []
     ids, positions, sequences, predictors, targets, counts = [], [], [], [], [], []
     end = 0  # of the row so far
     for group in groups:
@@ -148,7 +148,7 @@ def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device, w
         shared = common_prefix(runs)
         prefix, prefix_start = (len(segments) if shared else None), end
         if shared:
-            segments.append(Segment(end, shared, None))
+            segments.append(PrefixSegment(end, shared, None))
             ids.append(runs[0][:shared])
             positions.append(torch.arange(shared))
             sequences.append(torch.full((shared,), len(group)))
@@ -159,15 +159,15 @@ def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device, w
             targets.append(sequence.ids_T[places])
             counts.append(len(places))
             if len(run) > shared:
-                segments.append(Segment(end, len(run) - shared, prefix))
+                segments.append(PrefixSegment(end, len(run) - shared, prefix))
                 ids.append(run[shared:])
                 positions.append(torch.arange(shared, len(run)))
                 sequences.append(torch.ones(len(run) - shared, dtype=torch.int64))
                 end += len(run) - shared
     of_tokens = (torch.cat(parts) for parts in (ids, positions, sequences, predictors, targets))
     ids_T, positions_T, sequences_T, predictors_N, targets_N = (to_device(tensor, device) for tensor in of_tokens)
-    counts_S, plan = to_device(torch.tensor(counts), device), Plan(tuple(segments), device)
-    return Row(ids_T, positions_T, sequences_T, plan, predictors_N, targets_N, counts_S)
+    counts_S, plan = to_device(torch.tensor(counts), device), PackedAttentionPlan(tuple(segments), device)
+    return PackedRow(ids_T, positions_T, sequences_T, plan, predictors_N, targets_N, counts_S)
 
 
 def common_prefix(runs: Sequence[Tensor]) -> int:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from training.distributed import Group
 from training.model.attention.shared_prefix import TokenSequence
 from training.model.device_prefetch import prefetch
-from training.model.logprobs.response_logprobs import CollatedRows, LogProbs, collate, logprobs_of, runs_in_lockstep
+from training.model.logprobs.response_logprobs import CollatedRows, LogProbs, collate, is_collective, logprobs_of
 
 Positions = npt.NDArray[np.int64]
 
@@ -83,7 +83,7 @@ def _tokens(group: Positions, lengths_S: Positions, prompts: Prompts) -> int:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredRound:
     """One round: this rank's batch with its scores, if it had one, and the positions that all ranks scored."""
 
     own: tuple[Batch, LogProbs] | None
@@ -92,7 +92,7 @@ class Scored:
 
 def score_in_rounds(
     model: PreTrainedModel, batches: Sequence[Batch], read: Callable[[int], TokenSequence], group: Group
-) -> Iterator[Scored]:
+) -> Iterator[ScoredRound]:
     """Score `batches` in rounds, one for each rank; `read` gives the sequence at a position, in a thread, a batch ahead.
 
     The last round may have too few. With a sharded model every pass is collective, so a rank without a batch runs that of rank
@@ -100,7 +100,7 @@ def score_in_rounds(
     """
     rounds = [batches[first : first + group.world] for first in range(0, len(batches), group.world)]
     mine = [round_[group.rank] for round_ in rounds if group.rank < len(round_)]
-    company = rounds[-1][:1] if len(mine) < len(rounds) and runs_in_lockstep(model) else []
+    company = rounds[-1][:1] if len(mine) < len(rounds) and is_collective(model) else []
 
     def collated(batch: Batch) -> CollatedRows:
         return collate(model, [read(int(at)) for at in batch.positions], batch.sizes)
@@ -108,7 +108,7 @@ def score_in_rounds(
     scored = ((batch, score(model, rows)) for batch, rows in prefetch(collated, [*mine, *company]))
     for number, round_ in enumerate(rounds):
         own = next(scored, None)
-        yield Scored(own if number < len(mine) else None, np.concatenate([each.positions for each in round_]))
+        yield ScoredRound(own if number < len(mine) else None, np.concatenate([each.positions for each in round_]))
 
 
 def score(model: PreTrainedModel, collated: CollatedRows) -> LogProbs:

@@ -23,7 +23,7 @@ _MULTIPLE = 16  # what kernels demand of the inner and of the last size
 _LONGEST = 2048
 
 
-def demand_float8(device: torch.device) -> None:
+def check_float8(device: torch.device) -> None:
     """Raise ModelError unless `device` multiplies 8-bit floats."""
     if device.type != "cuda":
         found = f"the device {device}"

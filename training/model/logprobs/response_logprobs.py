@@ -29,7 +29,7 @@ from training.contract.errors import ModelError
 from training.distributed import Group
 from training.model.attention.packed_attention import SHARED_PREFIX, use_attention
 from training.model.attention.prefix_support import rope_by_length, why_not_shared
-from training.model.attention.shared_prefix import Row, TokenSequence, build_row
+from training.model.attention.shared_prefix import PackedRow, TokenSequence, build_row
 from training.model.backbone import body_of
 from training.model.expert_routing import Routing, routing_of, total
 from training.model.logprobs.head import head_of
@@ -83,7 +83,7 @@ class LogProbs:
 class CollatedRows:
     """Sequences on the device of their model: all in one row, `sharing` their prefixes, or each in a row of its own."""
 
-    rows: list[Row]
+    rows: list[PackedRow]
     sharing: bool
 
 
@@ -115,11 +115,11 @@ def collate(
     rows = [groups] if sharing else [[[sequence]] for sequence in sequences]
     by_length = rope_by_length(model)
     if "dynamic" in by_length:
-        _demand_within(body_of(model).config.max_position_embeddings, sequences)
+        _check_length(body_of(model).config.max_position_embeddings, sequences)
     return CollatedRows([build_row(row, device, whole=bool(by_length)) for row in rows], sharing)
 
 
-def _demand_within(limit: int, sequences: Sequence[TokenSequence]) -> None:
+def _check_length(limit: int, sequences: Sequence[TokenSequence]) -> None:
     if (longest := max((len(sequence.ids_T) for sequence in sequences), default=0)) > limit:
         raise ModelError(
             f"a sequence has {longest:,} tokens, and the model's dynamic rotary positions were trained for {limit:,}: "
@@ -136,20 +136,20 @@ def logprobs_of(
     return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N, routed)
 
 
-def hook_passes(model: PreTrainedModel, group: Group) -> None:
+def register_fsdp_forward(model: PreTrainedModel, group: Group) -> None:
     """Register the pass with FSDP, which wraps `model`, as one of its forward passes: FSDP gathers weights for those alone."""
     setattr(model, _HOOKED, partial(_tokens, model, lockstep=group))
     register_fsdp_forward_method(model, _HOOKED)
 
 
-def runs_in_lockstep(model: PreTrainedModel) -> bool:
+def is_collective(model: PreTrainedModel) -> bool:
     """Whether the weights of `model` are sharded: then every pass is collective, and all ranks must run the same number."""
     return hasattr(model, _HOOKED)
 
 
 def _tokens(
     model: PreTrainedModel,
-    rows: Sequence[Row],
+    rows: Sequence[PackedRow],
     sharing: bool,
     collisions: bool,
     routing: bool,
@@ -173,7 +173,7 @@ def _most(count: int, group: Group) -> int:
     return int(group.gather_rows(torch.tensor([count], device=group.device)).max())
 
 
-def _body(model: PreTrainedModel, row: Row, sharing: bool, routing: bool) -> tuple[Tensor, Routing | None]:
+def _body(model: PreTrainedModel, row: PackedRow, sharing: bool, routing: bool) -> tuple[Tensor, Routing | None]:
     """The hidden states that predict response tokens, N x H, of the model without its head; the row's routing if asked for."""
     inputs: dict[str, Any] = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
     if routing:

@@ -25,7 +25,7 @@ _GROUPS = ((7, (5, 9, 2)), (4, (6, 3)))  # tokens of each prompt, and of the res
 LONGEST = max(prompt + max(responses) for prompt, responses in _GROUPS)
 
 
-def demand_exact(
+def check_exact(
     model: PreTrainedModel, events: EventWriter, dtype: torch.dtype | None = None, training: bool = False
 ) -> None:
     """Raise ModelError unless the log-probs of `model` are exact; say so if it cannot share prompts among responses.

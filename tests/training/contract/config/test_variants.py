@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from training.contract.config.recipe import Automation, Recipe
-from training.contract.config.variants import RecipeFile, merged
+from training.contract.config.variants import RecipeDocument, merged
 
 OWN: dict[str, Any] = {
     "data": {"sources": [{"path": "a.jsonl"}, {"path": "b.jsonl"}], "validation_fraction": 0.2},
@@ -22,7 +22,7 @@ OWN: dict[str, Any] = {
 
 
 def variant(changes: dict[str, Any]) -> Recipe:
-    return RecipeFile.model_validate({**OWN, "variants": {"x": changes}}).resolved()["x"]
+    return RecipeDocument.model_validate({**OWN, "variants": {"x": changes}}).resolved()["x"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_nothing_is_changed_in_place():
 
 
 def test_the_recipe_of_a_file_is_what_it_is_without_variants():
-    file = RecipeFile.model_validate({**OWN, "variants": {"x": {"training": {"seed": 1}}}})
+    file = RecipeDocument.model_validate({**OWN, "variants": {"x": {"training": {"seed": 1}}}})
     assert file.recipe == Recipe.model_validate(OWN)
     assert type(file.recipe) is Recipe and "variants" not in file.recipe.model_dump()
 
@@ -114,11 +114,11 @@ def test_a_schedule_of_a_variant_is_in_the_time_zone_of_the_recipe():
 )
 def test_a_fault_has_the_path_that_it_has_in_the_file(variants, place):
     with pytest.raises(ValidationError) as error:
-        RecipeFile.model_validate({**OWN, "variants": variants})
+        RecipeDocument.model_validate({**OWN, "variants": variants})
     assert [fault["loc"] for fault in error.value.errors()] == [place]
 
 
 def test_a_fault_of_the_recipe_is_told_once():
     with pytest.raises(ValidationError) as error:
-        RecipeFile.model_validate({**OWN, "evaluation": {"sample": 1}, "variants": {"x": {}, "y": {}}})
+        RecipeDocument.model_validate({**OWN, "evaluation": {"sample": 1}, "variants": {"x": {}, "y": {}}})
     assert [fault["loc"] for fault in error.value.errors()] == [("evaluation", "sample")]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from training.contract.identity import file_hashing
-from training.contract.identity.file_hashing import Tally, hash_file, hash_files, hash_in_threads, telling
+from training.contract.identity.file_hashing import Tally, hash_file, hash_files, hash_in_threads, report_hashing_to
 
 MEGABYTE = 10**6
 BLOCK = 1 << 18  # of hashlib
@@ -31,7 +31,7 @@ def told() -> list[dict[str, Any]]:
 
 
 def hash_and_tell(told: list[dict[str, Any]], files: list[Path]) -> list[str]:
-    with telling(lambda event, **fields: told.append({"event": event, **fields})):
+    with report_hashing_to(lambda event, **fields: told.append({"event": event, **fields})):
         return hash_files(files)
 
 
@@ -91,7 +91,7 @@ def test_a_file_that_grows_meanwhile_is_never_more_than_done(tmp_path: Path, imp
         for _ in range(5):
             count(MEGABYTE)
 
-    with telling(lambda event, **fields: told.append({"event": event, **fields})):
+    with report_hashing_to(lambda event, **fields: told.append({"event": event, **fields})):
         hash_in_threads(read_more, [tmp_path / "file"], [tmp_path / "file"])
     assert [word["done"] for word in told[1:]] == [1, 2, 2, 2, 2, 2]
 
@@ -114,10 +114,10 @@ def test_an_error_ends_the_others_at_their_next_block():
 INTERRUPTED = """
 import signal, sys
 from pathlib import Path
-from training.contract.identity.file_hashing import hash_files, telling
+from training.contract.identity.file_hashing import hash_files, report_hashing_to
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that a script runs in the background ignores it
-with telling(lambda event, **fields: print(event, flush=True)):
+with report_hashing_to(lambda event, **fields: print(event, flush=True)):
     hash_files([Path(sys.argv[1])])
 """
 

@@ -19,10 +19,10 @@ from training.contract.config.recipe import Compute
 from training.contract.errors import DataError, ModelError
 from training.contract.identity.file_stamps import artifact_stamps, model_stamps, settled
 from training.contract.identity.model_identity import weights_fingerprint, weights_identity
-from training.contract.protocol.input_files import InputFiles, demand_unchanged, reading
+from training.contract.protocol.input_files import InputFiles, check_inputs_unchanged, reading
 from training.contract.protocol.job import Input, Job
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 
 WEIGHTS, PAIRS = "model.safetensors", "pairs.arrow"
 _OPENED: list[str] = []
@@ -54,7 +54,7 @@ def pairs(tmp_path: Path) -> Input:
     how, store = Derivation(kind="tokenized_pairs", code_version="1", inputs={}, settings={}), Store(tmp_path / "store")
     with store.staging() as staging:
         (staging / PAIRS).write_bytes(b"tokens")
-        made = store.publish(staging, how, Made("a" * 64))
+        made = store.publish(staging, how, JobResult("a" * 64))
     return Input(kind=how.kind, fingerprint=made.fingerprint, folder=made.folder)
 
 
@@ -102,7 +102,7 @@ def test_files_that_nobody_touched_are_not_read_again(job: Job, opened: list[str
     opened.clear()
     inputs = InputFiles(job)
     inputs.verify()
-    inputs.demand_unchanged()
+    inputs.check_inputs_unchanged()
     names = {str(given.folder / name) for given in job.inputs.values() for name in (WEIGHTS, PAIRS)}
     assert names.isdisjoint(opened)
 
@@ -151,7 +151,7 @@ def test_what_may_have_been_another_while_it_was_read_is_refused(job: Job, chang
     inputs.verify()
     change(file := job.inputs["tokenized_pairs"].folder / PAIRS)
     with inputs.watched(), pytest.raises(DataError, match=rf"{file} changed while it was read; run again"):
-        demand_unchanged()
+        check_inputs_unchanged()
 
 
 def test_links_and_permissions_make_no_other_content(job: Job) -> None:
@@ -161,7 +161,7 @@ def test_links_and_permissions_make_no_other_content(job: Job) -> None:
     file = job.inputs["tokenized_pairs"].folder / PAIRS
     file.chmod(0o600)
     os.link(file, file.parents[2] / "backup")
-    inputs.demand_unchanged()
+    inputs.check_inputs_unchanged()
 
 
 def test_other_content_behind_the_same_time_is_seen_when_it_is_hashed_again(job: Job) -> None:
@@ -173,7 +173,7 @@ def test_other_content_behind_the_same_time_is_seen_when_it_is_hashed_again(job:
     rewritten(file, b"others")
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(DataError, match=rf"{file} changed after it was hashed: "):
-        inputs.demand_unchanged()
+        inputs.check_inputs_unchanged()
 
 
 @pytest.mark.parametrize("change", [rewritten, replaced, other_weights, Path.unlink, there_and_back])
@@ -217,7 +217,7 @@ def test_a_model_that_changes_once_it_was_read_does_no_harm_and_is_named(
             pass
         assert inputs.changed_models() == []
         change(file)
-        demand_unchanged()
+        check_inputs_unchanged()
         [named] = inputs.changed_models()
         assert str(file) in named
         if change is not replaced:
@@ -230,7 +230,7 @@ def test_a_model_that_nobody_reads_may_change(job: Job) -> None:
     inputs = InputFiles(job)
     inputs.verify()
     other_weights(job.inputs["reference_model"].folder / WEIGHTS)
-    inputs.demand_unchanged()
+    inputs.check_inputs_unchanged()
     assert inputs.changed_models() == []
 
 
@@ -287,10 +287,10 @@ def test_a_job_that_nobody_vouches_for_sees_changes_from_its_start_on(job: Job) 
     inputs.verify()
     rewritten(file := job.inputs["tokenized_pairs"].folder / PAIRS)
     with pytest.raises(DataError, match=rf"{file} changed while it was read"):
-        inputs.demand_unchanged()
+        inputs.check_inputs_unchanged()
 
 
 def test_outside_of_a_job_there_is_nothing_to_compare(model: Path) -> None:
-    demand_unchanged()
+    check_inputs_unchanged()
     with reading(model):
         pass

@@ -196,7 +196,7 @@ def test_a_manifest_that_names_what_is_not_inside_is_refused(folder, name):
 
 def test_a_manifest_that_is_a_link_is_refused(folder):
     elsewhere = folder.with_name(f"{folder.name}-elsewhere.json")
-    elsewhere.write_bytes(manifest_of(folder).sealed())
+    elsewhere.write_bytes(manifest_of(folder).dumps())
     (folder / MANIFEST).symlink_to(elsewhere)
     with pytest.raises(CorruptArtifact, match=r"symbolic link to .*elsewhere"):
         read_manifest(folder)
@@ -250,20 +250,20 @@ def test_a_manifest_with_a_field_too_many_is_refused(folder):
 
 def test_it_reads_what_it_wrote_and_nothing_without_a_seal(folder):
     manifest = manifest_of(folder)
-    (folder / MANIFEST).write_bytes(manifest.sealed())
+    (folder / MANIFEST).write_bytes(manifest.dumps())
     assert read_manifest(folder) == manifest
     (folder / MANIFEST).write_text(manifest.model_dump_json())
     with pytest.raises(CorruptArtifact, match="does not have the sha256 that it states, None"):
         read_manifest(folder)
     names = ("schema_version", "kind", "fingerprint", "made_from", "libraries", "created", "files", "details", "sha256")
-    written = json.loads(manifest.sealed())
+    written = json.loads(manifest.dumps())
     assert tuple(written) == names and written["schema_version"] == 1, "as every store has them"
 
 
 def test_no_flipped_bit_makes_another_manifest(folder):
     """Of any byte; a bit of a space between two words may be of no consequence."""
     manifest = manifest_of(folder).model_copy(update={"details": {"metrics": {"accuracy": 0.75}}})
-    content = manifest.sealed()
+    content = manifest.dumps()
     for at in range(len(content)):
         flipped = bytearray(content)
         flipped[at] ^= 1

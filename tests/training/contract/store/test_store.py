@@ -14,7 +14,7 @@ import pytest
 from training.contract.errors import CorruptArtifact, CorruptRecord, StoreError
 from training.contract.identity.hash_cache import HashCache
 from training.contract.store.manifest import MANIFEST, Derivation
-from training.contract.store.store import Artifact, Made, Store
+from training.contract.store.store import Artifact, JobResult, Store
 from training.contract.system.atomic_io import write_durably
 
 KIND, FINGERPRINT = "policy", "f" * 64
@@ -30,7 +30,7 @@ def publish(
     with store.staging() as staging:
         (staging / "part").mkdir()
         (staging / "part" / "text.txt").write_text(text)
-        return store.publish(staging, derivation(version), Made(fingerprint, details))
+        return store.publish(staging, derivation(version), JobResult(fingerprint, details))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_link_is_not_published(store):
     with store.staging() as staging:
         (staging / "weights").symlink_to("/etc/hostname")
         with pytest.raises(CorruptArtifact, match="weights is not a plain file"):
-            store.publish(staging, derivation(), Made(FINGERPRINT))
+            store.publish(staging, derivation(), JobResult(FINGERPRINT))
     assert store.find(KIND, derivation().key) is None
 
 
@@ -172,7 +172,7 @@ def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, mend
     """
     before = publish(store, fingerprint="e" * 64, accuracy=0.5)
     old = before.manifest.model_copy(update={"created": "2020-01-01T00:00:00+00:00"})
-    (before.folder / MANIFEST).write_bytes(old.sealed())
+    (before.folder / MANIFEST).write_bytes(old.dumps())
     lose_everything(publish(store, fingerprint="d" * 64, version="3").folder)
     for way in ("1", "2"):
         publish(store, version=way, accuracy=0.25)
@@ -183,7 +183,7 @@ def test_a_record_that_is_not_what_was_written_is_refused_and_mended(store, mend
         record.write_bytes(content)
         with pytest.raises(CorruptRecord, match=record.name):
             store.find(KIND, record.stem)
-        assert store.mend_record(KIND, record.stem).read_bytes() == content
+        assert store.repair_record(KIND, record.stem).read_bytes() == content
         assert record.exists() == mended and (not mended or record.read_bytes() == whole)
 
 
@@ -234,14 +234,14 @@ PUBLISHER = """
 import sys, time
 from pathlib import Path
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 
 store, start = Store(Path(sys.argv[1])), float(sys.argv[2])
 with store.staging() as staging:
     for name in "abcdefgh":
         (staging / name).write_bytes(name.encode() * 100_000)
     time.sleep(max(0.0, start - time.time()))
-    store.publish(staging, Derivation(kind="policy", code_version="1", inputs={}, settings={}), Made("f" * 64))
+    store.publish(staging, Derivation(kind="policy", code_version="1", inputs={}, settings={}), JobResult("f" * 64))
 """
 
 

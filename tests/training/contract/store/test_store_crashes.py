@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 
 FILES = {"config.json": b"{}", "part/one.bin": b"1" * 70_000, "part/two.bin": b"", "weights.bin": b"w" * 200_000}
 DERIVATION = Derivation(kind="policy", code_version="1", inputs={}, settings={})
@@ -48,7 +48,7 @@ def publish(store: Store, fingerprint: str = FINGERPRINT, version: str = "1") ->
         for name, content in FILES.items():
             (staging / name).parent.mkdir(exist_ok=True)
             (staging / name).write_bytes(content)
-        store.publish(staging, DERIVATION.model_copy(update={"code_version": version}), Made(fingerprint))
+        store.publish(staging, DERIVATION.model_copy(update={"code_version": version}), JobResult(fingerprint))
 
 
 def in_child(work: Callable[[], Any]) -> int:

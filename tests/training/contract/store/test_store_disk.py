@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from training.contract.store.manifest import MANIFEST, Derivation
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 from training.contract.system.locks import is_held, try_lock
 
 KIND, FINGERPRINT = "policy", "f" * 64
@@ -27,7 +27,7 @@ import numpy as np
 from training.contract.errors import StoreError
 from training.contract.store.manifest import Derivation
 from training.contract.store.logprob_cache import Memo
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 
 disk, when = Path(sys.argv[1]), sys.argv[2]
 if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], stderr=subprocess.PIPE).returncode:
@@ -55,7 +55,7 @@ def publish(version, digit, when=None):
         (staging / "weights").write_bytes(digit * 100_000)
         if when == "while publishing":
             fill()
-        store.publish(staging, derivation(version), Made(digit.decode() * 64))
+        store.publish(staging, derivation(version), JobResult(digit.decode() * 64))
 
 publish("0", b"e")
 try:
@@ -112,7 +112,7 @@ def test_permissions_are_those_of_the_umask(tmp_path, mask, file, folder):
             (staging / "part").mkdir(mode=0o700)
             save_file({"w": np.zeros(4)}, staging / "part" / "model.safetensors")
             assert (staging / "part" / "model.safetensors").stat().st_mode & 0o777 == 0o600
-            published = store.publish(staging, DERIVATION, Made(FINGERPRINT))
+            published = store.publish(staging, DERIVATION, JobResult(FINGERPRINT))
     modes = {path.relative_to(store.root): path.stat().st_mode & 0o7777 for path in store.root.rglob("*")}
     assert {m for p, m in modes.items() if not (store.root / p).is_dir()} == {file}, modes
     assert {m for p, m in modes.items() if (store.root / p).is_dir()} == {0o2000 | folder}, modes
@@ -124,7 +124,7 @@ def test_an_artifact_that_is_set_aside_can_be_read_by_the_group(tmp_path):
         store = Store(tmp_path / "store")
         with store.staging() as staging:
             (staging / "weights").touch()
-            store.publish(staging, DERIVATION, Made(FINGERPRINT))
+            store.publish(staging, DERIVATION, JobResult(FINGERPRINT))
         place = store.set_aside(KIND, FINGERPRINT)
     assert {path.stat().st_mode & 0o777 for path in (place, *place.parents[:2])} == {0o750}
 
@@ -150,7 +150,7 @@ MAKER = """
 import sys, time
 from pathlib import Path
 from training.contract.store.manifest import Derivation
-from training.contract.store.store import Made, Store
+from training.contract.store.store import JobResult, Store
 
 store, how = Store(Path(sys.argv[1])), Derivation(kind="policy", code_version="1", inputs={}, settings={})
 with store.lock(how.kind, how.key):
@@ -158,7 +158,7 @@ with store.lock(how.kind, how.key):
         with store.staging() as staging:
             time.sleep(0.3)
             (staging / "weights").write_bytes(b"w")
-            store.publish(staging, how, Made("f" * 64))
+            store.publish(staging, how, JobResult("f" * 64))
         print("made it")
 """
 

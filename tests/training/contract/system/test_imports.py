@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from training.contract.system.imports import import_uncollected
+from training.contract.system.imports import import_without_gc
 
 # More objects than the collector lets pass by: it counts those that are made since it last looked.
 MAKES_MANY = "KEPT = [[number] for number in range(100_000)]\n"
@@ -23,7 +23,7 @@ def module(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_is_collected_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name, before = module(tmp_path, "makes_many", MAKES_MANY, monkeypatch), collections()
-    plain, after = import_uncollected(name), collections()
+    plain, after = import_without_gc(name), collections()
     assert len(plain.KEPT) == 100_000 and gc.isenabled()
     exec(MAKES_MANY, {})
     assert after - before < 10 < collections() - after  # the import system makes a few objects of its own around it
@@ -31,10 +31,10 @@ def test_nothing_is_collected_meanwhile(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_what_was_imported_before_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = module(tmp_path, "imported_twice", MAKES_MANY, monkeypatch)
-    first, frozen = import_uncollected(name), gc.get_freeze_count()
+    first, frozen = import_without_gc(name), gc.get_freeze_count()
     assert frozen >= 100_000
     later: list[list[int]] = [[]]  # may be garbage one day
-    assert import_uncollected(name) is first
+    assert import_without_gc(name) is first
     # Fewer where something that was imported for good is given up all the same: a thread that ends, say.
     assert gc.get_freeze_count() <= frozen and any(found is later for found in gc.get_objects())
 
@@ -43,5 +43,5 @@ def test_the_collector_is_back_after_a_module_that_cannot_be_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ZeroDivisionError):
-        import_uncollected(module(tmp_path, "divides_by_zero", "1 / 0\n", monkeypatch))
+        import_without_gc(module(tmp_path, "divides_by_zero", "1 / 0\n", monkeypatch))
     assert gc.isenabled()

@@ -7,7 +7,7 @@ import pytest
 
 from training.data.formats.formats import FORMATS
 from training.data.formats.messages import with_roles
-from training.data.formats.quarantine import Quarantined, Reason
+from training.data.formats.quarantine import Quarantined, QuarantineReason
 
 
 def _said(role: str, content: str) -> dict[str, str]:
@@ -44,8 +44,8 @@ def test_convert_developer_message_beside_another_system_prompt_keeps_both():
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({**OPENAI, "prompt": [ASK, RULE]}, Reason.PROMPT_ROLE),
-        ({**OPENAI, "rejected": [RULE]}, Reason.RESPONSE_ROLE),
+        ({**OPENAI, "prompt": [ASK, RULE]}, QuarantineReason.PROMPT_ROLE),
+        ({**OPENAI, "rejected": [RULE]}, QuarantineReason.RESPONSE_ROLE),
     ],
 )
 def test_convert_developer_message_neither_asks_nor_answers(row, reason):
@@ -120,6 +120,6 @@ def test_with_roles_leaves_tools_and_template_arguments_alone():
 def test_convert_unknown_role_advises_roles(name, row, place):
     with pytest.raises(Quarantined) as caught:
         FORMATS[name].convert(row)
-    assert caught.value.reason is Reason.UNKNOWN_ROLE
+    assert caught.value.reason is QuarantineReason.UNKNOWN_ROLE
     assert f"`{place}[0]` is from 'robot', expected one of " in caught.value.detail
     assert "in `roles` of the source" in caught.value.detail and "`roles: {'robot': user}`" in caught.value.detail

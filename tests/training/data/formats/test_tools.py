@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from training.contract.errors import DataError
 from training.data.formats.formats import FORMATS
-from training.data.formats.quarantine import Quarantined, Reason
+from training.data.formats.quarantine import Quarantined, QuarantineReason
 
 ROOT = Path(__file__).parents[4]
 WEATHER = {
@@ -267,49 +267,65 @@ def test_a_call_without_arguments_is_one_with_none(nothing):
 @pytest.mark.parametrize(
     ("row", "reason", "place"),
     [
-        ({**ASKED, "tools": "[{"}, Reason.BAD_JSON, "`tools` is text"),
-        ({**ASKED, "tools": {"name": "weather"}}, Reason.WRONG_TYPE, "`tools` is dict"),
-        ({**ASKED, "tools": '"weather"'}, Reason.WRONG_TYPE, "`tools` is str"),
-        ({**ASKED, "tools": ["weather"]}, Reason.BAD_JSON, r"`tools\[0\]` is text that is no JSON"),
-        ({**ASKED, "tools": [{"type": "function"}]}, Reason.MISSING_FIELD, r"`tools\[0\].name`"),
-        ({**ASKED, "tools": [{"function": "weather"}]}, Reason.WRONG_TYPE, r"`tools\[0\].function` is str"),
-        ({**ASKED, "tools": [{"name": "a", "default": float("nan")}]}, Reason.WRONG_TYPE, "what JSON cannot"),
-        ({**ASKED, "tools": [{"name": "a", "example": "\ud800"}]}, Reason.BAD_UNICODE, "lone surrogate"),
-        ({**ASKED, "tools": [{"name": "a", "example": "\\\0"}]}, Reason.NUL, "NUL"),
-        ({**ASKED, "functions": [WEATHER]}, Reason.UNSUPPORTED_FIELD, "`functions`"),
-        ({**ASKED, "chosen": [{**CALL, "tool_calls": [_call("weather", "{")]}]}, Reason.BAD_JSON, r"\[0\].arguments`"),
+        ({**ASKED, "tools": "[{"}, QuarantineReason.BAD_JSON, "`tools` is text"),
+        ({**ASKED, "tools": {"name": "weather"}}, QuarantineReason.WRONG_TYPE, "`tools` is dict"),
+        ({**ASKED, "tools": '"weather"'}, QuarantineReason.WRONG_TYPE, "`tools` is str"),
+        ({**ASKED, "tools": ["weather"]}, QuarantineReason.BAD_JSON, r"`tools\[0\]` is text that is no JSON"),
+        ({**ASKED, "tools": [{"type": "function"}]}, QuarantineReason.MISSING_FIELD, r"`tools\[0\].name`"),
+        ({**ASKED, "tools": [{"function": "weather"}]}, QuarantineReason.WRONG_TYPE, r"`tools\[0\].function` is str"),
+        ({**ASKED, "tools": [{"name": "a", "default": float("nan")}]}, QuarantineReason.WRONG_TYPE, "what JSON cannot"),
+        ({**ASKED, "tools": [{"name": "a", "example": "\ud800"}]}, QuarantineReason.BAD_UNICODE, "lone surrogate"),
+        ({**ASKED, "tools": [{"name": "a", "example": "\\\0"}]}, QuarantineReason.NUL, "NUL"),
+        ({**ASKED, "functions": [WEATHER]}, QuarantineReason.UNSUPPORTED_FIELD, "`functions`"),
         (
-            {**ASKED, "chosen": [{**CALL, "tool_calls": [_call("weather", [1])]}]},
-            Reason.WRONG_TYPE,
+            {**ASKED, "chosen": [{**CALL, "tool_calls": [_call("weather", "{")]}]},
+            QuarantineReason.BAD_JSON,
             r"\[0\].arguments`",
         ),
-        ({**ASKED, "chosen": [{**CALL, "tool_calls": [{"id": "1"}]}]}, Reason.MISSING_FIELD, "tool_calls"),
+        (
+            {**ASKED, "chosen": [{**CALL, "tool_calls": [_call("weather", [1])]}]},
+            QuarantineReason.WRONG_TYPE,
+            r"\[0\].arguments`",
+        ),
+        ({**ASKED, "chosen": [{**CALL, "tool_calls": [{"id": "1"}]}]}, QuarantineReason.MISSING_FIELD, "tool_calls"),
         (
             {**ASKED, "chosen": [{**CALL, "tool_calls": [{"name": "weather", "parameters": {}}]}]},
-            Reason.MISSING_FIELD,
+            QuarantineReason.MISSING_FIELD,
             r"\[0\].arguments` is missing",
         ),
         (
             {**ASKED, "chosen": [{**CALL, "tool_calls": [_call("weather", '{"a": 1, "a": 2}')]}]},
-            Reason.DUPLICATE_KEY,
+            QuarantineReason.DUPLICATE_KEY,
             r"\[0\].arguments`: the key 'a' appears twice",
         ),
-        ({**ASKED, "prompt": [{**ASK, "tool_call_id": "1"}]}, Reason.UNSUPPORTED_FIELD, "`tool_call_id`"),
-        ({**ASKED, "prompt": [ASK, CALL, _said("tool", "", reasoning="Hm.")]}, Reason.UNSUPPORTED_FIELD, "`reasoning`"),
-        ({**ASKED, "chosen": [{**BAD, "function_call": {"name": "a"}}]}, Reason.UNSUPPORTED_FIELD, "function_call"),
-        ({**ASKED, "prompt": [{**ASK, "tool_calls": BARE}]}, Reason.UNSUPPORTED_FIELD, r"`prompt\[0\]` has"),
-        ({**ASKED, "prompt": [{**ASK, "thinking": "Hm."}]}, Reason.UNSUPPORTED_FIELD, "`thinking`"),
-        ({**ASKED, "chosen": [{**BAD, "thinking": 7}]}, Reason.WRONG_TYPE, "chosen.0..thinking` is int"),
-        ({**ASKED, "chosen": [_said("assistant", "", thinking="Hm.")]}, Reason.EMPTY_RESPONSE, "`chosen`"),
-        ({**ASKED, "rejected": [CALL]}, Reason.IDENTICAL, "same text"),
-        ({**ASKED, "rejected": [_said("tool", "clear")]}, Reason.RESPONSE_ROLE, "from the tool"),
-        ({**ASKED, "chosen": [CALL, _said("tool", "clear")]}, Reason.RESPONSE_ROLE, "from the tool"),
-        ({**ASKED, "chosen": [_said("tool", "clear"), BAD]}, Reason.RESPONSE_ROLE, "from the tool"),
-        ({**ASKED, "chosen": [CALL, ASK, BAD]}, Reason.RESPONSE_ROLE, "from the user"),
-        ({**ASKED, "chosen": [CALL, BAD]}, Reason.WRONG_TYPE, "two messages of the assistant in a row"),
-        ({**ASKED, "chosen": [_said("assistant", ""), _said("tool", ""), BAD]}, Reason.EMPTY_RESPONSE, "`chosen`"),
-        ({**ASKED, "prompt": [ASK, CALL]}, Reason.PROMPT_ROLE, "from the assistant"),
-        ({**ASKED, "chosen": [_said("assistant", None, tool_calls=[])]}, Reason.MISSING_FIELD, "content"),
+        ({**ASKED, "prompt": [{**ASK, "tool_call_id": "1"}]}, QuarantineReason.UNSUPPORTED_FIELD, "`tool_call_id`"),
+        (
+            {**ASKED, "prompt": [ASK, CALL, _said("tool", "", reasoning="Hm.")]},
+            QuarantineReason.UNSUPPORTED_FIELD,
+            "`reasoning`",
+        ),
+        (
+            {**ASKED, "chosen": [{**BAD, "function_call": {"name": "a"}}]},
+            QuarantineReason.UNSUPPORTED_FIELD,
+            "function_call",
+        ),
+        ({**ASKED, "prompt": [{**ASK, "tool_calls": BARE}]}, QuarantineReason.UNSUPPORTED_FIELD, r"`prompt\[0\]` has"),
+        ({**ASKED, "prompt": [{**ASK, "thinking": "Hm."}]}, QuarantineReason.UNSUPPORTED_FIELD, "`thinking`"),
+        ({**ASKED, "chosen": [{**BAD, "thinking": 7}]}, QuarantineReason.WRONG_TYPE, "chosen.0..thinking` is int"),
+        ({**ASKED, "chosen": [_said("assistant", "", thinking="Hm.")]}, QuarantineReason.EMPTY_RESPONSE, "`chosen`"),
+        ({**ASKED, "rejected": [CALL]}, QuarantineReason.IDENTICAL, "same text"),
+        ({**ASKED, "rejected": [_said("tool", "clear")]}, QuarantineReason.RESPONSE_ROLE, "from the tool"),
+        ({**ASKED, "chosen": [CALL, _said("tool", "clear")]}, QuarantineReason.RESPONSE_ROLE, "from the tool"),
+        ({**ASKED, "chosen": [_said("tool", "clear"), BAD]}, QuarantineReason.RESPONSE_ROLE, "from the tool"),
+        ({**ASKED, "chosen": [CALL, ASK, BAD]}, QuarantineReason.RESPONSE_ROLE, "from the user"),
+        ({**ASKED, "chosen": [CALL, BAD]}, QuarantineReason.WRONG_TYPE, "two messages of the assistant in a row"),
+        (
+            {**ASKED, "chosen": [_said("assistant", ""), _said("tool", ""), BAD]},
+            QuarantineReason.EMPTY_RESPONSE,
+            "`chosen`",
+        ),
+        ({**ASKED, "prompt": [ASK, CALL]}, QuarantineReason.PROMPT_ROLE, "from the assistant"),
+        ({**ASKED, "chosen": [_said("assistant", None, tool_calls=[])]}, QuarantineReason.MISSING_FIELD, "content"),
     ],
 )
 def test_what_cannot_be_rendered_faithfully_is_no_pair(row, reason, place):

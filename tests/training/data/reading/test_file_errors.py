@@ -15,7 +15,7 @@ import pytest
 
 from training.contract.errors import DataError
 from training.contract.files.local_files import data_files
-from training.data.reading.readers import Record, read_records
+from training.data.reading.readers import ParsedRow, read_records
 
 NAMES = ("prompt", "chosen", "rejected")
 ROWS = [
@@ -49,7 +49,7 @@ TEXTS = {
 }
 
 
-def _records(path: Path) -> list[Record]:
+def _records(path: Path) -> list[ParsedRow]:
     return [record for file in data_files(str(path)) for record in read_records(file)]
 
 

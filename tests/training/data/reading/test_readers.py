@@ -16,7 +16,7 @@ import pytest
 from tests.privileges import without_privileges
 from training.contract.errors import DataError
 from training.contract.files.local_files import DataFile, data_files
-from training.data.formats.quarantine import Reason
+from training.data.formats.quarantine import QuarantineReason
 from training.data.reading.readers import read_records
 
 ROWS = [{"prompt": f"Question {n}?\u2028\r", "chosen": 'yes, "really"\nyes', "rejected": "no"} for n in range(3)]
@@ -116,17 +116,17 @@ def test_a_saved_data_set_without_its_state_is_refused(tmp_path, state):
 
 
 BAD_LINES = [
-    (b'{"a": 1', Reason.BAD_JSON),
-    (b'{"a": NaN}', Reason.BAD_JSON),
-    (b'{"a": -Infinity}', Reason.BAD_JSON),
-    (b'{"a": ' + b"9" * 5000 + b"}", Reason.BAD_JSON),
-    (b"[" * 100_000 + b"]" * 100_000, Reason.BAD_JSON),
-    (b'{"a": 1, "a": 2}', Reason.DUPLICATE_KEY),
-    (b'{"x": [{"a": 1, "a": 1}]}', Reason.DUPLICATE_KEY),
-    (b"[1, 2]", Reason.NOT_AN_OBJECT),
-    (b'"text"', Reason.NOT_AN_OBJECT),
-    (b"null", Reason.NOT_AN_OBJECT),
-    (b'{"a": "\xff"}', Reason.BAD_UNICODE),
+    (b'{"a": 1', QuarantineReason.BAD_JSON),
+    (b'{"a": NaN}', QuarantineReason.BAD_JSON),
+    (b'{"a": -Infinity}', QuarantineReason.BAD_JSON),
+    (b'{"a": ' + b"9" * 5000 + b"}", QuarantineReason.BAD_JSON),
+    (b"[" * 100_000 + b"]" * 100_000, QuarantineReason.BAD_JSON),
+    (b'{"a": 1, "a": 2}', QuarantineReason.DUPLICATE_KEY),
+    (b'{"x": [{"a": 1, "a": 1}]}', QuarantineReason.DUPLICATE_KEY),
+    (b"[1, 2]", QuarantineReason.NOT_AN_OBJECT),
+    (b'"text"', QuarantineReason.NOT_AN_OBJECT),
+    (b"null", QuarantineReason.NOT_AN_OBJECT),
+    (b'{"a": "\xff"}', QuarantineReason.BAD_UNICODE),
 ]
 
 
@@ -141,7 +141,9 @@ def test_a_bad_line_spoils_itself_only(tmp_path, line, reason):
     assert bad.text.encode()
 
 
-@pytest.mark.parametrize(("line", "reason"), [case for case in BAD_LINES if case[1] is not Reason.BAD_UNICODE][1:4:2])
+@pytest.mark.parametrize(
+    ("line", "reason"), [case for case in BAD_LINES if case[1] is not QuarantineReason.BAD_UNICODE][1:4:2]
+)
 def test_a_bad_element_of_a_list_spoils_itself_only(tmp_path, line, reason):
     path = tmp_path / "rows.json"
     path.write_bytes(b'[{"a": 1},\n ' + line + b' , {"a": 2}]\n')
@@ -182,7 +184,7 @@ def test_a_csv_row_with_other_cells_than_the_header_is_set_aside(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text('a,b\n1,"2\n"\n\n3\n4,5,6\n')
     assert [(record.line, record.problem and record.problem.reason) for record in _records(path)] == [
-        (2, None), (5, Reason.MISSING_FIELD), (6, Reason.MISSING_FIELD),
+        (2, None), (5, QuarantineReason.MISSING_FIELD), (6, QuarantineReason.MISSING_FIELD),
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from assets.lineage.tokenizer_diff import template_text
 from training.contract.errors import DataError, TemplateError
 from training.contract.identity.file_hashing import hash_file
 from training.contract.identity.tokenizer_files import tokenizer_files
-from training.data.templates.chat_template import PROBES, ChatTemplate, Rejected
+from training.data.templates.chat_template import PROBES, ChatTemplate, ConversationRejected
 from training.data.templates.tokenization_spec import read_spec
 from training.data.templates.tokenizer import load_tokenizer, tokenizer_fingerprint
 from training.jobs.freeze_tokenizer import _write
@@ -318,7 +318,7 @@ def test_a_tokenizer_that_saving_would_change_is_refused(tmp_path, tiny_chat):
 def test_a_refused_role_carries_the_templates_own_words(tiny_chat):
     tokenizer = load_tokenizer(tiny_chat)
     tokenizer.chat_template = GEMMA_LIKE
-    with pytest.raises(Rejected, match="System role not supported"):
+    with pytest.raises(ConversationRejected, match="System role not supported"):
         ChatTemplate(tokenizer, {}).render([{"role": "system", "content": "x"}])
     assert ChatTemplate(tokenizer, {}).render([{"role": "user", "content": "x"}])["text"] == "user: x<|im_end|>"
 

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.tokenization.batch_sampler import Batches, Tokens, distribute, epoch_order, seed_sequence
+from training.data.tokenization.batch_sampler import BatchSampler, TokenCounts, distribute, epoch_order, seed_sequence
 
 TOKENS = st.lists(st.integers(1, 120), min_size=1, max_size=40)
 
 
-def batches(items: int, **changes: int) -> Batches:
+def batches(items: int, **changes: int) -> BatchSampler:
     settings = {"batch_size": 4, "micro_tokens": 100, "seed": 0} | changes
     tokens = np.random.default_rng(0).integers(2, 60, size=items)
-    return Batches(items=np.arange(items), lengths=Tokens(tokens + 5, tokens), **settings)
+    return BatchSampler(items=np.arange(items), lengths=TokenCounts(tokens + 5, tokens), **settings)
 
 
 @given(TOKENS, st.integers(1, 200), st.integers(1, 6))
@@ -62,7 +62,7 @@ def test_an_epoch_is_a_permutation_and_the_last_batch_keeps_the_rest():
 
 def test_only_the_items_given_are_trained_on():
     ones = np.ones(9, dtype=np.int64)
-    found = Batches(np.array([1, 4, 7]), Tokens(ones, ones), batch_size=2, micro_tokens=10, seed=3)
+    found = BatchSampler(np.array([1, 4, 7]), TokenCounts(ones, ones), batch_size=2, micro_tokens=10, seed=3)
     for epoch in (0, 1, 2):
         batches_of_it = [found.batch(2 * epoch + 1), found.batch(2 * epoch + 2)]
         assert np.concatenate(batches_of_it).tolist() == [(1, 4, 7)[at] for at in epoch_order(3, 3, epoch)]
@@ -114,7 +114,9 @@ def test_a_rank_may_have_nothing_to_do():
 
 def test_a_model_that_shares_no_prompts_packs_by_the_tokens_of_the_sequences():
     """Two pairs of 14 tokens, a prompt of 4 among them twice: within 20 both can run if it runs once, and else one."""
-    found = Batches(np.arange(2), Tokens(np.array([14, 14]), np.array([10, 10])), batch_size=2, micro_tokens=20, seed=0)
+    found = BatchSampler(
+        np.arange(2), TokenCounts(np.array([14, 14]), np.array([10, 10])), batch_size=2, micro_tokens=20, seed=0
+    )
     shared, unshared = (
         [len(part.items) for part in found.micro_batches(1, 0, 1, sharing=how)] for how in (True, False)
     )
@@ -124,7 +126,7 @@ def test_a_model_that_shares_no_prompts_packs_by_the_tokens_of_the_sequences():
 def test_in_lockstep_ranks_with_fewer_micro_batches_run_the_shortest_item_for_company():
     """Of 20, 20, 20, 11 and 12 tokens in rows of 23 three ranks have 20 + nothing, 20 and 12, 20 and 11: one runs 11 again."""
     tokens = np.array([20, 20, 20, 11, 12])
-    found = Batches(np.arange(5), Tokens(tokens, tokens), batch_size=5, micro_tokens=23, seed=0)
+    found = BatchSampler(np.arange(5), TokenCounts(tokens, tokens), batch_size=5, micro_tokens=23, seed=0)
     counted, company = (
         [
             [m.items.tolist() for m in found.micro_batches(1, rank, 3, in_lockstep=True) if m.counts is counts]

@@ -16,11 +16,11 @@ from training import main
 from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job
-from training.contract.store.store import Made
+from training.contract.store.store import JobResult
 from training.distributed import Group, mesh_of
 
 
-def run(job: Job, group: Group, events: EventWriter) -> Made:
+def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     if job.settings["act"] == "exchange":
         return exchange(job, group)
     pids = group.gather_rows(torch.tensor([[os.getpid(), os.getppid()]]))
@@ -37,10 +37,10 @@ def run(job: Job, group: Group, events: EventWriter) -> Made:
         raise IndexError("row 12 of 10")
     group.barrier()
     (job.staging / f"rank-{group.rank}.txt").write_text(f"{group.rank} of {group.world}")
-    return Made(fingerprint="f" * 64, details={"ranks": group.world})
+    return JobResult(fingerprint="f" * 64, details={"ranks": group.world})
 
 
-def exchange(job: Job, group: Group) -> Made:
+def exchange(job: Job, group: Group) -> JobResult:
     """Every collective once; what each rank got, as JSON in the job's folder."""
     own = group.rank + 1
     rows = {
@@ -62,7 +62,7 @@ def exchange(job: Job, group: Group) -> Made:
     told["waits"] = {name: backend.options._timeout.total_seconds() for name, backend in backends.items()}
     text = json.dumps(told)
     (job.folder / f"got-{group.rank}.json").write_text(text)
-    return Made(fingerprint="e" * 64)
+    return JobResult(fingerprint="e" * 64)
 
 
 if __name__ == "__main__":

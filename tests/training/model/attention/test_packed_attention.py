@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from training.contract.errors import ModelError
 from training.model.attention import packed_attention
-from training.model.attention.shared_prefix import Plan, TokenSequence, build_row
+from training.model.attention.shared_prefix import PackedAttentionPlan, TokenSequence, build_row
 
 CPU = torch.device("cpu")
 HEAD = 8
@@ -149,7 +149,7 @@ GROUPS = {
 
 
 def sequence_at_a_time(
-    query: Tensor, key: Tensor, value: Tensor, plan: Plan, scale: float, window: int | None
+    query: Tensor, key: Tensor, value: Tensor, plan: PackedAttentionPlan, scale: float, window: int | None
 ) -> Tensor:
     """Each segment of the row as the end of its own sequence, prefix and all, from whole sequences of queries."""
     rows = torch.arange(query.shape[2]).split(plan.lengths)

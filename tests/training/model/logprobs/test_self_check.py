@@ -16,7 +16,7 @@ from training.contract.protocol.events import EventWriter, read_events
 from training.contract.protocol.job import JobKind
 from training.distributed import ALONE
 from training.main import WORK
-from training.model.logprobs.self_check import demand_exact, tiny_groups
+from training.model.logprobs.self_check import check_exact, tiny_groups
 
 
 def llama(**changes: Any) -> PreTrainedModel:
@@ -30,7 +30,7 @@ def told(tmp_path: Path):
     """Run the self-check, and what it told."""
 
     def check(model: PreTrainedModel, training: bool = False) -> list[str]:
-        demand_exact(model, EventWriter(tmp_path / "events.jsonl"), training=training)
+        check_exact(model, EventWriter(tmp_path / "events.jsonl"), training=training)
         return [event["text"] for event in read_events(tmp_path / "events.jsonl")]
 
     return check
