@@ -1,6 +1,6 @@
 """Check the fields that a row needs to become a pair.
 
-A row that fails is neither repaired nor dropped. It goes to quarantine with a `QuarantineReason`, which is counted, and a detail.
+A row that fails is neither repaired nor dropped. It goes to quarantine with a counted `QuarantineReason` and a detail.
 """
 
 import json
