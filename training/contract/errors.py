@@ -1,90 +1,120 @@
-"""The errors a person can meet, and the exit code each one becomes.
+"""Errors that a user can act on, their exit codes, and their stable codes.
 
-    PedigreeError                 something a person can act on; the command ends with exit code 1
-    ├── UsageError                the request itself is wrong: unknown recipe, asset or row; exit code 2
+    PedigreeError                 the command ends with exit code 1
+    ├── UsageError                the request is wrong: unknown recipe, asset or row; exit code 2
     │   └── RecipeError           a field of a recipe (file, line, field, value, what was expected)
     ├── DataError                 input files that cannot be read or that change meanwhile; too much in quarantine
     ├── TemplateError             a chat template or tokenizer that cannot be used as the recipe asks
     ├── ModelError                weights that are missing, incomplete or of an unsupported kind
-    ├── HubError                  a repository of the Hugging Face hub that cannot be fetched, or is not what the hub promised
+    ├── HubError                  a repository of the Hugging Face Hub that cannot be fetched, or has other files than promised
     ├── StoreError                an artifact that cannot be written or published
-    │   └── CorruptArtifact       an artifact whose bytes are not those its manifest promises
-    │       └── CorruptRecord     its record of how it was made is damaged; a run can often write that again
-    ├── UnreadableArtifact        an artifact that the operating system refuses to read now; it may be whole, so no StoreError
-    ├── TrainingError             a run that must not go on: step-0 proof failed, non-finite loss or gradient
-    ├── NodesError                nodes.yaml, or one of the machines it lists, that cannot be used
-    ├── JobFailed                 a launched process ended badly; carries the root cause of the first failing rank
+    │   └── CorruptArtifact       an artifact whose bytes are not those of its manifest
+    │       └── CorruptRecord     the record of a derivation is damaged; a run can often write it again
+    ├── UnreadableArtifact        the operating system cannot read an artifact now; it may be intact, so this is no StoreError
+    ├── TrainingError             a run that must not go on: failed reference check, non-finite loss or gradient
+    ├── NodesError                nodes.yaml, or one of the machines it lists, cannot be used
+    ├── JobFailed                 a launched process ended badly; has the root cause of the first failing rank
     └── RegistryError             the MLflow tracking server or registry cannot do what was asked
         ├── UnknownModel          it has no model of that name; exit code 2
-        └── RegistryUnavailable  no answer, or only that the server failed: it may be back in a moment
+        └── RegistryUnavailable   no answer, or a failure of the server: it may be back in a moment
 
-Every message names the place, the value found, what was expected and what to do. Programmers' mistakes are `assert`s.
+Every message names the place, the value found, what was expected and what to do. It ends with the code in brackets, as those
+of mypy do: `... expected a number [wrong-type]`. So the code survives in logs, in Dagster and in `--json`. docs/errors.md lists
+the codes. Programmers' mistakes are `assert`s.
 """
+
+import re
+
+_CODE_AT_END = re.compile(r" \[([a-z0-9]+(?:-[a-z0-9]+)*)\]$")
+
+
+def code_of(message: str) -> str | None:
+    """Return the code at the end of an error's message; None if there is none."""
+    found = _CODE_AT_END.search(message)
+    return found[1] if found else None
+
+
+def without_code(message: str) -> str:
+    """Return the message without the code at its end."""
+    return _CODE_AT_END.sub("", message)
 
 
 class PedigreeError(Exception):
+    """An error with a stable `code`. By default it is that of the class.
+
+    A message that ends with the code of another error, as one that repeats it does, keeps that code.
+    """
+
     exit_code = 1
+    code = "failed"
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        known = code_of(message)
+        self.code = code or known or type(self).code
+        super().__init__(message if known == self.code else f"{message} [{self.code}]")
 
 
 class UsageError(PedigreeError):
     exit_code = 2
+    code = "usage"
 
 
 class RecipeError(UsageError):
-    pass
+    code = "recipe"
 
 
 class DataError(PedigreeError):
-    pass
+    code = "data"
 
 
 class TemplateError(PedigreeError):
-    pass
+    code = "template"
 
 
 class ModelError(PedigreeError):
-    pass
+    code = "model"
 
 
 class HubError(PedigreeError):
-    pass
+    code = "hub"
 
 
 class StoreError(PedigreeError):
-    pass
+    code = "store"
 
 
 class CorruptArtifact(StoreError):
-    pass
+    code = "corrupt-artifact"
 
 
 class CorruptRecord(CorruptArtifact):
-    pass
+    code = "corrupt-record"
 
 
 class UnreadableArtifact(PedigreeError):
-    pass
+    code = "unreadable-artifact"
 
 
 class TrainingError(PedigreeError):
-    pass
+    code = "training"
 
 
 class NodesError(PedigreeError):
-    pass
+    code = "nodes"
 
 
 class JobFailed(PedigreeError):
-    pass
+    code = "job-failed"
 
 
 class RegistryError(PedigreeError):
-    pass
+    code = "registry"
 
 
 class UnknownModel(RegistryError):
     exit_code = 2
+    code = "unknown-model"
 
 
 class RegistryUnavailable(RegistryError):
-    pass
+    code = "registry-unavailable"

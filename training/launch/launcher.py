@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 
 from pydantic import ValidationError
 
-from training.contract.errors import JobFailed
+from training.contract.errors import JobFailed, code_of, without_code
 from training.contract.protocol.events import Event, Follower
 from training.contract.protocol.job import Failure, Job
 from training.contract.system.atomic_io import free_bytes, write_error
@@ -67,7 +67,7 @@ def run_job(launcher: Launcher, job: Job, on_event: Callable[[Event], None], loc
     finally:
         handle.cancel()
     if status != 0:
-        raise JobFailed(_explain(job, handle.log, status))
+        raise _explain(job, handle.log, status)
 
 
 def write_job(job: Job) -> None:
@@ -84,20 +84,21 @@ def write_job(job: Job) -> None:
         raise write_error(f"describe the {job.kind} job", job.folder, error) from error
 
 
-def _explain(job: Job, log: Path, status: int) -> str:
-    """What a person reads: the cause, then the job and where its log is, which has the traceback if there is one."""
+def _explain(job: Job, log: Path, status: int) -> JobFailed:
+    """Return the error: the cause with its code, then the job and its log, which has the traceback if there is one."""
     failure = _read_failure(job.error)
     if failure is None:
         text = _tail(log)
         ending = f"the {job.kind} job failed: {_ending(job, text, status)}; its log {log}"
         lines = "\n".join(f"    {line}" for line in text.splitlines()[-_LOG_LINES:])
-        return f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{lines}"
-    cause = failure.message
+        return JobFailed(f"{ending} ({free_bytes(job.folder):,} bytes free there) ends with\n{lines}")
+    cause = without_code(failure.message)
     if failure.traceback:
         places = _FRAME.findall(failure.traceback)  # none in that of an exception group
         cause = ", in ".join([f"{failure.type}: {cause}", *places[-1:]])
     rank = "" if failure.rank is None or job.nodes * job.processes == 1 else f"{_rank(job, failure.rank)} of "
-    return f"{cause}; {rank}the {job.kind} job failed, whose log is {log}"
+    message = f"{cause}; {rank}the {job.kind} job failed, whose log is {log}"
+    return JobFailed(message, code_of(failure.message))
 
 
 def _rank(job: Job, rank: int) -> str:

@@ -22,6 +22,21 @@ _LISTED = 20  # names: of more, that which was meant would be overlooked behind 
 _ALIKE = 0.8  # below it are other words: gpu and cpu, kto_pair and exo_pair
 _TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
 _NO_SECTION = {"model_type", "dict_type"}
+# The code of an error by pydantic's name of its kind.
+_CODES = {
+    "extra_forbidden": "unknown-field",
+    "missing": "missing-field",
+    "enum": "unknown-choice",
+    "literal_error": "unknown-choice",
+    "model_type": "wrong-type",
+    "dict_type": "wrong-type",
+    "tuple_type": "wrong-type",
+    "string_type": "wrong-type",
+    "int_type": "wrong-type",
+    "int_parsing": "wrong-type",
+    "float_type": "wrong-type",
+    "float_parsing": "wrong-type",
+}
 
 
 def faults(error: ValidationError) -> Iterator[str]:
@@ -37,7 +52,7 @@ def faults(error: ValidationError) -> Iterator[str]:
         if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _ in located):
             continue
         name = field.removeprefix("attributes").removeprefix(".")
-        words = _words(name, fault)
+        words = f"{_words(name, fault)} [{_CODES.get(fault['type'], 'invalid-value')}]"
         where = f"{place}: {_without_tags(name) or 'the recipe'}"
         if fault["type"] == "value_error" and isinstance(fault["input"], Mapping):
             where = place_of_named(Path(place.rpartition(":")[0]), words, _sections(name)) or where
