@@ -1,4 +1,4 @@
-"""The Dagster assets of a pipeline: declared by `GRAPH` and the checks, materialized by one body each."""
+"""The Dagster assets of a pipeline: declared from `GRAPH` and the checks, each with one function as its body."""
 
 import time
 from collections.abc import Callable
@@ -38,11 +38,11 @@ _BODIES: dict[str, Callable[[AssetContext], dg.MaterializeResult]] = {
 
 
 def build_assets(pipeline: Pipeline) -> list[dg.AssetsDefinition]:
-    """The assets of `pipeline`, in the order of the graph."""
-    return [_declare(pipeline, asset) for asset in GRAPH]
+    """Return the assets of `pipeline`, in the order of the graph."""
+    return [_build_asset(pipeline, asset) for asset in GRAPH]
 
 
-def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
+def _build_asset(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
     node, recipe = GRAPH[asset], pipeline.recipe
 
     @dg.asset(
@@ -65,11 +65,11 @@ def _declare(pipeline: Pipeline, asset: str) -> dg.AssetsDefinition:
         started = time.monotonic()
         hashing = emitting(with_log(services, context.log, asset).listener, asset)
         with ending_in_words(step), report_hashing_to(hashing), written_where_named(pipeline):
-            made = _BODIES[asset](step)
+            result = _BODIES[asset](step)
         return dg.MaterializeResult(
-            metadata={**(made.metadata or {}), "seconds": round(time.monotonic() - started, 3)},
-            check_results=made.check_results,
-            data_version=made.data_version,
+            metadata={**(result.metadata or {}), "seconds": round(time.monotonic() - started, 3)},
+            check_results=result.check_results,
+            data_version=result.data_version,
             tags=step.provenance(),
         )
 

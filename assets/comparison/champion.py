@@ -1,4 +1,4 @@
-"""What a candidate is compared with: the champion's evaluation, wherever it was released."""
+"""Comparison of a candidate's evaluation with the champion's, which may have been released from another home."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -9,86 +9,96 @@ from assets.execution.asset_context import AssetContext
 from assets.execution.job_log import log_message
 from model_registry.gate import MIN_PROMPTS, Measure, PairedScores, count_prompts
 from model_registry.model_version import Version
-from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable
+from training.contract.errors import CorruptArtifact, RegistryError, RegistryUnavailable, without_code
 from training.contract.store.store import Artifact
 
 
 def compared(step: AssetContext, evaluation: Artifact, raw_preferences: str, champion: Version) -> PairedScores:
-    """What can be compared of a candidate's `evaluation`, made from `raw_preferences`, and the champion's.
+    """Return the paired scores of a candidate's `evaluation`, made from `raw_preferences`, and the champion's evaluation.
 
-    Where few pairs have the same tokens, as after another template, a pair is known by its messages, and only its rank, over
-    the reference that each has, can be compared. Few is less than ten prompts, or less than half of those that have the same
-    messages: after an edit that spares some pairs, those are of a kind of their own. Raises RegistryError where the champion's
-    is nowhere; CorruptArtifact where the candidate's data are.
+    Usually pairs are matched by tokens. If too few have equal tokens, for example after a change of template, pairs are matched
+    by messages, and only error rates are compared, each over its own reference. Too few means fewer than `MIN_PROMPTS` prompts
+    or less than half of the pairs with equal messages: pairs spared by an edit are not representative.
+
+    Raise RegistryError if the champion's evaluation is missing, CorruptArtifact if the candidate's data are corrupt.
     """
-    store, theirs = step.services.store, _artifact_of(step, champion, "evaluation")
-    found, rows = _comparable(step, evaluation, store.open("raw_preferences", raw_preferences), champion, theirs)
-    shared = {pair: rows[pair] for pair in found.shared}
-    policies = [each.derivation.inputs["policy"].fingerprint for each in (evaluation, theirs)]
-    return replace(found, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
+    store, champions = step.services.store, _open_champions(step, champion, "evaluation")
+    scores, rows = _pair_scores(step, evaluation, store.open("raw_preferences", raw_preferences), champion, champions)
+    shared = {pair: rows[pair] for pair in scores.shared}
+    policies = [artifact.derivation.inputs["policy"].fingerprint for artifact in (evaluation, champions)]
+    return replace(scores, leaked=find_leakage(store, policies, shared, raw_preferences).pairs)
 
 
-def _comparable(
-    step: AssetContext, evaluation: Artifact, said: Artifact, champion: Version, theirs: Artifact
+def _pair_scores(
+    step: AssetContext, evaluation: Artifact, raw_preferences: Artifact, champion: Version, champions: Artifact
 ) -> tuple[PairedScores, Mapping[str, Row]]:
-    """What can be compared of both evaluations, leaked pairs included, and the candidate's rows of it."""
-    rows, others = rows_by_pair(evaluation), rows_by_pair(theirs)
-    by_tokens = _compared(common_measure(evaluation, theirs), rows, others, said)
+    """Return the paired scores, leaked pairs included, and the candidate's rows. `champions`: the champion's evaluation."""
+    rows, champion_rows = rows_by_pair(evaluation), rows_by_pair(champions)
+    by_tokens = _score_rows(common_measure(evaluation, champions), rows, champion_rows, raw_preferences)
     is_enough = count_prompts(by_tokens.shared, by_tokens.prompts) >= MIN_PROMPTS
-    if is_enough and 2 * len(by_tokens.shared) >= min(len(rows), len(others)):
+    if is_enough and 2 * len(by_tokens.shared) >= min(len(rows), len(champion_rows)):
         return by_tokens, rows
     try:
-        before = _artifact_of(step, champion, "raw_preferences")
+        champions_data = _open_champions(step, champion, "raw_preferences")
     except RegistryUnavailable:
         raise
     except RegistryError:
         if is_enough:
             return by_tokens, rows
         raise
-    said_rows = rows_by_messages(evaluation, said)
-    by_messages = _compared(Measure.ERROR_RATE, said_rows, rows_by_messages(theirs, before), said)
+    rows_by_text = rows_by_messages(evaluation, raw_preferences)
+    champion_rows_by_text = rows_by_messages(champions, champions_data)
+    by_messages = _score_rows(Measure.ERROR_RATE, rows_by_text, champion_rows_by_text, raw_preferences)
     if is_enough and 2 * len(by_tokens.shared) >= len(by_messages.shared):
         return by_tokens, rows
-    return by_messages, said_rows
+    return by_messages, rows_by_text
 
 
-def _compared(measure: Measure, rows: Mapping[str, Row], others: Mapping[str, Row], said: Artifact) -> PairedScores:
-    values, of_champion = measured(measure, rows, others), measured(measure, others, others)
-    return PairedScores(measure, values, of_champion, prompts(rows, said))
+def _score_rows(
+    measure: Measure, rows: Mapping[str, Row], champion_rows: Mapping[str, Row], raw_preferences: Artifact
+) -> PairedScores:
+    candidate, champion = measured(measure, rows, champion_rows), measured(measure, champion_rows, champion_rows)
+    return PairedScores(measure, candidate, champion, prompts(rows, raw_preferences))
 
 
-def _artifact_of(step: AssetContext, champion: Version, kind: str) -> Artifact:
-    """From this store; that of another home goes with the version, if it is its evaluation.
+def _open_champions(step: AssetContext, champion: Version, kind: str) -> Artifact:
+    """Return the champion's artifact of `kind`, from this store or, for an evaluation, from the version's files.
 
-    Raises RegistryError where another program made it champion, another home has what is needed, or both copies are spoiled.
+    Raise RegistryError if another program released the champion, or if the artifact is missing or corrupt in both places.
     """
-    store, found = step.services.store, champion.fingerprint_of(kind)
-    whose = f"version {champion.number} of {champion.name}, the champion,"
-    if found is None:
+    store, fingerprint = step.services.store, champion.fingerprint_of(kind)
+    version = f"version {champion.number} of {champion.name}, the champion,"
+    if fingerprint is None:
         raise RegistryError(
-            f"{whose} was not released by a recipe, so nothing can be compared with it: let the alias `champion` point at "
-            "a version that was, or at none"
+            f"{version} was not released by a recipe and cannot be compared: move the alias `champion` to a version released "
+            "by a recipe, or delete the alias",
+            "champion-without-lineage",
         )
-    if (folder := store.folder(kind, found)).is_dir():
+    if (folder := store.folder(kind, fingerprint)).is_dir():
         try:
-            return store.open(kind, found)
+            return store.open(kind, fingerprint)
         except CorruptArtifact as error:
-            place = store.set_aside(kind, found)
-            text = f"{error}. Set aside in {place}; that among the version's files is taken."
+            path = store.set_aside(kind, fingerprint)
+            text = (
+                f"{without_code(str(error))}. It was set aside in {path}; the copy among the version's files is used."
+            )
             log_message(step.services, step.context.log, "released_model", text)
     try:
         with store.staging() as staging:
-            return store.adopt(step.services.registry.fetch(champion, kind, staging), kind, found)
+            return store.adopt(step.services.registry.fetch(champion, kind, staging), kind, fingerprint)
     except RegistryUnavailable:
         raise
     except CorruptArtifact as error:
         raise RegistryError(
-            f"the {kind} of {whose} is neither in this store nor, as it was, in {champion.source}/{kind}, so nothing can be "
-            "compared with it: restore either from a backup, or let the alias `champion` point at another version"
+            f"the {kind} of {version} is missing from this store, and its copy in {champion.source}/{kind} is corrupt, so the "
+            "candidate cannot be compared with it: restore one of them from a backup, or move the alias `champion` to another "
+            "version",
+            "champion-corrupt",
         ) from error
     except RegistryError as error:
         raise RegistryError(
-            f"{whose} was released in another home, whose {kind} is neither in this store nor among the version's files, so "
-            f"nothing can be compared with it: copy that home's folder {folder.relative_to(store.root.parent)} to {folder}, "
-            f"or release into another `release.model_name` ({error})"
+            f"{version} was released in another home. Its {kind} is missing from this store and from the version's files, so "
+            f"the candidate cannot be compared with it: copy the other home's folder {folder.relative_to(store.root.parent)} "
+            f"to {folder}, or set another `release.model_name` ({without_code(str(error))})",
+            "champion-missing",
         ) from error

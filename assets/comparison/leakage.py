@@ -1,9 +1,9 @@
-"""Leakage: held-out prompts that the policy was trained on before, by a policy that it started from.
+"""Leakage: held-out prompts in the training data of an earlier policy, from which this one started.
 
-The two splits of one recipe share no prompt. But weights remember what they were trained on before: those of a champion that
-training started from, or of a released model that is the reference. A higher `data.validation_fraction` since then, or a
-source that is held out now, holds out prompts that were trained on, whose losses and accuracies look better than they are.
-What a policy was trained on follows from its ancestors in the store, whichever recipe trained it.
+The two splits of one recipe share no prompt. But training may start from a champion, or from a released model as reference.
+The recipe may then hold out prompts of the earlier training, after a higher `data.validation_fraction` or with a source held
+out since. Their losses and accuracies look too good. A policy's training data follow from its ancestors in the store, under
+any recipe.
 """
 
 from collections import deque
@@ -24,9 +24,10 @@ from training.contract.store.store import Store
 
 @dataclass(frozen=True)
 class Leakage:
-    """`pairs`: the names of the held-out pairs whose prompts leaked. `policies`: those before, by weights, the latest first.
+    """Leaked held-out pairs, and the earlier policies.
 
-    `unknown`: the weights of those that the store does not have, or without the data they were trained on.
+    `pairs`: names of the held-out pairs with leaked prompts. `policies`: fingerprints of earlier policies' weights, the latest
+    first. `unknown`: weights that are missing from the store, or whose training data are.
     """
 
     pairs: frozenset[str]
@@ -35,74 +36,74 @@ class Leakage:
 
 
 def find_leakage(store: Store, policies: Collection[str], rows: Mapping[str, Row], raw_preferences: str) -> Leakage:
-    """Which of the held-out pairs `rows` have prompts that a policy was trained on from which one of `policies` started.
+    """Return the leakage of the held-out pairs `rows` from earlier policies, the direct and indirect starts of `policies`.
 
-    Directly or not. `raw_preferences`: the fingerprint of what the pairs were made from. Raises StoreError if that is gone.
+    `raw_preferences`: the fingerprint of the pairs' rows. Raise StoreError if it is missing.
     """
-    before, unknown = _policies_before(store, policies)
-    if not before:
+    earlier, unknown = _earlier_policies(store, policies)
+    if not earlier:
         return Leakage(frozenset(), (), tuple(unknown))
-    said = prompt_messages(rows, store.open("raw_preferences", raw_preferences))
-    held_out = {pair: _identity(prompt) for pair, prompt in said.items()}
-    wanted, leaked = set(held_out.values()), set[bytes]()
-    for weights, how in before.items():
+    prompts = prompt_messages(rows, store.open("raw_preferences", raw_preferences))
+    held_out = {pair: _prompt_digest(prompt) for pair, prompt in prompts.items()}
+    held_out_digests, leaked = set(held_out.values()), set[bytes]()
+    for weights, derivation in earlier.items():
         try:
-            leaked.update(prompt for prompt in _trained_on(store, how) if prompt in wanted)
+            leaked.update(digest for digest in _training_prompts(store, derivation) if digest in held_out_digests)
         except StoreError:
             unknown.append(weights)
-    pairs = frozenset(pair for pair, prompt in held_out.items() if prompt in leaked)
-    return Leakage(pairs, tuple(weights for weights in before if weights not in unknown), tuple(unknown))
+    pairs = frozenset(pair for pair, digest in held_out.items() if digest in leaked)
+    return Leakage(pairs, tuple(weights for weights in earlier if weights not in unknown), tuple(unknown))
 
 
-def _policies_before(store: Store, policies: Collection[str]) -> tuple[dict[str, Derivation], list[str]]:
-    """How those were trained that `policies` started from, directly or not, by weights; and the weights of unknown ones."""
-    before: dict[str, Derivation] = {}
+def _earlier_policies(store: Store, policies: Collection[str]) -> tuple[dict[str, Derivation], list[str]]:
+    """Return the derivations, by weights, of the direct and indirect starts of `policies`, and the unknown weights."""
+    earlier: dict[str, Derivation] = {}
     unknown: list[str] = []
-    waiting = deque((weights, False) for weights in policies)
-    while waiting:
-        weights, is_before = waiting.popleft()
-        if weights in before or weights in unknown:
+    queue = deque((weights, False) for weights in policies)
+    while queue:
+        weights, is_earlier = queue.popleft()
+        if weights in earlier or weights in unknown:
             continue
         try:
-            how = _training(store, weights)
-            if is_before:
-                before[weights] = how
-            waiting += ((start, True) for start in _started_from(store, how))
+            derivation = _policy_derivation(store, weights)
+            if is_earlier:
+                earlier[weights] = derivation
+            queue += ((start, True) for start in _starting_weights(store, derivation))
         except StoreError:
             unknown.append(weights)
-    return before, unknown
+    return earlier, unknown
 
 
-def _training(store: Store, weights: str) -> Derivation:
-    """How the policy with these weights was trained; the weights are its own, or those of an adapter merged into its base."""
+def _policy_derivation(store: Store, weights: str) -> Derivation:
+    """Return the derivation of the policy with these weights, which may be an adapter merged into its base."""
     if store.folder(MERGED, weights).is_dir():
-        return _training(store, _made_from(store, MERGED, weights).inputs["policy"].fingerprint)
-    return _made_from(store, "policy", weights)
+        return _policy_derivation(store, _open_derivation(store, MERGED, weights).inputs["policy"].fingerprint)
+    return _open_derivation(store, "policy", weights)
 
 
-def _started_from(store: Store, how: Derivation) -> Iterator[str]:
-    """The weights of the champion that training started from, and those of its base model if a recipe has released them."""
-    if (champion := how.settings.get("champion")) is not None:
+def _starting_weights(store: Store, derivation: Derivation) -> Iterator[str]:
+    """Yield the weights of the champion from which training started, and of the base model if a recipe trained it."""
+    if (champion := derivation.settings.get("champion")) is not None:
         yield champion
-    reference = _made_from(store, "reference_model", how.inputs["reference_model"].fingerprint)
+    reference = _open_derivation(store, "reference_model", derivation.inputs["reference_model"].fingerprint)
     base = reference.inputs["base_model"].fingerprint
     if any(store.folder(kind, base).is_dir() for kind in ("policy", MERGED)):
         yield base
 
 
-def _trained_on(store: Store, how: Derivation) -> Iterator[bytes]:
-    """The identities of the prompts in the training split."""
-    pairs = _made_from(store, "tokenized_pairs", how.inputs["tokenized_pairs"].fingerprint)
-    said = store.open("raw_preferences", pairs.inputs["raw_preferences"].fingerprint)
-    with pq.ParquetFile(said.file("preferences.parquet")) as file:
+def _training_prompts(store: Store, derivation: Derivation) -> Iterator[bytes]:
+    """Yield the digests of the prompts in the training split."""
+    pairs = _open_derivation(store, "tokenized_pairs", derivation.inputs["tokenized_pairs"].fingerprint)
+    rows = store.open("raw_preferences", pairs.inputs["raw_preferences"].fingerprint)
+    with pq.ParquetFile(rows.file("preferences.parquet")) as file:
         for batch in file.iter_batches(columns=["prompt", "split"]):
-            yield from map(_identity, batch.filter(pc.equal(batch["split"], "train"))["prompt"].to_pylist())
+            yield from map(_prompt_digest, batch.filter(pc.equal(batch["split"], "train"))["prompt"].to_pylist())
 
 
-def _identity(prompt: Sequence[Mapping[str, Any]]) -> bytes:
-    """Of roles and contents alone, since these decide the split of a prompt."""
+def _prompt_digest(prompt: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the digest of roles and contents alone, because these decide the split of a prompt."""
     return value_digest([[turn["role"], turn["content"]] for turn in prompt])
 
 
-def _made_from(store: Store, kind: str, fingerprint: str) -> Derivation:
+def _open_derivation(store: Store, kind: str, fingerprint: str) -> Derivation:
     return store.open(kind, fingerprint, hashes=False).derivation

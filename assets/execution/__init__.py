@@ -1,1 +1,1 @@
-"""How an asset gets its artifact: from the store, or from a job."""
+"""Materialization of an asset: its artifact comes from the store or from a job."""

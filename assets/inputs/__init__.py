@@ -1,1 +1,1 @@
-"""The files, models and data sets that a recipe names."""
+"""The files, models and data sets of a recipe."""

@@ -1,1 +1,1 @@
-"""What Dagster recorded of an asset, and what changed since."""
+"""Recorded materializations of an asset, and changes since the latest one."""

@@ -1,7 +1,7 @@
-"""The graph of a recipe: what each asset is made from, and which fields of the recipe it reads itself.
+"""The graph of a recipe: the inputs of each asset, and the fields of the recipe it reads itself.
 
-This table is the one place that knows the shape of a pipeline. The Dagster assets are declared from it, keys of
-derivations are computed from it, and `pedigree status` walks it. Order is topological.
+This table alone defines the shape of a pipeline. Dagster's assets are declared from it, keys of derivations are computed
+from it, and `pedigree status` walks it. The order is topological.
 """
 
 from collections.abc import Callable, Collection
@@ -18,75 +18,79 @@ from training.contract.store.manifest import Derivation, Source
 
 Settings = dict[str, Any]
 
-GPU_POOL = "gpu"  # of which one step runs at a time, unless dagster.yaml says otherwise
+GPU_POOL = "gpu"  # one step at a time, unless dagster.yaml sets another limit
 
 
-def _data(recipe: Recipe) -> Settings:
+def _data_settings(recipe: Recipe) -> Settings:
     data = recipe.data
     return settings_of_sources(data.sources) | data.model_dump(include={"validation_fraction", "duplicates"})
 
 
-def _dumped(section: ConfigSection, *later: str, exclude: Collection[str] = ()) -> Settings:
-    """A section, without the fields in `later` that have their defaults: while they ask for nothing, a key stays as it was."""
+def _dump_section(section: ConfigSection, *later: str, exclude: Collection[str] = ()) -> Settings:
+    """Return a section's fields. Leave out fields in `later` with default values, so that adding a field keeps old keys."""
     fields = type(section).model_fields
     unused = {name for name in later if getattr(section, name) == fields[name].get_default()}
     return section.model_dump(mode="json", exclude={*unused, *exclude})
 
 
-def _tokenization(recipe: Recipe) -> Settings:
-    """Without what its files say themselves."""
-    settings = _dumped(recipe.tokenization, "date", exclude=("tokenizer", "revision", "chat_template"))
+def _tokenization_settings(recipe: Recipe) -> Settings:
+    """Leave out the fields that name files: hashes of the files identify them."""
+    settings = _dump_section(recipe.tokenization, "date", exclude=("tokenizer", "revision", "chat_template"))
     return settings | {SOFTWARE: token_software()}
 
 
-def _tuning(recipe: Recipe) -> Settings:
-    return {} if recipe.reference.sft is None else _dumped(recipe.reference.sft, "precision", "router_aux_loss_coef")
+def _sft_settings(recipe: Recipe) -> Settings:
+    return (
+        {} if recipe.reference.sft is None else _dump_section(recipe.reference.sft, "precision", "router_aux_loss_coef")
+    )
 
 
-def _training(recipe: Recipe) -> Settings:
-    """Without `epochs` where `max_steps` decides."""
+def _training_settings(recipe: Recipe) -> Settings:
+    """Leave out `epochs` if `max_steps` is set."""
     training = recipe.training
     unused = () if training.max_steps is None else ("epochs",)
-    settings = _dumped(training, "head_precision", "router_aux_loss_coef", exclude=unused)
+    settings = _dump_section(training, "head_precision", "router_aux_loss_coef", exclude=unused)
     return settings | {"loss": training.loss.settings()}
 
 
-def _scoring(recipe: Recipe) -> Settings:
-    """With the version of the scoring algorithm: another one gives other log-probs."""
+def _scoring_settings(recipe: Recipe) -> Settings:
+    """Include the version of the scoring algorithm, because log-probs depend on it."""
     software = scoring_software(recipe.compute.device)
     return {"dtype": recipe.reference.dtype, "scoring": SCORING_VERSION, SOFTWARE: software}
 
 
-def _evaluation(recipe: Recipe) -> Settings:
-    """With what decides where the samples end."""
+def _evaluation_settings(recipe: Recipe) -> Settings:
+    """Include the settings of the samples' length and end."""
     loss = {"loss": recipe.training.loss.settings()}
-    return recipe.evaluation.model_dump(mode="json") | loss | _answering(recipe)
+    return recipe.evaluation.model_dump(mode="json") | loss | _generation_settings(recipe)
 
 
-def _answering(recipe: Recipe) -> Settings:
-    """How the released model answers, without what is at its default."""
-    return _dumped(recipe.release, "eos_tokens", "generation", exclude=("model_name", "gate"))
+def _generation_settings(recipe: Recipe) -> Settings:
+    """Return how the released model generates, without fields at their defaults."""
+    return _dump_section(recipe.release, "eos_tokens", "generation", exclude=("model_name", "gate"))
 
 
-def _shipping(recipe: Recipe) -> Settings:
-    """What decides how the released tokenizer writes, and where the released model stops."""
-    rendering = {name: value for name, value in _tokenization(recipe).items() if name in ("template_kwargs", "date")}
-    return rendering | _answering(recipe)
+def _release_spec_settings(recipe: Recipe) -> Settings:
+    """Return the settings of the released tokenizer's rendering and of the released model's end of generation."""
+    rendering = {
+        name: value for name, value in _tokenization_settings(recipe).items() if name in ("template_kwargs", "date")
+    }
+    return rendering | _generation_settings(recipe)
 
 
-def _release(recipe: Recipe) -> Settings:
-    return _dumped(recipe.release, exclude=("eos_tokens", "generation")) | {
-        "gate": _dumped(recipe.release.gate, "min_accuracy_of")
+def _released_model_settings(recipe: Recipe) -> Settings:
+    return _dump_section(recipe.release, exclude=("eos_tokens", "generation")) | {
+        "gate": _dump_section(recipe.release.gate, "min_accuracy_of")
     }
 
 
 @dataclass(frozen=True)
 class Node:
-    """An asset: `needs` are its direct dependencies, `reads` gives the fields of the recipe that it reads itself.
+    """An asset.
 
-    `spec` is the one among its dependencies that holds its settings; such an asset reads no fields itself. `may_need` gives
-    further dependencies in some recipes. `version` is that of the asset's algorithm: raise it when the same inputs shall
-    give another result.
+    `needs`: its direct dependencies. `may_need`: further dependencies in some recipes. `reads`: the fields of the recipe it
+    reads itself. `spec`: the dependency with its settings; such an asset reads no fields. `version`: the version of its
+    algorithm; raise it when the same inputs shall give another result.
     """
 
     group: str
@@ -100,11 +104,11 @@ class Node:
     version: str = "1"
 
     def code_version(self, recipe: Recipe) -> str:
-        """What Dagster compares to see that the code or the recipe's fields behind an asset changed."""
+        """Return the version by which Dagster detects a change of the asset's algorithm or of its fields in the recipe."""
         return f"{self.version}-{short(fingerprint('settings', self.reads(recipe)))}"
 
     def inputs(self, recipe: Recipe) -> tuple[str, ...]:
-        """The direct dependencies in this recipe."""
+        """Return the direct dependencies in this recipe."""
         return (*self.needs, *self.may_need(recipe))
 
 
@@ -124,28 +128,30 @@ GRAPH: dict[str, Node] = {
         "specs",
         ("json",),
         "How text becomes tokens: tokenizer, chat template and rules, frozen.",
-        reads=_tokenization,
+        reads=_tokenization_settings,
     ),
-    "training_spec": Node("specs", ("json",), "Every field that changes the trained policy, frozen.", reads=_training),
+    "training_spec": Node(
+        "specs", ("json",), "Every field that changes the trained policy, frozen.", reads=_training_settings
+    ),
     "evaluation_spec": Node(
         "specs",
         ("json",),
         "Every field that changes the evaluation, frozen.",
-        reads=_evaluation,
+        reads=_evaluation_settings,
     ),
     "release_spec": Node(
         "specs",
         ("json", "huggingface"),
-        "What is released beside the weights, frozen: tokenizer, chat template, generation settings, processors. An edit of "
-        "these makes a new version and trains nothing.",
-        reads=_shipping,
+        "The files released beside the weights, frozen: tokenizer, chat template, generation settings, processors. An edit of "
+        "these makes a new version without training.",
+        reads=_release_spec_settings,
     ),
     "raw_preferences": Node(
         "data",
         ("parquet",),
-        "Preference pairs in one schema, each in its split; rows that are none, with reasons, in quarantine.",
+        "Preference pairs in one schema, each in its split. Other rows are in quarantine, with reasons.",
         needs=("preference_source",),
-        reads=_data,
+        reads=_data_settings,
         version="9",
     ),
     "tokenized_pairs": Node(
@@ -159,10 +165,10 @@ GRAPH: dict[str, Node] = {
     "reference_model": Node(
         "reference",
         ("pytorch",),
-        "The frozen model the policy is measured against: the base model, or the base model after supervised tuning.",
+        "The frozen model the policy is compared with: the base model, or the base model after supervised tuning.",
         needs=("base_model",),
         may_need=lambda recipe: ("tokenized_pairs",) if recipe.reference.sft else (),
-        reads=_tuning,
+        reads=_sft_settings,
         pool=GPU_POOL,
     ),
     "reference_logprobs": Node(
@@ -170,14 +176,14 @@ GRAPH: dict[str, Node] = {
         ("pytorch", "safetensors"),
         "Log-probs of every response under the reference model; each distinct sequence is scored once, ever.",
         needs=("tokenized_pairs", "reference_model"),
-        reads=_scoring,
+        reads=_scoring_settings,
         pool=GPU_POOL,
     ),
     "policy": Node(
         "training",
         ("pytorch", "mlflow"),
         "The model trained with Direct Preference Optimization. A reward is beta times the log-prob over the reference's; "
-        "`loss` and `rewards/...` are of the last step, `eval/...` of the held-out pairs after it; memory in MB.",
+        "`loss` and `rewards/...` belong to the last step, `eval/...` to the held-out pairs after it; memory in MB.",
         needs=("tokenized_pairs", "reference_logprobs", "reference_model", "training_spec"),
         spec="training_spec",
         pool=GPU_POOL,
@@ -195,16 +201,16 @@ GRAPH: dict[str, Node] = {
     "released_model": Node(
         "release",
         ("mlflow",),
-        "A version in the MLflow registry, and the gate's decision whether it is champion: only a candidate that is better on "
-        "the held-out pairs by more than one standard error replaces it, so that the pairs can be used again.",
+        "A version in the MLflow registry, and the gate's decision whether it becomes champion: a candidate must be better on "
+        "the held-out pairs by more than one standard error, so that the pairs can be used again.",
         needs=("policy", "evaluation", "tokenization_spec", "release_spec"),
-        reads=_release,
+        reads=_released_model_settings,
     ),
 }
 
 
 def with_upstream(recipe: Recipe, asset: str) -> list[str]:
-    """`asset` and what it is made of, directly or not; in the graph's order."""
+    """Return `asset` and all assets it is made from, directly or indirectly, in the graph's order."""
     needed = {asset}
     for name in reversed(GRAPH):
         if name in needed:
@@ -213,7 +219,7 @@ def with_upstream(recipe: Recipe, asset: str) -> list[str]:
 
 
 def derive(asset: str, inputs: dict[str, str], settings: Settings) -> Derivation:
-    """How `asset` is made from `inputs` (fingerprints by asset name) and `settings`; or another kind of artifact."""
+    """Return the derivation of `asset`, or of another kind of artifact. `inputs`: fingerprints by asset name."""
     version = GRAPH[asset].version if asset in GRAPH else "1"
-    sources = {name: Source(kind=name, fingerprint=found) for name, found in inputs.items()}
+    sources = {name: Source(kind=name, fingerprint=digest) for name, digest in inputs.items()}
     return Derivation(kind=asset, code_version=version, inputs=sources, settings=settings)

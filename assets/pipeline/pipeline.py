@@ -1,4 +1,4 @@
-"""A recipe under its name, and the services it is run with: they store, launch, track and register."""
+"""A recipe with its name, and the services for its runs: store, launcher, tracker and registry."""
 
 import time
 from collections.abc import Callable
@@ -20,9 +20,9 @@ from training.launch.launcher import Launcher
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A recipe, its local paths absolute, or a variant of it; `family` is the name of the recipe's folder.
+    """A recipe with absolute local paths, or a variant of it.
 
-    `file` is where it is written, and `is_named` says whether the name alone leads there.
+    `family`: the name of the recipe's folder. `file`: the path of its `defs.yaml`. `is_named`: commands find it by name alone.
     """
 
     family: str
@@ -33,12 +33,12 @@ class Pipeline:
 
     @property
     def name(self) -> str:
-        """What its asset keys begin with."""
+        """The first part of its asset keys."""
         return self.family if self.variant is None else f"{self.family}-{self.variant}"
 
     @property
     def argument(self) -> str:
-        """How the command line names it."""
+        """Its name on the command line."""
         recipe = self.family if self.is_named else str(self.file.parent)
         return recipe if self.variant is None else f"{recipe}/{self.variant}"
 
@@ -51,7 +51,7 @@ class Pipeline:
 
 
 def identifier(name: str) -> str:
-    """The name of a pipeline as part of the names of Dagster's jobs, schedules and sensors, which allow no hyphens."""
+    """Return a pipeline's name for use in names of Dagster's jobs, schedules and sensors: hyphens are not allowed there."""
     return name.replace("-", "_")
 
 
@@ -59,19 +59,20 @@ Listener = Callable[[Event], None]
 
 
 def ignore(event: Event) -> None:
-    """A listener that does nothing."""
+    """Ignore `event`."""
 
 
 def emitting(listener: Listener, asset: str) -> Emit:
-    """An `Emit` by which work in this process tells `listener` what a job writes into its events."""
+    """Return an `Emit` for work in this process. It passes events to `listener`, as a job writes them into its file."""
     return lambda event, **fields: listener({"event": event, "time": time.time(), "asset": asset, **fields})
 
 
 @dataclass(frozen=True)
 class Services:
-    """`listener` hears every event of every job, in addition to Dagster's log: the command line draws progress bars.
+    """The services of a run.
 
-    `is_command` says that a person's command does the work: if it is interrupted, its run counts as stopped by a person.
+    `listener`: receives every event of every job, in addition to Dagster's log; the command line draws progress bars.
+    `is_command`: a command of the user does the work. If it is interrupted, its run counts as stopped by the user.
     """
 
     home: Path
@@ -84,5 +85,5 @@ class Services:
 
     @cached_property
     def hashes(self) -> HashCache:
-        """Hashes of files that were not written since: to look often, not to record or to compute."""
+        """A cache of file hashes, for frequent comparisons. Never use it for recorded or computed results."""
         return HashCache(self.home / "hashes.json")

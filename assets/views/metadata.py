@@ -1,4 +1,4 @@
-"""What Dagster's UI shows of an artifact: tables, pictures and links, made from the details in its manifest."""
+"""Metadata of an artifact for Dagster's UI: tables, pictures and links, from the details in its manifest."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ _SIZE_INCHES = (7.0, 3.0)
 
 
 def artifact_metadata(artifact: Artifact) -> dict[str, Any]:
-    """What every asset shows: what it was made from, its identity, where its files are and their size."""
+    """Return the metadata of every asset: inputs, identity, folder and size."""
     return {
         "made_from": inputs_table(artifact.derivation),
         "fingerprint": artifact.fingerprint,
@@ -30,13 +30,13 @@ def artifact_metadata(artifact: Artifact) -> dict[str, Any]:
     }
 
 
-def inputs_table(how: Derivation) -> dg.TableMetadataValue:
-    rows = [{"input": name, "fingerprint": short(source.fingerprint)} for name, source in how.inputs.items()]
+def inputs_table(derivation: Derivation) -> dg.TableMetadataValue:
+    rows = [{"input": name, "fingerprint": short(source.fingerprint)} for name, source in derivation.inputs.items()]
     return table(rows, ("input", "fingerprint"))
 
 
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.TableMetadataValue:
-    """Rows as a table, what is None as an empty cell. Its schema is given, so that an empty table has columns too."""
+    """Return rows as a table; None becomes an empty cell. The schema is explicit, so an empty table has columns too."""
     cells = [{name: "" if row.get(name) is None else str(row[name]) for name in columns} for row in rows]
     records = [dg.TableRecord(row) for row in cells]  # type: ignore[call-arg]
     schema = dg.TableSchema([dg.TableColumn(name, "string") for name in columns])
@@ -44,7 +44,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> dg.Table
 
 
 def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
-    """Tokens of chosen and rejected sequences: `edges` has one entry more than `chosen` and `rejected`."""
+    """Draw the token counts of chosen and rejected sequences. `edges` has one entry more than `chosen` and `rejected`."""
     figure = _figure()
     axes = figure.subplots()
     for side, colour in (("chosen", "#2a9d8f"), ("rejected", "#e76f51")):
@@ -55,7 +55,7 @@ def length_histogram(histogram: Mapping[str, Sequence[float]]) -> dg.MarkdownMet
 
 
 def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataValue:
-    """Chosen and rejected rewards and their margin by training step, with the loss beside them."""
+    """Draw chosen rewards, rejected rewards and margins by training step, with the loss beside them."""
     figure = _figure()
     rewards, loss = figure.subplots(1, 2)
     colours = {"rewards/chosen": "#2a9d8f", "rewards/rejected": "#e76f51", "rewards/margins": "#264653"}
@@ -69,13 +69,13 @@ def reward_curves(series: Mapping[str, Sequence[float]]) -> dg.MarkdownMetadataV
 
 
 def _figure() -> "Figure":
-    """An empty one. Its library is imported when one is drawn: most commands draw none, and would wait a third of a second."""
+    """Return an empty figure. Import matplotlib only here: it takes a third of a second, and most commands draw nothing."""
     figure: Figure = import_without_gc("matplotlib.figure").Figure(figsize=_SIZE_INCHES, layout="constrained")
     return figure
 
 
 def _picture(figure: "Figure", alternative: str) -> dg.MarkdownMetadataValue:
-    """A figure as a PNG within Markdown, as Dagster's UI shows pictures."""
+    """Return a figure as a PNG within Markdown, the form in which Dagster's UI shows pictures."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=110)
     return dg.MetadataValue.md(
@@ -83,15 +83,15 @@ def _picture(figure: "Figure", alternative: str) -> dg.MarkdownMetadataValue:
     )
 
 
-def shown_changes(words: Sequence[str] | None) -> dg.MarkdownMetadataValue:
-    """What changed since the latest materialization; None stands for an asset that never had one."""
-    if not words:
-        return dg.MetadataValue.md("first materialization" if words is None else "nothing")
-    return verbatim(words)
+def shown_changes(changes: Sequence[str] | None) -> dg.MarkdownMetadataValue:
+    """Return the changes since the latest materialization as Markdown; None marks the first one."""
+    if not changes:
+        return dg.MetadataValue.md("first materialization" if changes is None else "nothing")
+    return verbatim(changes)
 
 
 def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadataValue:
-    """Pairs as the model sees them."""
+    """Return pairs as Markdown, in the model's format."""
     texts = [
         f"row {pair['row']}\n{pair['prompt']}\n--- chosen\n{pair['chosen']}\n--- rejected\n{pair['rejected']}"
         for pair in examples
@@ -100,6 +100,6 @@ def rendered_pairs(examples: Sequence[Mapping[str, Any]]) -> dg.MarkdownMetadata
 
 
 def verbatim(texts: Sequence[str], language: str = "text") -> dg.MarkdownMetadataValue:
-    """Each text in a block of its own, in which nothing is taken for markup."""
+    """Return each text as a Markdown code block."""
     blocks = (f"~~~~{language}\n{text.replace('~~~~', '~ ~ ~ ~')}\n~~~~" for text in texts)
     return dg.MetadataValue.md("\n\n".join(blocks))

@@ -1,7 +1,7 @@
-"""An HTML page of pairs: trained tokens are framed, and coloured by their log-prob under the reference.
+"""An HTML page of pairs: trained tokens are framed and coloured by their log-prob under the reference.
 
-The file is self-contained and has no scripts. Its text comes from preference data, so all of it is escaped, and a content
-security policy forbids scripts and requests besides.
+The file is self-contained, without scripts. Its text comes from preference data, so it is escaped, and a content security
+policy forbids scripts and requests.
 """
 
 from collections.abc import Sequence
@@ -56,11 +56,11 @@ def _side(name: str, side: TokenizedSide) -> str:
     columns = zip(side.texts, side.mask, side.reference_token_logprobs, strict=True)
     tokens = "".join(_token(text, trained, value) for text, trained, value in columns)
     policy = side.policy_logprob
-    of_policy = "" if policy is None else f", policy log-prob {policy:.4f}"  # unknown on the pages of the reference
+    policy_text = "" if policy is None else f", policy log-prob {policy:.4f}"  # unknown on the reference's pages
     return (
         f"<h3>{name}</h3>\n"
         f'<div class="sums">{len(side.texts)} tokens, {sum(side.mask)} trained; '
-        f"reference log-prob {shown_logprob(side.reference_logprob)}{of_policy}</div>\n"
+        f"reference log-prob {shown_logprob(side.reference_logprob)}{policy_text}</div>\n"
         f'<div class="tokens">{tokens}</div>'
     )
 
