@@ -1,4 +1,4 @@
-"""Fixtures every test may use."""
+"""Fixtures for all tests."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep the garbage collector from the 800,000 objects that imports leave, as training.contract.system.imports does."""
+    """Keep the garbage collector away from the 800,000 objects of imports, as training.contract.system.imports does."""
     gc.disable()
     yield
     gc.enable()
@@ -23,7 +23,7 @@ def pytest_collection() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """The folder of real preference data, tokenizers and small models: demanded in CI, skipped with a word elsewhere."""
+    """Return the folder of real preference data, tokenizers and small models. CI requires it; elsewhere the test is skipped."""
     if SHARED_DATA.is_dir():
         return SHARED_DATA
     message = f"needs the real preference data, tokenizers and models in {SHARED_DATA}"
@@ -34,5 +34,5 @@ def shared_data() -> Path:
 
 @pytest.fixture
 def packaged_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A policy is packaged by a call of what a process of its own calls, which spends seconds on imports."""
+    """Package policies in this process: a process of its own spends seconds on imports."""
     monkeypatch.setattr("model_registry.files._package", package)

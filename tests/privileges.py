@@ -1,4 +1,4 @@
-"""Tests of what may not be read, also where they are run by root, who may read everything."""
+"""Tests of unreadable files, also for root, who may read everything."""
 
 import os
 import tempfile
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def without_privileges() -> Iterator[Path]:
-    """A folder that anybody may enter, as a user who may not enter every other."""
+    """Yield a folder that anybody may enter; within the block the process is an ordinary user."""
     with tempfile.TemporaryDirectory() as name:
         folder, user = Path(name), os.geteuid()
         folder.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What people read is held against the program: fields, their defaults, examples and links."""
+"""Compare the documentation with the program: fields, defaults, examples and links."""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ WORDS = {"none": None, "the base model's": None, "the tokenizer's": None}
 
 
 def leaves(section: type[BaseModel]) -> Iterator[str]:
-    """The names of all fields that are no sections, in whatever list or union they stand."""
+    """Yield the names of all leaf fields of a section, also of sections in lists and unions."""
     for name, field in section.model_fields.items():
         kinds = [part for kind in (field.annotation, *get_args(field.annotation)) for part in (kind, *get_args(kind))]
         inner = {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)}
@@ -42,54 +42,54 @@ def test_every_field_is_in_the_documents():
 def test_every_check_is_in_the_documents():
     pipeline = load_recipe(ROOT / "workflows/defs/demo").pipeline
     specs = [spec for asset in GRAPH for spec in check_specs(pipeline, asset)]
-    told = re.findall(r"^\|[^|]*\| `(\w+)`( \(a warning\))? \|", LINEAGE_PAGE, re.MULTILINE)
-    assert {(name, not warning) for name, warning in told} == {(spec.name, spec.blocking) for spec in specs}
+    documented = re.findall(r"^\|[^|]*\| `(\w+)`( \(a warning\))? \|", LINEAGE_PAGE, re.MULTILINE)
+    assert {(name, not warning) for name, warning in documented} == {(spec.name, spec.blocking) for spec in specs}
 
 
 def test_every_metric_of_pairs_is_in_the_documents():
     assert set(METRICS) <= set(re.findall(r"`([a-z_/]+)`", LINEAGE_PAGE.partition("## Metrics")[2]))
 
 
-def told_defaults() -> Iterator[tuple[str, Any]]:
-    """Of the table of fields: in a row of several names as many defaults, between commas, or one for all."""
+def documented_defaults() -> Iterator[tuple[str, Any]]:
+    """Yield (field, default) of the table of fields. A row of several names has as many defaults, or one for all."""
     for names, default, _ in ROW.findall(RECIPE_PAGE):
         fields = re.findall(r"`([^`]+)`", names)
         section = fields[0].rpartition(".")[0]
-        told = default.split(", ") if len(fields) > 1 and ", " in default else [default] * len(fields)
-        for field, words in zip(fields, told, strict=True):
-            if words:
+        documented = default.split(", ") if len(fields) > 1 and ", " in default else [default] * len(fields)
+        for field, text in zip(fields, documented, strict=True):
+            if text:
                 path = field if "." in field else f"{section}.{field}"
-                yield path, WORDS[words] if words in WORDS else yaml.safe_load(words.strip("`"))
+                yield path, WORDS[text] if text in WORDS else yaml.safe_load(text.strip("`"))
 
 
-@pytest.mark.parametrize(("path", "told"), list(told_defaults()))
-def test_a_default_is_what_the_table_says(path: str, told: Any):
+@pytest.mark.parametrize(("path", "documented"), list(documented_defaults()))
+def test_documented_default_is_the_default(path: str, documented: Any):
     found: Any = {**RESOLVED, "variants": {"<name>": None}}
     for name in path.replace("[]", ".0").split("."):
         found = found[int(name)] if isinstance(found, list) else found[name]
-    assert says(told, found)
+    assert is_default(documented, found)
 
 
 @pytest.mark.parametrize(("field", "section"), [("reference.sft", SupervisedTuning), ("training.adapter", Adapter)])
-def test_the_defaults_of_an_optional_section_are_what_the_table_says(field: str, section: type[BaseModel]):
+def test_documented_defaults_of_an_optional_section_are_the_defaults(field: str, section: type[BaseModel]):
     [text] = [text for names, _, text in ROW.findall(RECIPE_PAGE) if names == f"`{field}`"]
-    told = dict(re.findall(r"`([a-z_]+)` `?([\w.-]+)", text))
+    documented = dict(re.findall(r"`([a-z_]+)` `?([\w.-]+)", text))
     found = section().model_dump(mode="json")
-    assert len(told.keys() & found.keys()) > 1
-    assert all(says(told[name], found[name]) for name in told.keys() & found.keys())
+    assert len(documented.keys() & found.keys()) > 1
+    assert all(is_default(documented[name], found[name]) for name in documented.keys() & found.keys())
 
 
-def says(told: Any, found: Any) -> bool:
-    """Whether a default is the one that was told; YAML reads 5e-7 as text. A section may be told in part."""
-    if isinstance(told, dict):
-        return all(says(value, found[name]) for name, value in told.items())
-    if isinstance(told, list):
-        return all(says(*both) for both in zip(told, found, strict=True))
-    return told == found or str(told) == str(found) or float(told) == found
+def is_default(documented: Any, found: Any) -> bool:
+    """Return whether the documented default is the real one. YAML reads 5e-7 as text. A section may be documented in part."""
+    if isinstance(documented, dict):
+        return all(is_default(value, found[name]) for name, value in documented.items())
+    if isinstance(documented, list):
+        return all(is_default(*both) for both in zip(documented, found, strict=True))
+    return documented == found or str(documented) == str(found) or float(documented) == found
 
 
 def examples() -> Iterator[Any]:
-    """The recipes, sections and parts of `training` among the YAML of all pages."""
+    """Yield the recipes, sections and parts of `training` in the YAML blocks of all pages."""
     for text in PAGES.values():
         for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
             content = yaml.safe_load(block)
@@ -105,23 +105,23 @@ def test_an_example_is_a_recipe(content: dict[str, Any]):
 
 
 def test_the_defaults_of_muon_are_those_of_the_example():
-    [told] = [e["training"]["optimizer"] for e in examples() if "muon" in str(e)]
-    assert says(told, Muon(type="muon").model_dump(mode="json"))
+    [documented] = [e["training"]["optimizer"] for e in examples() if "muon" in str(e)]
+    assert is_default(documented, Muon(type="muon").model_dump(mode="json"))
 
 
 def anchors(text: str) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     return {
         re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in re.findall("^#+ (.*)", text, re.M)
     }
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str):
+def test_links_have_targets(page: str):
     for target in re.findall(r"\]\(([^)]+)\)", PAGES[page]):
         if target.startswith("http"):
             continue
         path, _, anchor = target.partition("#")
-        place = ((ROOT / page).parent / path).resolve() if path else ROOT / page
-        assert place.exists(), target
-        assert not anchor or anchor in anchors(place.read_text()), target
+        linked = ((ROOT / page).parent / path).resolve() if path else ROOT / page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text()), target

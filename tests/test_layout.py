@@ -1,7 +1,7 @@
-"""The folder `mlflow/` is a source root and no package; and Dagster's process stays free of torch.
+"""The folder `mlflow/` is a source root, not a package; Dagster's process stays free of torch.
 
-With an `__init__.py` there, or a folder `tests/mlflow`, `import mlflow` could find ours instead of the installed library,
-and everything that logs or registers would break.
+With an `__init__.py` there, or a folder `tests/mlflow`, `import mlflow` could import our folder instead of the installed
+library.
 """
 
 import importlib
@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ["torch", "transformers", "datasets", "matplotlib"]
-# Imported in one process, in this order: starting one costs seconds.
+# One process imports them in this order: starting a process costs seconds.
 LIGHT_MODULES = [
     "mlflow",
     "model_registry.gate",
@@ -30,33 +30,33 @@ print(json.dumps({name: [h for h in HEAVY if importlib.import_module(name) and h
 """
 
 
-def answer(code: str, cwd: Path) -> str:
+def last_line_of(code: str, cwd: Path) -> str:
     done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
 
 
-def test_the_source_root_is_no_package():
+def test_the_source_root_is_not_a_package():
     assert not (ROOT / "mlflow" / "__init__.py").exists()
     assert not (ROOT / "tests" / "mlflow").exists()
     assert {path.name for path in (ROOT / "mlflow").iterdir()} - {"__pycache__"} == {"model_registry"}
 
 
-@pytest.mark.parametrize("stand", ["the repository", "its source root", "elsewhere"])
-def test_import_mlflow_finds_the_installed_library(stand: str, tmp_path: Path):
-    cwd = {"the repository": ROOT, "its source root": ROOT / "mlflow", "elsewhere": tmp_path}[stand]
-    found = Path(answer("from mlflow import MlflowClient; import mlflow; print(mlflow.__file__)", cwd))
+@pytest.mark.parametrize("folder", ["the repository", "its source root", "elsewhere"])
+def test_import_mlflow_finds_the_installed_library(folder: str, tmp_path: Path):
+    cwd = {"the repository": ROOT, "its source root": ROOT / "mlflow", "elsewhere": tmp_path}[folder]
+    found = Path(last_line_of("from mlflow import MlflowClient; import mlflow; print(mlflow.__file__)", cwd))
     assert "site-packages" in found.parts
     assert found.name == "__init__.py"
 
 
-def test_importing_it_leaves_torch_out():
-    loaded = answer(f"HEAVY, NAMES = {HEAVY}, {LIGHT_MODULES}\n{IMPORT_ALL}", ROOT)
+def test_light_modules_do_not_import_torch():
+    loaded = last_line_of(f"HEAVY, NAMES = {HEAVY}, {LIGHT_MODULES}\n{IMPORT_ALL}", ROOT)
     assert json.loads(loaded) == {name: [] for name in LIGHT_MODULES}
 
 
-def test_torch_behind_a_module_of_ours_is_seen_where_it_may_not_be(tmp_path: Path):
-    """The contracts of `make check`, over a copy in which an asset takes in a module that imports it."""
+def test_import_contracts_find_torch_behind_another_module(tmp_path: Path):
+    """Run the contracts of `make check` over a copy in which an asset imports a module that imports torch."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for package in ("workflows", "assets", "training", "mlflow"):
         shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
@@ -74,7 +74,7 @@ def test_torch_behind_a_module_of_ours_is_seen_where_it_may_not_be(tmp_path: Pat
 
 
 def test_the_benchmarks_can_be_imported():
-    """No test runs them, so a change that breaks them is seen here. The peers import TRL, which is an extra."""
+    """No test runs them, so this one finds a change that breaks them. The peers import TRL, an extra."""
     modules = {path.stem for path in (ROOT / "tests" / "benchmarks").glob("*.py") if not path.stem.endswith("peer")}
     assert {"training", "gpu_once", "hashing"} <= modules
     for name in modules:

@@ -1,24 +1,25 @@
-"""Training on a GPU, ours and TRL's: `python -m tests.benchmarks.gpu`.
+"""Training on a GPU, this project and TRL: `python -m tests.benchmarks.gpu`.
 
 A Llama of 1.1 billion random parameters, made-up pairs in batches of 16, in micro-batches of 4,096 tokens, bfloat16 with
-float32 masters, AdamW; no activation is computed twice. Every side is a process of its own: our training job eager and
-compiled, TRL with its chunked head, and TRL with Liger's kernels (the extra `bench-gpu`). Ours is the real job, with
-deterministic algorithms, and refuses to train if the policy's log-probs are not the reference's.
+float32 master weights, AdamW; no activation is computed twice. Every side is a process of its own: our training job eager and
+compiled, TRL with its chunked head, and TRL with Liger's kernels (the extra `bench-gpu`). Our side is the real job, with
+deterministic algorithms and the reference check.
 
     tokens/s      of both sequences of each pair, prompts twice, without padding: the same count for every side
     utilisation   model FLOPs / (seconds x the chip's dense bfloat16 peak), model FLOPs = 6 W T + 6 V H R + 12 L D S:
                   W weights of the layers, T tokens, V H of the head, R response tokens, L layers, D width of all query
-                  heads, S pairs of a token and one that it sees (causal). "least" with each prompt once, which is
-                  what ours runs; "as usual" with each prompt twice, which is what a trainer without shared prefixes does
+                  heads, S pairs of a token and one that it sees (causal). "least" with each prompt once, as our side
+                  runs; "as usual" with each prompt twice, as a trainer without shared prefixes runs
     peak          most memory that torch held on the device, in GiB
 
-Steps before the fourth are not counted: they warm up. Before the costs stands how far both ways of attention are from
-float64 on the same bfloat16 operands; after them, how far compiled is from eager and TRL from ours, step by step.
+The first three steps warm up and are not counted. Before the costs the command prints the error of both ways of attention
+against float64 on the same bfloat16 operands. After them it prints the differences step by step: compiled from eager, and
+TRL from ours.
 
-What a side told is written to `--record`, a line of JSON each, as soon as it has; one that fails, or takes more than
-`--side-seconds`, is left out with its error.
+Each side's result is appended to `--record` as a line of JSON. A side that fails, or takes more than `--side-seconds`, is
+left out with its error.
 
-`--size tiny --device cpu` runs all of it, but the kernels, on a processor in float32.
+`--size tiny --device cpu` runs everything but the kernels on a processor in float32.
 """
 
 import argparse
@@ -60,7 +61,7 @@ Told = dict[str, Any]
 
 @dataclass(frozen=True)
 class Side:
-    """What one side told: its steps, with the time at the end of each, and its peak of memory."""
+    """The result of one side: its steps, with the time at the end of each, and its peak of memory."""
 
     name: str
     steps: list[Told]
@@ -68,12 +69,12 @@ class Side:
 
     @property
     def seconds(self) -> float:
-        """Of all steps that count."""
+        """Return the seconds of all counted steps."""
         return float(self.steps[-1]["time"] - self.steps[WARM_UP - 1]["time"])
 
 
 def prepare(size: Size, workload: Workload) -> Artifact:
-    """The model, the pairs, and the same as texts in the order in which our job takes them."""
+    """Prepare the model, the pairs, and the pairs as text in the order of our job."""
     torch.manual_seed(0)
     config = configuration(size)
     LlamaForCausalLM(config).save_pretrained(workload.base)
@@ -111,7 +112,7 @@ def batches_of(size: Size, pairs: Artifact) -> Any:
 
 
 def sides(size: Size, workload: Workload, pairs: Artifact, arguments: argparse.Namespace) -> Iterator[Side]:
-    """Each in turn; what cannot run here is left out, with a word. The first failure of ours ends them: raises Failed."""
+    """Yield the sides in turn, and print why one is left out. Raises Failed if ours, eager, fails."""
     limits = {"threads": arguments.threads, "seconds": arguments.side_seconds}
     scoring = reference_job(workload, pairs, arguments.precision)
     run("measured", str(scoring.path), **limits)
@@ -144,13 +145,13 @@ def _compiled(workload: Workload) -> Workload:
 def ours(
     name: str, size: Size, workload: Workload, pairs: Artifact, scored: Artifact, arguments: argparse.Namespace
 ) -> Side:
-    """The training job, and if asked for what the device does in a step of it."""
+    """Run the training job and, if requested, profile the device in a step of it."""
     changes = {"batch_size": size.batch, "precision": arguments.precision, "seed": 0}
     job = policy_job(workload, pairs, scored, size.micro_tokens, **changes)
     limits = {"threads": arguments.threads, "seconds": arguments.side_seconds}
 
     def fresh(place: Path) -> Job:
-        """With an empty store of results: what differs in `compute` alone is else done already."""
+        """Empty the store of results: with another `compute` alone a job would be done already."""
         return job.model_copy(update={"folder": place, "store": place / "store"})
 
     measured = fresh(workload.folder / name)
@@ -163,12 +164,12 @@ def ours(
 
 
 def shown(found: list[Side], size: Size, pairs: Artifact, peak: float | None) -> str:
-    """The costs of each side, and what ours, eager, is of it."""
+    """Return the table of the costs of each side, and their ratio to ours, eager."""
     counted = batches_of(size, pairs)
     tokens = sum(counted.tokens(step) for step in range(WARM_UP + 1, size.steps + 1))
     with torch.device("meta"):
         model = LlamaForCausalLM(configuration(size))
-    part = (size.steps - WARM_UP) / size.steps  # batches are alike
+    part = (size.steps - WARM_UP) / size.steps  # all batches are alike
     work = [part * least(model, Pairs.open(pairs.folder), prompts) for prompts in (1, 2)]
     head = ["", "tokens/s (ours, eager, is)", "utilisation, least", "as usual", "peak, GiB (ours, eager, is)"]
     rows, first = [head], found[0]
@@ -180,7 +181,7 @@ def shown(found: list[Side], size: Size, pairs: Artifact, peak: float | None) ->
 
 
 def differences(found: list[Side]) -> str:
-    """The largest difference of a step from that of ours, eager: of the loss, and of the norm relative to it."""
+    """Return the largest difference of a step from ours, eager: of the loss, and of the norm relative to it."""
     rows = [["against ours, eager", "loss", "norm of the gradient"]]
     for side in found[1:]:
         steps = list(zip(found[0].steps, side.steps, strict=True))

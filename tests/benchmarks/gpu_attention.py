@@ -1,6 +1,6 @@
-"""Both ways of attention over a row against float64 on the same operands, for gpu.py.
+"""Errors of both ways of attention over a row, against float64 on the same operands, for gpu.py.
 
-Each relative error is ||found - exact|| / ||exact||, the gradients' that of queries, keys and values together.
+Each relative error is ||found - exact|| / ||exact||; for gradients that of queries, keys and values together.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ LENGTHS = [(700, 300, 120), (90, 40, 500), (256, 128, 128, 7)]  # a prompt and i
 
 
 def errors(device: str) -> Iterator[list[str]]:
-    """A row for each way that runs on `device`, with and without a window."""
+    """Return a row for each way that runs on `device`, with and without a window."""
     on, random = torch.device(device), torch.Generator().manual_seed(0)
     groups = [list(_group(*lengths)) for lengths in LENGTHS]
     plan, exactly = build_row(groups, on).plan, build_row(groups, torch.device("cpu")).plan
@@ -41,7 +41,7 @@ def _group(prompt: int, *responses: int) -> Iterator[TokenSequence]:
 def _run(
     way: Callable[..., Tensor], given: list[Tensor], plan: PackedAttentionPlan, window: int | None, upstream: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The values, and all gradients in a row."""
+    """Return the values, and all gradients in a row."""
     operands = [tensor.clone().requires_grad_() for tensor in given]
     output = way(*operands, plan, None, window)
     gradients = torch.autograd.grad(output, operands, upstream)

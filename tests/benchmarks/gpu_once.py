@@ -1,15 +1,15 @@
-"""All that a GPU can show of this project, in one command: `python -m tests.benchmarks.gpu_once OUT`.
+"""All checks of this project that need a GPU, in one command: `python -m tests.benchmarks.gpu_once OUT`.
 
-For a machine that is lent for minutes, and may be taken back at any time. Each part is a process of its own with a limit of
-seconds, and what it prints goes to a file in OUT while it runs; a part that fails or is late keeps no other from running.
-How each ended is added to OUT/parts.jsonl.
+For a machine that is lent for minutes and may be taken back at any time. Each part is a process of its own with a time limit,
+and prints to a file in OUT while it runs. A part that fails or is late does not stop the others. The end of each part is
+appended to OUT/parts.jsonl.
 
-    tests       those marked `gpu` that are quick: is it right
+    tests       the quick tests marked `gpu`: is it right
     benchmark   tests/benchmarks/gpu.py: how fast; its sides also in OUT/sides.jsonl
     compiler    tests marked `gpu` that compile
 
 It needs torch 2.11 or later, transformers, peft, pydantic, pyarrow, psutil, and pytest with pytest-timeout and
-pytest-xdist; TRL's sides need the extra `bench-gpu`. `--size tiny --device cpu` shows on any machine that it works.
+pytest-xdist; TRL's sides need the extra `bench-gpu`. `--size tiny --device cpu` tries it on any machine.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from tests.benchmarks.gpu_setting import SIZES
 from tests.benchmarks.setting import ROOT
 
 _PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "--timeout", "150"]
-# No other module is imported, since it may want a library, or a version of one, which is not there.
+# Import no other module: it may need a library, or a version of one, that is missing.
 _PYTEST += [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in file.read_text()]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What Python is to run, and for how many seconds at most."""
+    """The arguments for Python, and the time limit in seconds."""
 
     name: str
     arguments: list[str]
@@ -41,7 +41,7 @@ class Part:
 
 @dataclass(frozen=True)
 class End:
-    """How a part ended; `status` is None if it was late."""
+    """The end of a part; `status` is None if it was late."""
 
     name: str
     status: int | None
@@ -49,7 +49,7 @@ class End:
 
 
 def parts(out: Path, size: str, device: str) -> list[Part]:
-    """In the order in which their answers are wanted; 570 seconds in all, if each takes what it may."""
+    """Return the parts, the most important first; their limits sum to 570 seconds."""
     benchmark = ["-m", "tests.benchmarks.gpu", "--size", size, "--device", device, "--side-seconds", "110"]
     return [
         Part("tests", [*_PYTEST, "-n", str(min(5, os.cpu_count() or 1)), "-m", "gpu and not slow"], 150),
@@ -59,7 +59,7 @@ def parts(out: Path, size: str, device: str) -> list[Part]:
 
 
 def do(part: Part, out: Path) -> End:
-    """Run a part, and end it with all that it has started if it is late; what it prints goes to a file as it is printed."""
+    """Run a part with its output in a file. If it is late, end it with all processes that it started."""
     started, status = time.monotonic(), None
     paths = [str(ROOT), str(ROOT / "mlflow"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(paths)}

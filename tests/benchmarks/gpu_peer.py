@@ -1,9 +1,9 @@
 """TRL's side of the comparison on a GPU: `python -m tests.benchmarks.gpu_peer FOLDER --size 1b`, started by gpu.py.
 
 TRL 1.16 always computes log-probs from chunks of the head (`add_fused_lm_head`), and its `padding_free` is switched off in
-this version. Weights are float32 and the passes autocast to bfloat16, which is what it does with `bf16=True`; `--liger` lets
-transformers replace the layers by Liger's kernels, all but the head. Reference log-probs are precomputed, as it advises.
-One JSON object on the last line: the time at the end of each step, what it told of it, and the peak of memory.
+this version. Weights are float32 and the passes autocast to bfloat16, as with `bf16=True`. `--liger` lets transformers replace
+the layers by Liger's kernels, all but the head. Reference log-probs are precomputed, as TRL advises.
+One JSON object on the last line: the time at the end of each step, its metrics, and the peak of memory.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tests.benchmarks.setting import BETA, CLIP, RATE, peak_mb
 
 
 class Clock(TrainerCallback):
-    """The time at the end of each step, when the device has done it."""
+    """Record the time at the end of each step, when the device has finished it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -71,10 +71,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         tokenizer = AutoTokenizer.from_pretrained(base)
         trainer = DPOTrainer(model, args=settings, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
         trainer.train()
-    told = [log for log in trainer.state.log_history if "rewards/margins" in log]
+    logs = [log for log in trainer.state.log_history if "rewards/margins" in log]
     steps = [
         {"time": at, "loss": log["loss"], "grad_norm": log["grad_norm"]}
-        for at, log in zip(clock.times, told, strict=True)
+        for at, log in zip(clock.times, logs, strict=True)
     ]
     peak = torch.cuda.max_memory_allocated() / 2**20 if arguments.device == "cuda" else peak_mb()
     return {"steps": steps, "peak_mb": peak}

@@ -1,8 +1,8 @@
-"""What a GPU does in a step of a policy job: `python -m tests.benchmarks.gpu_profile JOB.json`, started by gpu.py.
+"""Kernel times of a policy job's steps: `python -m tests.benchmarks.gpu_profile JOB.json`, started by gpu.py.
 
-torch's profiler watches two steps and slows the processor down, so the device waits for it longer than it would: look at
-the milliseconds of the device. One JSON object on the last line, the rows of a table: what kernels are for, by their names,
-with the milliseconds and the number of a step; then those of all, and the time from the first kernel's start to the last's end.
+torch's profiler watches two steps and slows the processor down, so the device waits longer than usual: only its own
+milliseconds count. One JSON object on the last line, the rows of a table: the purpose of kernels, by their names, with the
+milliseconds and the count of a step; then the sum, and the time from the first kernel's start to the last one's end.
 """
 
 import json
@@ -23,7 +23,7 @@ from training.loop.rank_sync import Flags
 from training.loop.train_step import StepResult, TrainStep
 
 FIRST, STEPS = 6, 2
-# What the name of a kernel contains, and what it is for; the first that fits.
+# Part of a kernel's name, and its purpose; the first that fits.
 HEADINGS = {
     "flash": "attention",
     "nvjet": "matrix products",
@@ -38,7 +38,7 @@ REST = "norms, rotary positions, activations, residuals, head, packing"
 
 
 def rows_of(events: Iterable[dict[str, Any]]) -> list[list[str]]:
-    """The table of a trace as torch exports it, in microseconds."""
+    """Return the table of a trace as torch exports it, in microseconds."""
     done = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     found: dict[str, list[float]] = {}
     for event in done:
@@ -76,7 +76,7 @@ def measure(path: Path) -> list[list[str]]:
 
 
 def _wait() -> None:
-    """Until the device has done all that it was given."""
+    """Wait until the device is idle."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""What both sides of the comparison on a GPU share: sizes, made-up pairs, peaks of chips. It imports neither of them.
+"""Settings of both sides of the comparison on a GPU: sizes, made-up pairs, peaks of chips. It imports neither side.
 
 Pairs are random words of a vocabulary in which word number n is token number n, so a trainer that takes text and one that
 takes tokens get the same. Each prompt has two responses, and each response ends with the end-of-sequence token.
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 END = 0
-WARM_UP = 3  # steps that are not counted
+WARM_UP = 3  # warm-up
 TEXTS = "order.json"
-# Dense bfloat16 of tensor cores, in FLOP/s, by what the name of a device contains; from the vendor's data sheets.
+# Dense bfloat16 peak of tensor cores, in FLOP/s, by a part of the device's name; from the vendor's data sheets.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama, untied, and how much it is trained on; lengths are the shortest and the longest."""
+    """A Llama, untied, and the amount of its training data; lengths are the shortest and the longest."""
 
     hidden: int
     intermediate: int
@@ -34,7 +34,7 @@ class Size:
 
     @property
     def micro_pairs(self) -> int:
-        """Pairs of one forward, for about as many tokens, of a trainer that runs both sequences whole; padding comes on top."""
+        """The pairs of one forward of about `micro_tokens`, unpadded, if both sequences run whole."""
         fitting = max(1, self.micro_tokens // (sum(self.prompt) + sum(self.response)))
         return max(count for count in range(1, fitting + 1) if self.batch % count == 0)
 
@@ -47,7 +47,7 @@ Pair = tuple[list[int], list[int], list[int]]
 
 
 def made_up(size: Size) -> list[Pair]:
-    """Prompts, chosen and rejected responses, as tokens."""
+    """Return prompts, chosen and rejected responses, as tokens."""
     drawn = random.Random(0)
 
     def words(lengths: tuple[int, int]) -> list[int]:
@@ -58,7 +58,7 @@ def made_up(size: Size) -> list[Pair]:
 
 
 def write_texts(pairs: list[Pair], folder: Path) -> None:
-    """As rows of text, without the end that a trainer on texts adds."""
+    """Write rows of text, without the end token: a trainer on texts adds it."""
     rows = [(text(prompt), " " + text(chosen[:-1]), " " + text(rejected[:-1])) for prompt, chosen, rejected in pairs]
     named = [dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in rows]
     (folder / TEXTS).write_text(json.dumps(named), encoding="utf-8")
@@ -73,5 +73,5 @@ def word(token: int) -> str:
 
 
 def peak_of(device: str) -> float | None:
-    """The peak of a device by its name, if it is known."""
+    """Return the peak of a device by its name, None if it is unknown."""
     return next((peak for name, peak in PEAKS.items() if name in device), None)

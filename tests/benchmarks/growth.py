@@ -1,16 +1,16 @@
-"""How the cost of the two jobs grows with the data and the model: `python -m tests.benchmarks.growth`.
+"""Growth of the cost of two jobs with data and model: `python -m tests.benchmarks.growth`.
 
 Random tokens and a small random Llama (hidden 128, 2 layers, vocabulary 4,096), 64 pairs of a prompt of 64 tokens with two
-responses of 64, one epoch in batches of 8, float32 on the CPU: from there each of three quantities grows alone, fourfold
-or more. CPU-seconds are the jobs', without imports; peaks are of the whole process, and what it holds before any work
-(the libraries) is told in the head. Every point is measured twice, and the smaller of two figures counts: whatever else a
-machine does only adds to them.
+responses of 64, one epoch in batches of 8, float32 on the CPU. From there each of three quantities grows alone, fourfold
+or more. CPU-seconds are the jobs', without imports; peaks are of the whole process, and the head of the table has its memory
+before any work (the libraries). Every point is measured twice and the smaller figure counts, because other work on the
+machine only adds to it.
 
-What should be seen. In pairs: time linear, memory flat. In the vocabulary: time linear, memory by the weights only (the
-parameter, its gradient, two moments, and what passes through: a gradient of the embedding and one of the head), since
-logits are held under a budget of bytes. In the length of responses: time linear but for attention, whose part is quadratic;
-memory by the tokens of a micro-batch. `marginal` is the cost of one more unit, from the row before to this one; where
-growth is linear it stays what it was. Exit status 1 if, in pairs or vocabulary, it rises by more than half.
+Expected growth. In pairs: time linear, memory flat. In the vocabulary: time linear, memory by the weights only (the
+parameter, its gradient, two moments, and two temporary gradients, of the embedding and of the head), because logits have a
+budget of bytes. In the length of responses: time linear but for attention, whose part is quadratic; memory by the tokens of
+a micro-batch. `marginal` is the cost of one more unit, from the row before to this one; with linear growth it stays the
+same. Exit status 1 if, in pairs or vocabulary, it rises by more than half.
 """
 
 import argparse
@@ -56,12 +56,12 @@ LINEAR = ("pairs", "vocabulary")
 
 
 def cost(point: Point, threads: int) -> Cost:
-    """The smaller of two measurements, figure by figure."""
+    """Return the smaller of two measurements, figure by figure."""
     return Cost(*map(min, astuple(_measured(point, threads)), astuple(_measured(point, threads))))
 
 
 def _measured(point: Point, threads: int) -> Cost:
-    """The jobs `reference_logprobs` and `policy` at `point`, each in a process of its own."""
+    """Measure the jobs `reference_logprobs` and `policy` at `point`, each in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(Path(folder))
         _write_model(point, workload.base)
@@ -76,7 +76,7 @@ def _measured(point: Point, threads: int) -> Cost:
 
 
 def grow(axis: str, base: Cost, threads: int) -> tuple[str, list[float]]:
-    """The table of one axis, and by how much its marginal cost rises from each row to the next."""
+    """Return the table of one axis, and the increase of its marginal cost from each row to the next."""
     rows = [[axis, "reference, CPU-s", "training, CPU-s", "peak, MB", "marginal, CPU-ms", "of the one before"]]
     units, before, marginals, rises = AXES[axis], base, [], []
     for at, unit in enumerate(units):

@@ -1,8 +1,8 @@
-"""How fast the identity of a model is known: read for the first time, and again through the cache.
+"""Time to identify a model: the first read, and again through the cache.
 
     python -m pytest tests/benchmarks/hashing.py -s
 
-The measure beside it is one thread of sha256 over the same bytes in memory: with as many threads as cores, and files in the
+The measure beside it is one thread of sha256 over the same bytes in memory. With as many threads as cores, and files in the
 page cache, a model should take about that time divided by the number of cores.
 """
 

@@ -1,8 +1,8 @@
-"""Do one job in this process, and say what it cost: `python -m tests.benchmarks.measured JOB.json`.
+"""Run one job in this process and print its cost: `python -m tests.benchmarks.measured JOB.json`.
 
-One JSON object on the last line: CPU-seconds of the job, those of starting and importing before it, and peaks of memory
-in MB. A fresh process each, since the peak of a process never falls. What a job's kind imports is imported before, in the
-job's own way.
+One JSON object on the last line: CPU-seconds of the job, those of starting and importing before it, and peaks of memory in MB.
+The peak of a process never falls, so each job has a fresh process. The imports of a job's kind come first, as the job does
+them.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""How long it takes to look ten million sequences up, and in how much memory.
+"""Time and memory for looking up ten million sequences.
 
     python -m pytest tests/benchmarks/memo_lookup.py -s
 
-Keys are random, as hashes are; half of those asked for are known. Each measurement runs in a process of its own, so that
-its memory is its own: anonymous memory is what the machine must have, mapped files can be given back at any time.
+Keys are random, as hashes are; half of the requested ones are known. Each measurement has its own process, and so its own
+memory. Anonymous memory is what the machine must have; mapped files can be given back at any time.
 """
 
 import json

@@ -1,14 +1,14 @@
-"""Floating-point operations of one epoch of training, counted, against the least that any trainer needs.
+"""Floating-point operations of one epoch of training, compared with the least that any trainer needs.
 
 Legend: T tokens with each prompt once, N response tokens, L layers, D width of all query heads, H hidden size, V vocabulary.
 
-The least, with the reference cached: six operations a weight and token for the layers (two forward, four backward), six a
-weight and response token for the head, and for attention, of each token to itself and what it may see, three times
-(forward once, backward twice) the four operations a pair, layer and unit of D.
+The least, with the reference cached: six operations a weight and token for the layers (two forward, four backward), and six a
+weight and response token for the head. For attention, four operations for each token, each token that it may see (itself
+included), layer and unit of D, three times: once forward, twice backward.
 
-Counted: every matrix product of forward and backward, by torch's FlopCounterMode; attention by hand from the plan of each
-row, since what its kernels do inside is not seen: whole rectangles of queries and keys, and a backward pass of five products
-for the forward pass' two.
+Counted: every matrix product of forward and backward, by torch's FlopCounterMode. Attention is counted by hand from the plan
+of each row, because the mode does not see into its kernels: whole rectangles of queries and keys, with five products backward
+for two forward.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Operations:
-    """`kept` and `recomputed`: with as many logits kept from forward to backward as the budget holds, and with none."""
+    """`kept`: the budget's worth of logits is kept from forward to backward; `recomputed`: none is kept."""
 
     least: float
     kept: float
@@ -42,11 +42,11 @@ def _addmm_in_place(total: list[int], left: list[int], right: list[int], **_: An
     return 2 * left[0] * left[1] * right[1]
 
 
-UNCOUNTED = {torch.ops.aten.addmm_: _addmm_in_place}  # torch counts it only where it writes into a new tensor
+UNCOUNTED = {torch.ops.aten.addmm_: _addmm_in_place}  # torch counts it only when it writes into a new tensor
 
 
 def count(model: PreTrainedModel, pairs: Pairs, micro_tokens: int) -> Operations:
-    """Over every micro-batch of one epoch."""
+    """Count the operations of every micro-batch of one epoch."""
     kept = recomputed = 0.0
     for groups in _micro_batches(pairs, micro_tokens):
         row = build_row(groups, CPU)
@@ -64,7 +64,7 @@ def _micro_batches(pairs: Pairs, micro_tokens: int) -> Iterator[list[list[TokenS
 
 
 def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> float:
-    """Matrix products of the real forward and backward."""
+    """Return the matrix products of the real forward and backward."""
     sequences = [sequence for group in groups for sequence in group]
     with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
         response_logprobs(model, sequences, [len(group) for group in groups]).tokens_N.sum().backward()
@@ -74,7 +74,7 @@ def _products(model: PreTrainedModel, groups: list[list[TokenSequence]]) -> floa
 
 
 def _again(model: PreTrainedModel, row: PackedRow) -> float:
-    """What the head's backward adds where no tile is kept: more of its forward, as counted on hidden states of zero."""
+    """Return the head's additional backward operations if no tile is kept, as counted on hidden states of zero."""
     head, hidden_NH = head_of(model), torch.zeros(len(row.predictors_N), model.config.hidden_size)
     totals = []
     budget = Budget.of(CPU)
@@ -93,7 +93,7 @@ def _attention(model: PreTrainedModel, row: PackedRow) -> float:
 
 
 def least(model: PreTrainedModel, pairs: Pairs, prompts: int = 1) -> float:
-    """Of one epoch, with each prompt run as often as `prompts` says."""
+    """Return the least operations of one epoch, with each prompt run `prompts` times."""
     head, embeddings = head_of(model).weight_VH.numel(), model.get_input_embeddings().weight.numel()
     body = sum(p.numel() for p in model.parameters() if p.ndim > 1) - head - embeddings
     starts = pairs.prompt_lengths.astype(int)

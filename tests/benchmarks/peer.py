@@ -31,7 +31,7 @@ SERIES = (
 
 
 class Timed(DPOTrainer):
-    """TRL's trainer, which tells what its reference pass cost."""
+    """TRL's trainer, with a record of the cost of its reference pass."""
 
     def _precompute_ref_logps(self, *given: Any, **named: Any) -> Dataset:
         started = cpu_seconds()
@@ -71,7 +71,7 @@ def measure(folder: Path, micro: int) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     with tempfile.TemporaryDirectory() as output:
-        # As a file in a folder of its own: what TRL caches beside it is then not found by the next run.
+        # A file in a folder of its own: TRL caches beside it, and the next run must not find that.
         rows = Path(output) / "rows.json"
         rows.write_text((folder / "order.json").read_text(encoding="utf-8"), encoding="utf-8")
         data = Dataset.from_json(str(rows), cache_dir=output)

@@ -1,12 +1,12 @@
-"""Where the time of a training job goes: `python -m tests.benchmarks.profile DATA`.
+"""Time profile of a training job: `python -m tests.benchmarks.profile DATA`.
 
 The workload of training.py, our side only, each table from a process of its own:
 
-phases       of the policy job from `python` to the published artifact, as the job itself tells them; seconds, so other work on
-             the machine counts in
+phases       of the policy job from `python` to the published artifact, by the job's own events; wall-clock seconds, so other
+             work on the machine counts
 operators    of the training steps: the self time of every operator, by torch's profiler, under the heading of the
-             innermost range or operator around it that has one; a backward operator counts where its forward does. What no
-             operator covers is Python between them. The profiler slows small operators down: look at the shares
+             innermost range or operator around it that has one; a backward operator counts under the heading of its forward.
+             The time outside of operators is Python's. The profiler slows small operators down: look at the shares
 """
 
 import json
@@ -33,7 +33,7 @@ from training.loop.train_step import StepResult, TrainStep
 from training.model.attention import packed_attention
 from training.model.logprobs.response_logprobs import response_logprobs
 
-# How names of operators and of ranges begin, and what they count as; the first of them that fits, from the inside out.
+# The beginning of names of operators and ranges, and their heading; the first that fits, from the inside out.
 HEADINGS = {
     "attention": "attention",
     "lay out": "packing and plan",
@@ -52,7 +52,7 @@ BACKWARD = "autograd::engine::evaluate_function"
 
 
 def heading(event: Any) -> str | None:
-    """Of the innermost event around `event`, itself included, that has one."""
+    """Return the heading of the innermost event around `event`, itself included, that has one."""
     while event is not None:
         for start, shown in HEADINGS.items():
             if event.name.startswith((start, f"{BACKWARD}: {start}")):
@@ -62,7 +62,7 @@ def heading(event: Any) -> str | None:
 
 
 def shares(events: Any) -> Counter[str]:
-    """Microseconds by heading."""
+    """Return microseconds by heading."""
     forward = {
         e.sequence_nr: shown for e in events if e.sequence_nr >= 0 and _backward_of(e) < 0 and (shown := heading(e))
     }
@@ -74,7 +74,7 @@ def shares(events: Any) -> Counter[str]:
 
 
 def _backward_of(event: Any) -> int:
-    """The number by which the backward operator that `event` is part of is tied to its forward; -1 if it is part of none."""
+    """Return the number that ties the backward operator around `event` to its forward; -1 without such an operator."""
     while event is not None and not event.name.startswith(BACKWARD):
         event = event.cpu_parent
     return -1 if event is None else int(event.sequence_nr)
@@ -89,7 +89,7 @@ def ranged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def profile_steps(job: Job) -> Counter[str]:
-    """Do `job` with the profiler on in its steps."""
+    """Run `job` with the profiler on in its steps."""
     found: Counter[str] = Counter()
     take = ranged("step", TrainStep.step)
 
@@ -135,9 +135,9 @@ def main() -> int:
         scored = workload.do(reference_job(workload, pairs))
         job = policy_job(workload, pairs, scored, arguments.micro_tokens)
         cost = run("measured", str(job.path), threads=threads)
-        told = list(phases(job, cost))
+        rows = list(phases(job, cost))
         by_heading = run("profile", "--job", str(job.path), threads=threads)
-    sys.stdout.write(f"{machine(threads)}\n\n{shown('phase', 'seconds', told)}\n")
+    sys.stdout.write(f"{machine(threads)}\n\n{shown('phase', 'seconds', rows)}\n")
     sys.stdout.write(shown("operators of the steps", "seconds", [(n, us / 1e6) for n, us in by_heading.items()]))
     return 0
 

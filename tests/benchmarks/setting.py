@@ -1,6 +1,6 @@
-"""What both sides of a comparison share: the training's settings, the machine, and how cost is measured.
+"""Code for both sides of a comparison: the training's settings, the machine, and the measurement of cost.
 
-It imports neither the project nor the peer, so that neither pays for the other's libraries.
+It imports neither the project nor the peer, so neither pays for the other's libraries.
 """
 
 import json
@@ -18,28 +18,28 @@ BATCH, BETA, RATE, CLIP, MAX_LENGTH = 8, 0.1, 1e-4, 1.0, 1024
 
 
 def peak_mb() -> float:
-    """The most memory this process has held. Not getrusage's: that is handed on by the process that started this one."""
+    """Return the peak memory of this process. getrusage's figure would include that of the parent process."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, of all its threads."""
+    """Return user and system time of this process, of all its threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 class Failed(SystemExit):
-    """A process did not end as it should, and why: whoever does not expect that ends with it."""
+    """A process ended badly. If nothing catches it, this process ends with its message."""
 
 
 def run(module: str, *arguments: str, threads: int, seconds: float | None = None) -> Any:
-    """The JSON on the last line of a module of this folder, run in a process of its own, of at most so many seconds.
+    """Run a module of this folder in a process of its own, with a time limit. Return the JSON of its last line.
 
     Raises Failed.
     """
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
-    # TRL refuses to train where it sees several GPUs, and a process of ours uses one.
+    # TRL refuses to train if it sees several GPUs, and our process uses one.
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "mlflow"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]
@@ -53,7 +53,7 @@ def run(module: str, *arguments: str, threads: int, seconds: float | None = None
 
 
 def machine(threads: int) -> str:
-    """One line for the head of a table."""
+    """Return one line for the head of a table."""
     cpu = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     load = os.getloadavg()[0]
@@ -65,7 +65,7 @@ def machine(threads: int) -> str:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Rows of text, the first of them the head, as Markdown with aligned columns."""
+    """Return rows of text, the first of them the head, as Markdown with aligned columns."""
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows

@@ -1,7 +1,7 @@
 """The comparison of training.py on short prompts: `python -m tests.benchmarks.short_prompts DATA`.
 
-Instructions of a line or two with answers of a sentence, where padding and repeated prompts cost TRL least. No limit is
-set here: the ratios are told as they are. Losses and rewards of every step must agree all the same: exit status 1 if not.
+Instructions of a line or two with answers of a sentence: padding and repeated prompts cost TRL least here. The ratios have no
+limit. Losses and rewards of every step must agree all the same: exit status 1 if not.
 """
 
 import sys

@@ -2,11 +2,11 @@
 
 DATA is a folder with `preferences-real.jsonl` and `tokenizers/mistral-v3`; TRL is the extra `bench`.
 Both sides run on the CPU in float32 on the same pairs in the same order from the same weights, each measurement in a
-process of its own with the same number of threads, ours and theirs in turn. What is measured of ours is the job from its
-start to its published artifact, proofs and self-checks included, without starting Python and importing; of TRL the
-reference pass and the training alone, neither loading nor tokenizing. Peaks of memory are of the whole process.
+process of its own with the same number of threads, the two sides in turn. Our cost is that of the job from its start to its
+published artifact, self-checks included, without starting Python and importing. TRL's cost is that of the reference pass and
+the training alone, without loading and tokenizing. Peaks of memory are of the whole process.
 
-TRL twice: all 8 pairs of a batch in one forward, and one at a time with accumulation, as a careful user has it. Every
+TRL runs twice: all 8 pairs of a batch in one forward, and one at a time with accumulation, as a careful user has it. Every
 step's loss and rewards must agree to 1e-4. Exit status 1 if a limit is missed.
 """
 
@@ -26,7 +26,7 @@ from training.contract.store.store import Artifact, Store
 from training.data.tokenization.pair_dataset import Pairs
 from training.model.load import load_model
 
-# By pairs of one forward of the peer: the largest share of its cost that is good enough.
+# By pairs of one forward of the peer: the highest acceptable share of its cost.
 LIMITS = {
     BATCH: {"reference/cpu_seconds": 1 / 10, "policy/cpu_seconds": 1 / 9, "policy/peak_mb": 0.22},
     1: {"reference/cpu_seconds": 1 / 5, "policy/cpu_seconds": 1 / 5, "policy/peak_mb": 0.45},
@@ -53,7 +53,7 @@ def ours(workload: Workload, pairs: Artifact, micro_tokens: int, threads: int) -
 
 
 def compare(data: Path, rows: Rows, micro_tokens: int, threads: int) -> tuple[Costs, dict[int, Costs]]:
-    """Ours, and TRL's by pairs of one forward. Ours is run before each of TRL's; the dearer counts."""
+    """Measure our side, and TRL's by pairs of one forward. Ours runs before each of TRL's; the dearer run counts."""
     found: list[Costs] = []
     peers: dict[int, Costs] = {}
     for micro in LIMITS:
@@ -71,7 +71,7 @@ def operations_of(data: Path, rows: Rows, micro_tokens: int) -> Operations:
 
 
 def step_difference(found: Costs, peer: Costs) -> float:
-    """The largest one of all steps in what both sides tell of them."""
+    """Return the largest difference between the two sides' metrics of all steps."""
     steps = zip(found["steps"], peer["steps"], strict=True)
     return max(abs(own[name] - other[name]) for own, other in steps for name in SAME)
 
@@ -82,7 +82,7 @@ def of(costs: Costs, name: str) -> float:
 
 
 def verdicts(found: Costs, peers: dict[int, Costs], operations: Operations) -> list[tuple[str, float, float]]:
-    """Of each quantity that has a limit: its name, what was found, and what it may be at most."""
+    """Return each quantity with a limit: its name, its value, and its limit."""
     lines = []
     for micro, peer in peers.items():
         where = f"TRL, {micro} a forward"

@@ -2,10 +2,10 @@
 
     folder/rows.jsonl     64 rows of the data, evenly taken
     folder/base           a random Llama, untied, with the tokenizer and a ChatML template
-    folder/order.json     the pairs as messages, in the order in which the policy job takes them: the peer takes the same
+    folder/order.json     the pairs as messages, in the order of the policy job: the peer takes the same
     folder/jobs/...       jobs that are ready to be run: reference_logprobs, policy
 
-What is not measured (reading, tokenizing) happens here; what is measured, in a process of its own (measured.py).
+Reading and tokenizing happen here and are not measured. measured.py measures the jobs, in a process of its own.
 """
 
 import json
@@ -45,7 +45,7 @@ DTYPE = Reference(model="any").dtype
 
 @dataclass(frozen=True)
 class Workload(Workshop):
-    """Where everything is, and how jobs are run."""
+    """The folders of the workload, and how to run its jobs."""
 
     compute: Compute = ON_CPU
 
@@ -62,19 +62,19 @@ Rows = Callable[[Path], list[Any]]
 
 
 def multi_turn_rows(data: Path) -> list[Any]:
-    """Long conversations of many sources: most of a sequence is its prompt."""
+    """Return long conversations of many sources: most of a sequence is its prompt."""
     lines = (data / "preferences-real.jsonl").read_bytes().split(b"\n")[::37]
     return [json.loads(line) for line in lines[:PAIRS]]
 
 
 def short_rows(data: Path) -> list[Any]:
-    """Short instructions with short answers: little to share and little to pad."""
+    """Return short instructions with short answers: little to share and little to pad."""
     rows = json.loads((data / "preferences" / "rasbt.instruction-data-with-preference.json").read_bytes())
     return [row for row in rows[::16] if row["chosen"] != row["rejected"]][:PAIRS]
 
 
 def prepare(data: Path, folder: Path, rows: Rows = multi_turn_rows) -> tuple[Workload, Artifact]:
-    """The workload in `folder`, from `rows` and the tokenizer in `data`, and its tokenized pairs."""
+    """Write the workload to `folder`, from `rows` and the tokenizer in `data`, with its tokenized pairs."""
     workload = Workload(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(data)), encoding="utf-8")
@@ -123,7 +123,7 @@ def policy_job(workload: Workload, pairs: Artifact, reference: Artifact, micro_t
 def publish_pairs(
     made: Sequence[tuple[list[int], list[int], list[int]]], store: Store, name: dict[str, Any]
 ) -> Artifact:
-    """Pairs that are made up, as prompt, chosen and rejected tokens; `name` is what tells them from others."""
+    """Publish made-up pairs of prompt, chosen and rejected tokens; `name` distinguishes them from others."""
     rows = []
     for row, (prompt, *responses) in enumerate(made):
         pair = {"row": row, "split": "train", "prompt_length": len(prompt)}

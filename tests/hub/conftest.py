@@ -1,4 +1,4 @@
-"""A hub on this machine with a model, a tokenizer and data sets, and a process that knows no other hub."""
+"""A hub on this machine with a model, a tokenizer and data sets, and a process that uses only this hub."""
 
 import itertools
 import json
@@ -24,7 +24,7 @@ TOKEN = "hf_a-secret-nobody-shall-find-anywhere"
 
 @dataclass
 class Resident:
-    """The process of `tests.hub.resident` with its home, and the folder of HF_HOME that it uses."""
+    """The process of `tests.hub.resident` with its home and its HF_HOME."""
 
     process: "subprocess.Popen[str]"
     home: Path
@@ -42,13 +42,13 @@ class Resident:
         return answer["found"]
 
     def outcomes(self, recipe: Path, **more: Any) -> dict[str, str]:
-        """What a run that succeeds makes of each asset."""
+        """Run a recipe, require success, and return the outcome of each asset."""
         report = self.found("run", recipe, **more)
         assert report["succeeded"], [asset["error"] for asset in report["assets"]]
         return {asset["asset"]: asset["outcome"] for asset in report["assets"]}
 
     def refusal(self, recipe: Path, asset: str) -> str:
-        """What a run of `asset`, which fails, says is wrong."""
+        """Return the error of a failing run of `asset`."""
         [failed] = [a for a in self.found("run", recipe, select=asset)["assets"] if a["outcome"] == "failed"]
         return str(failed["error"])
 
@@ -85,7 +85,7 @@ def resident(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Res
 
 @pytest.fixture(scope="package")
 def inputs(tmp_path_factory: pytest.TempPathFactory, demo_maker: ModuleType) -> Path:
-    """A folder with a tiny model and its tokenizer in `base`, and rows in `preferences.jsonl`."""
+    """Return a folder with a tiny model and its tokenizer in `base`, and rows in `preferences.jsonl`."""
     folder = tmp_path_factory.mktemp("inputs")
     write_inputs(folder, demo_maker)
     return folder
@@ -98,7 +98,7 @@ def rows(demo_maker: ModuleType) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a recipe that takes everything from the hub."""
+    """Return a function that writes a recipe with all inputs from the hub."""
 
     def write(model: str, source: dict[str, Any] | list[dict[str, Any]], **more: Any) -> Path:
         attributes = {

@@ -1,9 +1,8 @@
-"""A process that does what the command `pedigree` does, again and again: `python -m tests.hub.resident HOME`.
+"""A process that runs the command `pedigree` again and again: `python -m tests.hub.resident HOME`.
 
-The clients of the hub read HF_ENDPOINT and HF_HOME once, when they are imported, so a world of its own takes a
-process of its own; and that takes seconds to start, so one serves many questions. A question is a line of JSON on standard
-input, the answer a line on standard output. Jobs are done in the same process, by the code that a job's process runs.
-HF_HUB_OFFLINE, which the clients keep as a constant, can be set for one question.
+Hub clients read HF_ENDPOINT and HF_HOME once, on import, so another hub needs another process. It takes seconds to start, so
+one process serves many requests. A request is a line of JSON on standard input, the answer a line on standard output. Jobs
+run in the same process. HF_HUB_OFFLINE, a constant of the clients, can be set for one request.
 """
 
 import json
@@ -54,7 +53,7 @@ def answer(question: dict[str, Any], home: Path, instance: dg.DagsterInstance) -
 
 
 def run_by_dagster(loaded: LoadedRecipe, instance: dg.DagsterInstance) -> bool:
-    """Whether a run succeeds that has what Dagster gives it, as one that is started in the UI or by a schedule."""
+    """Run the recipe with the resources that Dagster gives a run from its UI or a schedule. Return whether it succeeds."""
     own = dg.Definitions(resources={"services": resources.services}, executor=dg.in_process_executor)
     job = dg.Definitions.merge(loaded.definitions, own).resolve_implicit_global_asset_job_def()
     return job.execute_in_process(instance=instance, raise_on_error=False).success
@@ -73,6 +72,6 @@ def main(home: Path, replies: TextIO) -> None:
 
 if __name__ == "__main__":
     own = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries print, and only the answer may reach stdout
     main(Path(sys.argv[1]), os.fdopen(own, "w"))
-    os._exit(0)  # taking everything down that was imported takes seconds
+    os._exit(0)  # an orderly interpreter exit takes seconds

@@ -1,13 +1,13 @@
-"""A hub on this machine: as much of the Hugging Face hub's HTTP protocol as its real clients use to read repositories.
+"""A hub on this machine: the part of the Hugging Face hub's HTTP protocol by which real clients read repositories.
 
-    /api/models/ID/revision/REV          the commit a branch or a commit's own name stands for
+    /api/models/ID/revision/REV          the commit of a branch or of a commit id
     /api/models/ID/tree/COMMIT           the files of a commit, ten a page, the next page named in a `Link` header
     /ID/resolve/REV/PATH                 a file: HEAD gives ETag and X-Repo-Commit, GET the bytes, also from a `Range`
-    /blobs/SHA256                        large files, where `resolve` redirects to; under another host's name, as on the
+    /blobs/SHA256                        large files, to which `resolve` redirects; under another host's name, as on the
                                          hub, so that a client must not send its token along
 
-and the same with `datasets/` in front of ID. Errors carry the hub's `X-Error-Code`. A test commits files to it, says what shall
-go wrong, and afterwards reads in `requests` what was asked for.
+The same with `datasets/` in front of ID. Errors carry the hub's `X-Error-Code`. A test commits files, sets faults, and
+afterwards reads the requests in `requests`.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class Repository:
-    """Its commits, each with the bytes of its files, and which is the head of `main`; `token`: without it nobody may read."""
+    """Commits with the bytes of their files, and the head of `main`. If `token` is set, only its holder may read."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     head: str = ""
@@ -41,7 +41,7 @@ class Repository:
 
 @dataclass
 class Fault:
-    """What goes wrong, so many `times`, where the path holds `part`: a status with headers, or an end after `cut` bytes."""
+    """A fault of the next `times` requests with `part` in their path: a status with headers, or an end after `cut` bytes."""
 
     part: str
     times: int
@@ -60,7 +60,7 @@ class Request:
 
 @dataclass
 class Hub:
-    """`endpoint` is the value of HF_ENDPOINT."""
+    """The repositories, faults and requests of one server. `endpoint` is the value of HF_ENDPOINT."""
 
     endpoint: str = ""
     blobs: str = ""
@@ -71,7 +71,7 @@ class Hub:
 
     @contextmanager
     def out_of_reach(self) -> Iterator[None]:
-        """Within the block every connection breaks before there is an answer, and none is counted."""
+        """Within the block break every connection before an answer, and count none."""
         assert self.server is not None
         self.server.deaf = True
         self.server.disconnect()
@@ -91,18 +91,18 @@ class Hub:
         return commit
 
     def amend(self, name: str, changes: Mapping[str, bytes | str]) -> str:
-        """A commit with some files changed or added."""
+        """Commit the head's files with some of them changed or added."""
         repository = self.repositories[name]
         return self.commit(name, {**repository.commits[repository.head], **changes})
 
     def asked(self, part: str = "") -> list[str]:
-        """The requests whose path holds `part`, in order, as `METHOD path`."""
+        """Return the requests with `part` in their path, in order, as `METHOD path`."""
         return [f"{r.method} {r.path}" for r in self.requests if part in r.path]
 
 
 @contextmanager
 def serving(hub: Hub | None = None) -> Iterator[Hub]:
-    """`hub`, by default an empty one, reachable on the loopback interface until the end of the block."""
+    """Serve `hub`, by default an empty one, on the loopback interface until the end of the block."""
     hub = hub or Hub()
     with _Server(("127.0.0.1", int(hub.endpoint.rpartition(":")[2] or 0)), partial(_Handler, hub)) as server:
         hub.endpoint = f"http://127.0.0.1:{server.server_port}"
@@ -118,7 +118,7 @@ def serving(hub: Hub | None = None) -> Iterator[Hub]:
 
 
 class _Server(ThreadingHTTPServer):
-    """Ends what is connected when it is stopped; `deaf`, it closes each connection without an answer."""
+    """An HTTP server that closes open connections when it stops. If `deaf`, it closes each connection unanswered."""
 
     daemon_threads = True
     deaf = False
@@ -146,7 +146,7 @@ class _Server(ThreadingHTTPServer):
 
 
 def _blob(data: bytes) -> str:
-    """The name Git gives to a file's bytes."""
+    """Return Git's name for a file's bytes."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
@@ -167,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """The test reads `hub.requests`."""
+        """Log nothing: the test reads `hub.requests`."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -204,7 +204,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _commit(self, kind: str, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
-        """The hub does not tell those who may not see a repository that there is one, and answers 401."""
+        """Return the commit of a repository. Without permission the hub answers 401, whether the repository exists or not."""
         repository = self.hub.repositories.get(f"{kind}/{name}")
         bearer = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if repository is not None and repository.gated and repository.token != bearer:

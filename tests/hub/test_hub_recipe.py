@@ -1,4 +1,4 @@
-"""A whole recipe whose model, tokenizer and data come from a hub: made, looked at, changed there, and without a network."""
+"""A recipe with model, tokenizer and data from a hub: first run, changes on the hub, and runs without a network."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from tests.hub.conftest import TOKEN, Resident, environment
 from tests.hub.server import Fault, Hub
 from tests.workflows.homes import PEDIGREE
 
-pytestmark = pytest.mark.slow  # all but the last are about what the first has run
+pytestmark = pytest.mark.slow  # all but the last depend on the first run
 
 CARD = """---
 configs:
@@ -56,7 +56,7 @@ def folder_files(folder: Path) -> dict[str, bytes]:
 def made(
     hub: Hub, resident: Resident, inputs: Path, rows: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A recipe of three data sets and a model in shards, with a tokenizer of its own, on the hub."""
+    """Run a recipe of three data sets and a sharded model with a tokenizer of its own, all on the hub."""
     place = tmp_path_factory.mktemp("made")
     model = AutoModelForCausalLM.from_pretrained(inputs / "base")
     model.save_pretrained(place / "sharded", max_shard_size="8KB")
@@ -82,10 +82,10 @@ def whole(recipe: Callable[..., Path]) -> Path:
 
 
 def test_a_whole_recipe(hub: Hub, resident: Resident, made: Path, whole: Path):
-    """Rows by hand: 6 + 4 of one config's split, 10 of a Parquet file, 4 + 1 of a CSV file, where `null` is a text."""
+    """Rows by hand: 6 + 4 of one config's split, 10 of a Parquet file, 4 + 1 of a CSV file, in which `null` is a text."""
     looked = resident.found("status", whole)
     assert {state for state, *_ in looked.values()} == {"missing"}
-    assert not hub.asked(".safetensors"), "who only looks downloads no weights"
+    assert not hub.asked(".safetensors"), "a status downloads no weights"
     planned = resident.ask("plan", whole)
     assert planned["found"]["raw_preferences"] == "reuse" and planned["found"]["policy"] == "compute"
     phases = [event["phase"] for event in planned["heard"] if event["event"] == "phase"]
@@ -114,15 +114,15 @@ def test_another_text_on_the_card_changes_nothing(hub: Hub, resident: Resident, 
     assert looked["preference_source"] == ["fresh"] and looked["raw_preferences"] == ["fresh"]
     hub.requests.clear()
     assert set(resident.outcomes(whole).values()) == {"reused"}
-    assert hub.asked("/blobs/") == [], "a file that is in the cache is not downloaded again for another commit"
+    assert hub.asked("/blobs/") == [], "a cached file is not downloaded again for another commit"
     assert_each_branch_was_asked_for_once(hub)
     hub.requests.clear()
-    assert resident.found("run by Dagster", whole), "a branch that moves during a run is for the next one"
+    assert resident.found("run by Dagster", whole), "a branch that moves during a run counts for the next run"
     assert_each_branch_was_asked_for_once(hub)
 
 
 def assert_each_branch_was_asked_for_once(hub: Hub) -> None:
-    """Those of three data sets, the model and the tokenizer."""
+    """Check that the branches of three data sets, the model and the tokenizer were each requested once."""
     branches = Counter(request for request in hub.asked() if re.fullmatch(r"GET /api/\w+/org/\w+", request))
     assert len(branches) == 5 and set(branches.values()) == {1}, branches
 
@@ -142,7 +142,7 @@ def assert_each_branch_was_asked_for_once(hub: Hub) -> None:
 def test_other_rows_of_the_same_files_are_other_data(
     hub: Hub, resident: Resident, made: Path, recipe: Callable[..., Path], change: dict[str, str], told: str
 ):
-    """By the recipe's fields, and by either file in which a data set says what its configs and splits are."""
+    """Change the rows by the recipe's fields, and by either file that lists a data set's configs and splits."""
     repository = hub.repositories["datasets/org/lines"]
     before, of_recipe = repository.head, change.keys() <= {"config", "split"}
     if not of_recipe:
@@ -188,7 +188,7 @@ def test_new_rows_and_new_weights_are_told_with_their_commits(hub: Hub, resident
 def test_without_a_network_what_is_cached_serves(
     hub: Hub, resident: Resident, made: Path, whole: Path, recipe: Callable[..., Path]
 ):
-    """A pinned recipe asks nothing at all; a branch is taken to be where it was; HF_HUB_OFFLINE is the same by intention."""
+    """A pinned recipe requests nothing; a branch keeps its last known commit; HF_HUB_OFFLINE does the same on purpose."""
     resident.outcomes(whole, select="tokenized_pairs")
     looked = resident.found("status", whole)
     heads = {name: repository.head for name, repository in hub.repositories.items()}
@@ -211,7 +211,7 @@ def test_without_a_network_what_is_cached_serves(
         assert resident.found("status", whole) == looked
     assert "(429); org/table is taken to be where it was" in (resident.home / "stderr.log").read_text()
     hub.faults[:] = [Fault("/api/", times=100, status=403)]
-    assert "403" in resident.ask("status", whole)["error"], "who may no longer read it is told so"
+    assert "403" in resident.ask("status", whole)["error"], "without permission the run fails"
     hub.faults.clear()
     hub.requests.clear()
     assert resident.found("status", whole, offline=True) == looked
@@ -224,7 +224,7 @@ def test_without_a_network_what_is_cached_serves(
 def test_a_token_opens_what_is_private_and_is_written_nowhere(
     hub: Hub, rows: list[dict[str, Any]], recipe: Callable[..., Path], tmp_path: Path
 ):
-    """The command and a job's process. The place of large files, another host, is not sent the token."""
+    """Check the command and a job's process. The host of large files, another one, must not get the token."""
     hub.commit("datasets/org/private", {"train-00000-of-00001.parquet": parquet(rows, tmp_path / "rows")})
     hub.repositories["datasets/org/private"].token = TOKEN
     folder, home = recipe("org/sharded", {"hub": "org/private", "split": "train"}), tmp_path / "home"

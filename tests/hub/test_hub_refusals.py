@@ -1,4 +1,4 @@
-"""What goes wrong with a hub, and in which words a person is told: the place, what was found, what was expected, what to do."""
+"""Errors of a hub: each message names the place, the value found, the value expected, and the remedy."""
 
 import json
 import shutil
@@ -96,7 +96,7 @@ def test_a_data_set_that_cannot_be_read_is_refused(resident: Resident, recipe: C
 
 
 def test_a_hub_in_trouble_is_named_with_its_answer(hub: Hub, resident: Resident, recipe: Callable[..., Path]):
-    """Of a repository nothing is cached; a second time the download is what meets it, and tries again as the hub asks."""
+    """Nothing of the repository is cached. The second time the download meets the fault, and waits as the hub requests."""
     for status, reason in ((429, "Too Many Requests"), (503, "Service Unavailable")):
         hub.faults[:] = [Fault("org/model", times=9, status=status)]
         error = resident.ask("status", recipe("org/model", SOURCE))["error"]
@@ -110,7 +110,7 @@ def test_a_hub_in_trouble_is_named_with_its_answer(hub: Hub, resident: Resident,
 
 
 def test_a_cache_that_takes_nothing_is_named(hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]):
-    """The network is not to blame. A file stands where a folder has to be: what a user without rights meets, root meets too."""
+    """The network is not to blame. A file in place of a folder fails for root too, as missing permissions do for a user."""
     hub.commit("models/org/blocked", folder_files(inputs / "base"))
     (resident.cache / "hub" / "models--org--blocked").write_text("")
     error = resident.refusal(recipe("org/blocked", SOURCE), "base_model")
@@ -121,7 +121,7 @@ def test_a_cache_that_takes_nothing_is_named(hub: Hub, resident: Resident, input
 def test_files_that_another_program_left_in_the_cache_are_not_taken_for_all(
     hub: Hub, resident: Resident, inputs: Path, recipe: Callable[..., Path]
 ):
-    """transformers downloads file by file and leaves no list of what a commit has. Without a hub to ask, they serve."""
+    """transformers downloads file by file and keeps no list of a commit's files. Without a hub the cached files are used."""
     files = folder_files(inputs / "base")
     for name, left in (("some", ["config.json"]), ("all", files)):
         commit = hub.commit(f"models/org/{name}", files)
@@ -134,14 +134,14 @@ def test_files_that_another_program_left_in_the_cache_are_not_taken_for_all(
     assert resident.outcomes(recipe("org/all", SOURCE), select="base_model", offline=True)
     assert f"{place} is taken to be whole" in (resident.home / "stderr.log").read_text()
     some = recipe("org/some", SOURCE)
-    assert len(resident.found("status", some)) == len(GRAPH), "whoever looks finds the tokenizer, which was not there"
+    assert len(resident.found("status", some)) == len(GRAPH), "a status finds the tokenizer, which was missing"
     assert resident.outcomes(some, select="base_model") == {"base_model": "reused"}
 
 
 def test_names_of_local_files_promise_nothing(
     resident: Resident, inputs: Path, recipe: Callable[..., Path], tmp_path: Path
 ):
-    """A link to a file with a name as long as a hash, which is the name of something else."""
+    """A symlink to a file whose name looks like a hash, but is that of something else."""
     shutil.copytree(inputs / "base", tmp_path / "model")
     weights = tmp_path / "model" / "model.safetensors"
     weights.replace(tmp_path / ("0" * 64))
@@ -161,7 +161,7 @@ def test_a_download_that_breaks_is_taken_up_again(
     assert answer["found"]["succeeded"], answer
     told = [event for event in answer["heard"] if event["event"] == "progress"]
     assert told and all(event["asset"] == "base_model" and event["unit"] == "MB" for event in told)
-    assert len(hub.asked("/blobs/")) == 2, "the client keeps whole pieces of 10 MB, and this file has one"
+    assert len(hub.asked("/blobs/")) == 2, "the client keeps whole chunks of 10 MB, and this file has one"
 
 
 def test_a_file_that_was_spoilt_in_the_cache_is_refused(
@@ -217,7 +217,7 @@ def test_code_of_a_repository_is_never_run(
 
 @pytest.mark.parametrize("configs", ["&all [*all]", "{2026-11-22: a.jsonl}", "2026-22-11", '"\\ud800"'])
 def test_a_card_that_is_no_json_is_taken_as_it_is_written(hub: Hub, resident: Resident, recipe, configs):
-    """With aliases, which JSON has not either, a card of 421 bytes said more than six gigabytes hold."""
+    """JSON has no aliases. With YAML's aliases a card of 421 bytes could expand to six gigabytes."""
     hub.commit("datasets/org/odd", {"README.md": f"---\nconfigs: {configs}\n---\n", "train.jsonl": "{}"})
     looked = resident.found("status", recipe("org/model", {"hub": "org/odd", "split": "train"}, name="odd"))
     assert looked["preference_source"] == ["missing", "never materialized"]
