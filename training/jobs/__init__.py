@@ -1,1 +1,1 @@
-"""What each kind of job does, a file a kind. `training.main` calls `run` of one of them."""
+"""The jobs, one file per kind. `training.main` calls the `run` of a job's kind."""

@@ -1,13 +1,11 @@
-"""The `evaluation` job: how the policy does on pairs it was not trained on.
+"""The `evaluation` job: score the policy on held-out pairs.
 
-1. The policy scores every held-out pair in the dtype in which the reference did; the reference's values come from the
-   table. Loss, rewards and margins come from the function that training uses.
-2. The accuracy has a 95% interval, since a few hundred pairs do not support two digits. It is also given by which
-   response is longer, since length is what preference data teaches first, and by the sources to which the recipe gives names.
-3. A few prompts are answered by the policy (after) and by the reference model (before), up to the tokens at which the
-   released model stops.
-4. Rank 0 writes the metrics, a row a pair, the samples, and a report for people. `samples.json` has decoded tokens, of which
-   the fingerprint is made; the report and the details have the messages of the prompts.
+1. Score every held-out pair with the policy, in the dtype of the reference log-probs. The loss function is the one of training.
+2. Give the accuracy a 95% interval: a few hundred pairs do not support two digits. Give it also by the longer response,
+   because policies learn length first, and by named source.
+3. Answer a few prompts with the policy (after) and the reference model (before), up to the stop tokens of the released model.
+4. On rank 0, write the metrics, one row per pair, the samples and an HTML report. `samples.json` has decoded tokens and is in
+   the fingerprint. The report and the details show the messages of the prompts instead.
 
 Legend: V held-out pairs.
 """
@@ -69,53 +67,56 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     drawing = Generation.model_validate(job.settings.get("generation", {}))
     after = answers(policy, prompts, stops, tokenizer, length, group, drawing)
     del policy
-    gc.collect()  # its parts form cycles, and two models need never fit at once
+    gc.collect()  # the model is in reference cycles, and memory may hold one model only
     before = answers(layout.place(before_training.load), prompts, stops, tokenizer, length, group, drawing)
     if not group.is_main:
         return JobResult("")
     samples = [
-        Sample(int(pairs.rows[i]), decode(tokenizer, prompt), was, now, decode(tokenizer, pairs.response_ids(i)))
-        for i, prompt, was, now in zip(shown, prompts, before, after, strict=True)
+        Sample(int(pairs.rows[i]), decode(tokenizer, prompt), old, new, decode(tokenizer, pairs.response_ids(i)))
+        for i, prompt, old, new in zip(shown, prompts, before, after, strict=True)
     ]
     return _write(job, held_out, samples, tokenizer)
 
 
 def held_out_positions(pairs: Pairs) -> npt.NDArray[np.int64]:
-    """The positions of the validation pairs. Raises DataError if there is none."""
+    """Return the positions of the validation pairs. Raises DataError if there are none."""
     positions_V = pairs.indices("validation")
     if not len(positions_V):
         raise DataError(
-            f"none of the {len(pairs):,} tokenized pairs is held out, so there is nothing to evaluate on; "
-            f"raise data.validation_fraction (0.1 holds out one prompt in ten) or add a source that is `held_out`"
+            f"0 of the {len(pairs):,} tokenized pairs are held out, so the policy cannot be evaluated; "
+            "raise data.validation_fraction (0.1 holds out one prompt in ten) or add a source with `held_out`",
+            "no-held-out-pairs",
         )
     return positions_V
 
 
 def _source_names(job: Job, rows_V: npt.NDArray[np.int64]) -> list[str | None]:
-    """The names of the sources of the held-out pairs."""
-    raw = job.inputs.get("raw_preferences")  # only where the recipe names a source
+    """Return the source name of each held-out pair."""
+    raw = job.inputs.get("raw_preferences")  # an input only if the recipe names a source
     if raw is None:
         return [None] * len(rows_V)
-    names = pq.read_table(raw.folder / PREFERENCES_FILE, columns=["source_name"], schema=PREFERENCES_SCHEMA)
-    found: list[str | None] = names["source_name"].take(pa.array(rows_V)).to_pylist()
-    return found
+    table = pq.read_table(raw.folder / PREFERENCES_FILE, columns=["source_name"], schema=PREFERENCES_SCHEMA)
+    names: list[str | None] = table["source_name"].take(pa.array(rows_V)).to_pylist()
+    return names
 
 
 def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> JobResult:
-    """Write the four files into the staging folder. The report is not in the fingerprint: its layout may change."""
+    """Write the four files into the staging folder. The report is not in the fingerprint, so its layout may change."""
     names_V = _source_names(job, held_out.pairs.rows[held_out.positions_V])
-    named = sorted({name for name in names_V if name is not None})
-    sources = {name: torch.tensor([own == name for own in names_V]) for name in named}
-    of_sources = {name: held_out.metrics_of(pairs_V) for name, pairs_V in sources.items()}
+    names = sorted({name for name in names_V if name is not None})
+    sources = {name: torch.tensor([name_of_pair == name for name_of_pair in names_V]) for name in names}
+    source_metrics = {name: held_out.metrics_of(pairs_V) for name, pairs_V in sources.items()}
     metrics, columns = held_out.metrics(), held_out.columns()
-    for name, found in of_sources.items():
-        metrics |= {f"eval/sources/{name}/{metric}": value for metric, value in found.items()}
+    for name, values in source_metrics.items():
+        metrics |= {f"eval/sources/{name}/{metric}": value for metric, value in values.items()}
     if sources:
         columns["source_name"] = names_V
     texts = [asdict(sample) for sample in samples]
     worst = _worst_pairs(held_out, tokenizer)
-    said = read_said(job, {sample.row for sample in samples} | {pair.row for pair in worst})
-    readable = [replace(sample, prompt=said[sample.row].prompt) if sample.row in said else sample for sample in samples]
+    messages = read_said(job, {sample.row for sample in samples} | {pair.row for pair in worst})
+    readable = [
+        replace(sample, prompt=messages[sample.row].prompt) if sample.row in messages else sample for sample in samples
+    ]
     write_json(job.staging / "metrics.json", metrics)
     write_json(job.staging / "samples.json", texts)
     pq.write_table(pa.table(columns), job.staging / "pairs.parquet")
@@ -125,40 +126,40 @@ def _write(job: Job, held_out: ScoredPairs, samples: list[Sample], tokenizer: Pr
         pairs=short(job.inputs["tokenized_pairs"].fingerprint),
         metrics=metrics,
         accuracy=held_out.accuracy(),
-        by_length={kind.replace("_", " "): found for kind, found in held_out.accuracy_by_length().items()},
+        by_length={kind.replace("_", " "): value for kind, value in held_out.accuracy_by_length().items()},
         by_source={name: held_out.accuracy_of(pairs_V) for name, pairs_V in sources.items()},
         margins=columns["margin"],
         samples=readable,
-        worst=[_in_words(pair, said).abridged(_SHOWN_CHARACTERS) for pair in worst],
+        worst=[_with_messages(pair, messages).abridged(_SHOWN_CHARACTERS) for pair in worst],
     )
     (job.staging / "report.html").write_text(render(report), encoding="utf-8")
     details = {
         "metrics": metrics,
-        "sources": [{"source": name, **found} for name, found in of_sources.items()],
+        "sources": [{"source": name, **values} for name, values in source_metrics.items()],
         "interval": list(held_out.accuracy().interval),
         "samples": [asdict(sample.abridged(_SHOWN_CHARACTERS)) for sample in readable],
     }
     return JobResult(fingerprint("evaluation", {"metrics": metrics, "pairs": columns, "samples": texts}), details)
 
 
-def _in_words(pair: WorstPair, said: Mapping[int, PairText]) -> WorstPair:
-    """Return the pair with its messages in place of decoded tokens, if they are known."""
-    if (found := said.get(pair.row)) is None:
+def _with_messages(pair: WorstPair, messages: Mapping[int, PairText]) -> WorstPair:
+    """Return the pair with its messages instead of decoded tokens, if the messages are known."""
+    if (text := messages.get(pair.row)) is None:
         return pair
-    return replace(pair, prompt=found.prompt, chosen=found.chosen, rejected=found.rejected)
+    return replace(pair, prompt=text.prompt, chosen=text.chosen, rejected=text.rejected)
 
 
 def _worst_pairs(held_out: ScoredPairs, tokenizer: PreTrainedTokenizerBase) -> list[WorstPair]:
-    """The pairs of greatest loss, worst first: where wrong labels and blind spots show."""
+    """Return the pairs with the greatest loss, worst first. They show wrong labels and weaknesses of the policy."""
     order = np.argsort(-held_out.outcome.losses_B.numpy(), kind="stable")[:_WORST_PAIRS]
     pairs, worst = held_out.pairs, []
-    for at in order:
-        index = int(held_out.positions_V[at])
+    for place in order:
+        index = int(held_out.positions_V[place])
         worst.append(
             WorstPair(
                 row=int(pairs.rows[index]),
-                loss=float(held_out.outcome.losses_B[at]),
-                margin=float(held_out.outcome.margins_B[at]),
+                loss=float(held_out.outcome.losses_B[place]),
+                margin=float(held_out.outcome.margins_B[place]),
                 prompt=decode(tokenizer, pairs.prompt_ids(index)),
                 chosen=decode(tokenizer, pairs.response_ids(index)),
                 rejected=decode(tokenizer, pairs.response_ids(index, "rejected")),

@@ -1,14 +1,14 @@
-"""The `release_files` job: all that is released beside the weights, as this recipe's own files say it.
+"""The `release_files` job: the files that are released beside the weights.
 
-    tokenizer/    as transformers saves the recipe's tokenizer, with the recipe's chat template
-    model/        generation_config.json, with the tokens at which the model stops; the processors of images and sound
+    tokenizer/    the recipe's tokenizer with its chat template, as transformers saves it
+    model/        generation_config.json with the stop tokens; the processors of images and sound
     spec.json     the fingerprints of tokenizer and template, and the settings
 
-Other artifacts are shared by all recipes whose content is the same for training. The padding token, the longest input that a
-tokenizer accepts, and settings of generation change no token and no weight: so they are released from here and nowhere else.
+Recipes share other artifacts if their content is the same for training. The padding token, a tokenizer's longest input and
+generation settings change no token and no weight. So they come from this artifact only.
 
-The saved tokenizer must give the ids of training also beside the model's config.json, by which transformers may pick
-another class. It is loaded so, and refused if it gives others.
+transformers may pick another tokenizer class from the model's config.json. So the job loads the saved tokenizer beside that
+file and compares its fingerprint.
 """
 
 import json
@@ -34,14 +34,14 @@ from training.data.templates.tokenizer_source import blaming, read_template, rea
 from training.distributed import Group
 
 TOKENIZER_FOLDER, MODEL_FOLDER, SPEC_FILE = "tokenizer", "model", "spec.json"
-_ANY_TOKENIZER = "TokenizersBackend"  # the class of transformers that takes tokenizer.json as it is
+_ANY_TOKENIZER = "TokenizersBackend"  # the transformers class that uses tokenizer.json unchanged
 _CLASS = "tokenizer_class"
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Write the files that are released. Raises TemplateError if they cannot be used, DataError if they changed."""
-    assert group.world == 1, "collecting files is the work of one process"
-    events.phase("collecting the files that are released")
+    """Write the released files. Raises TemplateError if they cannot be used, DataError if they changed."""
+    assert group.world == 1, "the release_files job runs in one process"
+    events.phase("collecting the released files")
     tokenizer, _ = read_tokenizer(job)
     with blaming(job, "chat_template"):
         template = read_template(job, tokenizer)
@@ -59,19 +59,20 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         "eos_token_ids": eos,
     }
     write_json(job.staging / SPEC_FILE, spec)
-    shipped = {name: _content(job.staging / name) for name in sorted(_files(job.staging))}
-    return JobResult(fingerprint("release_spec", shipped), spec | {"notes": notes, "files": sorted(shipped)})
+    released = {name: _content_digest(job.staging / name) for name in sorted(_list_files(job.staging))}
+    return JobResult(fingerprint("release_spec", released), spec | {"notes": notes, "files": sorted(released)})
 
 
 def _eos_token_ids(job: Job, tokenizer: PreTrainedTokenizerFast) -> list[int]:
-    """The ids at which the released model stops: those of the base model's files, and of `release.eos_tokens`."""
-    known, added = tokenizer.get_vocab(), job.settings.get("eos_tokens", [])
-    if unknown := [token for token in added if token not in known]:
+    """Return the stop ids of the released model: the ids in the base model's files, and `release.eos_tokens`."""
+    vocabulary, added = tokenizer.get_vocab(), job.settings.get("eos_tokens", [])
+    if unknown := [token for token in added if token not in vocabulary]:
         raise TemplateError(
-            f"`release.eos_tokens` has {', '.join(map(repr, unknown))}, which the tokenizer does not have as one token; name "
-            "tokens as they are spelled in tokenizer.json"
+            f"`release.eos_tokens` has {', '.join(map(repr, unknown))}; expected single tokens of the tokenizer, "
+            "spelled as in tokenizer.json",
+            "unknown-eos-token",
         )
-    return sorted({*job.settings["eos_token_ids"], *(known[token] for token in added)})
+    return sorted({*job.settings["eos_token_ids"], *(vocabulary[token] for token in added)})
 
 
 def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, eos: list[int]) -> Iterator[str]:
@@ -81,9 +82,9 @@ def _notes(tokenizer: PreTrainedTokenizerFast, template: ChatTemplate, eos: list
 
 
 def _check_same_beside_config(job: Job, expected: str) -> None:
-    """Raise TemplateError unless the saved tokenizer, beside the model's config.json, is still the one that was loaded.
+    """Raise TemplateError if the saved tokenizer differs from the loaded one when it is beside the model's config.json.
 
-    If its class is what makes the difference, it is saved as one that takes tokenizer.json as it is.
+    If only the class differs, save the tokenizer with a class that uses tokenizer.json unchanged.
     """
     path = job.staging / TOKENIZER_FOLDER / "tokenizer_config.json"
     saved = json.loads(path.read_text(encoding="utf-8"))
@@ -92,10 +93,11 @@ def _check_same_beside_config(job: Job, expected: str) -> None:
         if (found := _fingerprint_beside_config(job)) == expected:
             return
     raise TemplateError(
-        f"the tokenizer gives other tokens beside the config.json of the base model {job.locations['base']} (it is "
-        f"{short(found)} there, and {short(expected)} as it was loaded): transformers picks another class for its model_type "
-        f"{job.settings['base_config'].get('model_type')!r}. A server would not use the tokens of training; use the tokenizer "
-        "of the base model, or a base model whose config.json has the `tokenizer_class` of this tokenizer"
+        f"the tokenizer gives other tokens beside the config.json of the base model {job.locations['base']}: fingerprint "
+        f"{short(found)}, expected {short(expected)}. transformers picks another class for model_type "
+        f"{job.settings['base_config'].get('model_type')!r}, so a server would not use the tokens of training. Use the "
+        "tokenizer of the base model, or a base model whose config.json has this tokenizer's `tokenizer_class`",
+        "tokenizer-class-mismatch",
     )
 
 
@@ -113,16 +115,16 @@ def _write_model_files(job: Job, eos: list[int]) -> None:
     folder.mkdir()
     for name, sha256 in job.settings["processors"].items():
         copy_file(base / name, folder / name, sha256)
-    answering = job.settings.get("generation", {})
-    write_json(folder / GENERATION_CONFIG, released_settings(job.settings["base_generation"], eos, answering))
+    generation = job.settings.get("generation", {})
+    write_json(folder / GENERATION_CONFIG, released_settings(job.settings["base_generation"], eos, generation))
 
 
-def _files(folder: Path) -> list[str]:
+def _list_files(folder: Path) -> list[str]:
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def _content(file: Path) -> Any:
-    """What of a file counts: of JSON what it says, else its bytes."""
+def _content_digest(file: Path) -> Any:
+    """Return a digest of the parsed content of a JSON file, or of the bytes of another file."""
     if file.suffix != ".json":
         return hash_file(file)
     return fingerprint("json", json.loads(file.read_text(encoding="utf-8")))

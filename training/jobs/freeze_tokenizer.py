@@ -1,10 +1,7 @@
-"""The `tokenizer` job, which freezes how conversations become tokens: tokenizer, chat template and rules.
+"""The `tokenizer` job: freeze tokenizer, chat template and rules in `spec.json` and `tokenizer/`.
 
-A template is a program by the tokenizer's publisher. It is accepted if it renders probe conversations to the same text every
-time and without looking at the clock: otherwise tokens made today and tomorrow would differ under one fingerprint. All
-later renderings run without a clock too.
-
-The job writes `spec.json` and `tokenizer/`: all that tokenizing needs, and nothing else.
+A chat template is a program. The job accepts it only if it renders probe conversations to the same text every time, with and
+without a clock. Otherwise the tokens of two days would differ under one fingerprint. Later renderings run without a clock.
 """
 
 import json
@@ -31,11 +28,11 @@ _SPEC_FIELDS = ("train_on", "max_length", "over_length")
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Freeze tokenizer and template. Raises TemplateError where they cannot be used as `job.settings` asks.
+    """Freeze tokenizer and template.
 
-    Raises DataError where the files are no longer those whose sha256 `job.settings` holds.
+    Raises TemplateError if they do not suit `job.settings`, DataError if a file no longer has its sha256 in `job.settings`.
     """
-    assert group.world == 1, "freezing a tokenizer is the work of one process"
+    assert group.world == 1, "the tokenizer job runs in one process"
     events.phase("loading the tokenizer")
     tokenizer, difference = read_tokenizer(job)
     events.phase("checking the chat template")
@@ -60,50 +57,62 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
         events.note(note)
     _write(job.staging, tokenizer, spec)
     identity = {name: spec[name] for name in (*_SPEC_FIELDS, "tokenizer_fingerprint", "template_fingerprint")}
-    of_this_recipe = {
+    recipe_details = {
         "files": job.settings["files"],
         "notes": notes,
         "template_tokens": template_tokens(tokenizer, template),
     }
-    return JobResult(fingerprint("tokenization_spec", identity), spec | of_this_recipe)
+    return JobResult(fingerprint("tokenization_spec", identity), spec | recipe_details)
 
 
 def check_template(template: ChatTemplate, train_on: str, name: str) -> None:
-    """Raises TemplateError if it fails on a plain question, or leaves it out, depends on clock or chance, or marks no turns."""
+    """Raise TemplateError if the template cannot be used, with `name` as its place.
+
+    It must render a plain question and answer with all their text, independent of clock and chance. If `train_on` is
+    `assistant_turns`, it must mark the assistant's turns.
+    """
     try:
         template.render(PROBES[0], generation_prompt=True, clock=True)
         spans = template.render(PROBES[2], clock=True)["spans"]
     except ConversationRejected as error:
         place = f"{name}, line {error.line}," if error.line else name
         raise TemplateError(
-            f"{place} fails on a question and an answer: {error}; mend it, or set "
-            "`tokenization.chat_template` to another .jinja file"
+            f"{place} fails on a question and an answer: {error}; repair it, or set "
+            "`tokenization.chat_template` to another .jinja file",
+            "template-fails",
         ) from error
     with_clock = probe(template, clock=True)
     if with_clock != probe(template, clock=True):
         raise TemplateError(
-            "the chat template gives another text each time, so its tokens cannot be reproduced; take what is random "
-            "out of it and set `tokenization.chat_template`"
+            "the chat template gives another text each time, so its tokens cannot be reproduced; remove its random "
+            "parts and set `tokenization.chat_template`",
+            "template-random",
         )
     if with_clock != probe(template):
         raise TemplateError(
-            "the chat template writes the date of today (strftime_now), so its tokens would change from day to day; "
-            f"set the date that it shall write: `tokenization.date: {datetime.now():%Y-%m-%d}`"
+            "the chat template writes today's date (strftime_now), so its tokens would change every day; "
+            f"set a fixed date: `tokenization.date: {datetime.now():%Y-%m-%d}`",
+            "template-uses-clock",
         )
-    if missing := _left_out(template):
+    if missing := _find_left_out(template):
         raise TemplateError(
-            f"the chat template does not write {missing}: set `tokenization.chat_template` to another .jinja file"
+            f"the chat template does not write {missing}; set `tokenization.chat_template` to another .jinja file",
+            "template-omits-text",
         )
     if train_on == "assistant_turns" and not spans:
         raise TemplateError(
-            "`tokenization.train_on: assistant_turns` needs a chat template that marks what the assistant writes; put "
+            "`tokenization.train_on: assistant_turns` needs a chat template that marks the assistant's text; put "
             "{% generation %} and {% endgeneration %} around it and set `tokenization.chat_template`, or use "
-            "`train_on: last_response`"
+            "`train_on: last_response`",
+            "template-marks-no-turns",
         )
 
 
-def _left_out(template: ChatTemplate) -> str | None:
-    """What it does not write of a question and its answer; None too where it refuses them, as they are not in its own words."""
+def _find_left_out(template: ChatTemplate) -> str | None:
+    """Return a text that the template leaves out of a question and its answer; None if there is none.
+
+    None also if the template rejects the probe's marks, because a template may check the words of a message.
+    """
     test = marked(Conversation(list(PROBES[2]), answer=1), in_ids=False)
     try:
         return left_out(template.render(test.copy.turns)["text"], test.marks)
@@ -112,13 +121,15 @@ def _left_out(template: ChatTemplate) -> str | None:
 
 
 def _write(folder: Path, tokenizer: PreTrainedTokenizerFast, spec: dict[str, Any]) -> None:
-    """Write the spec and the tokenizer, and prove that what was written reads back as the same tokenizer."""
+    """Write the spec and the tokenizer. Raises TemplateError if the saved tokenizer loads as another one."""
     save_tokenizer(tokenizer, folder / TOKENIZER_FOLDER)
-    again = tokenizer_fingerprint(load_tokenizer(folder / TOKENIZER_FOLDER))
-    if again != spec["tokenizer_fingerprint"]:
+    reloaded = tokenizer_fingerprint(load_tokenizer(folder / TOKENIZER_FOLDER))
+    if reloaded != spec["tokenizer_fingerprint"]:
         raise TemplateError(
-            f"the tokenizer does not survive being saved ({short(spec['tokenizer_fingerprint'])} became {short(again)}); "
-            "save it with this version of transformers and set `tokenization.tokenizer` to that folder"
+            f"the saved tokenizer loads as another one: fingerprint {short(reloaded)}, expected "
+            f"{short(spec['tokenizer_fingerprint'])}; save it with this version of transformers and set "
+            "`tokenization.tokenizer` to that folder",
+            "tokenizer-not-saved-exactly",
         )
     content = json.dumps(spec, indent=2, ensure_ascii=False, sort_keys=True, allow_nan=False)
     (folder / SPEC_FILE).write_text(content + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The `merge` job: a policy that is an adapter becomes one plain model, which loads without peft and its base."""
+"""The `merge` job: merge a policy's adapter into its base model. The result loads without peft."""
 
 from training.contract.protocol.events import EventWriter
 from training.contract.protocol.job import Job

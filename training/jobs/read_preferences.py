@@ -1,8 +1,7 @@
-"""The `preferences` job: every row of every source becomes a pair in one schema, or a line in quarantine.
+"""The `preferences` job: convert every row of every source to a pair in one schema, or put it into quarantine.
 
-Rows read = pairs + quarantined + left out by the `fraction` of their source + dropped duplicates, always. The fingerprint
-covers the pairs with their splits, line numbers and the names of their sources, and the quarantined rows, in order, not the
-names of the files they came from.
+Rows read = pairs + quarantined + left out by a source's `fraction` + dropped duplicates. The fingerprint covers the pairs
+with their splits, line numbers and source names, and the quarantined rows, in order. It does not cover file names.
 """
 
 import contextlib
@@ -36,23 +35,23 @@ _DETECTION_ROWS = 32
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Read, convert and split the sources of `job.locations`.
+    """Read, convert and split the sources of `job.locations`; its `files` lists the files of each local source.
 
-    Its `files` lists those of each local source. Raises DataError if they hold no pair, or a file no longer has the sha256
-    that it was listed with.
+    Raises DataError if they hold no pair, or if a file no longer has its listed sha256.
     """
-    assert group.world == 1, "reading preferences is the work of one process"
-    listed = _listed(job, events)
+    assert group.world == 1, "the preferences job runs in one process"
+    files_by_source = _list_files(job, events)
     events.phase("reading preferences")
-    sources = [_settings(number, about) for number, about in enumerate(settings_by_source(job.settings))]
-    given = zip(listed, sources, strict=True)
-    inputs = _distinctly_named([SourceFile(file, source) for files, source in given for file in files])
+    sources = [_source_settings(number, settings) for number, settings in enumerate(settings_by_source(job.settings))]
+    inputs = _name_distinctly(
+        [SourceFile(file, source) for files, source in zip(files_by_source, sources, strict=True) for file in files]
+    )
     duplicates = Duplicates(are_dropped=job.settings["duplicates"] == "drop")
     with contextlib.closing(PairWriter(job.staging, job.settings["validation_fraction"], duplicates)) as collector:
         rows = _rows_to_read(job)
         progress = Progress(events, rows or len(inputs), "rows" if rows else "files")
-        for each in sorted(inputs, key=lambda each: not each.source.held_out):
-            for _ in _collect(each, collector):
+        for source_file in sorted(inputs, key=lambda source_file: not source_file.source.held_out):
+            for _ in _collect(source_file, collector):
                 if rows:
                     progress.advance()
             if not rows:
@@ -64,9 +63,9 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     for source in sources:
         if collector.pairs_of_source[source.number]:
             source.columns.check_columns_read()
-    for each in inputs:
-        if not collector.rows_of_file[each.file.name]:
-            events.note(f"{each.file.name} has no row")
+    for source_file in inputs:
+        if not collector.rows_of_file[source_file.file.name]:
+            events.note(f"{source_file.file.name} has no row")
     for reason, count in collector.reasons.most_common():
         events.note(f"{count} rows in quarantine: {reason}, the first: {collector.first_refused[reason]}")
     if collector.left_out:
@@ -78,13 +77,15 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     )
 
 
-def _settings(number: int, about: Mapping[str, Any]) -> SourceSettings:
-    others = {name: value for name, value in about.items() if name not in ("columns", "roles")}
-    return SourceSettings(**others, number=number, columns=ColumnMapping(number, about["columns"], about["roles"]))
+def _source_settings(number: int, settings: Mapping[str, Any]) -> SourceSettings:
+    fields = {name: value for name, value in settings.items() if name not in ("columns", "roles")}
+    return SourceSettings(
+        **fields, number=number, columns=ColumnMapping(number, settings["columns"], settings["roles"])
+    )
 
 
-def _listed(job: Job, events: EventWriter) -> list[list[DataFile]]:
-    """The files of each source: as listed and hashed before, or those of a data set of the hub, downloaded now."""
+def _list_files(job: Job, events: EventWriter) -> list[list[DataFile]]:
+    """Return the files of each source: the listed and hashed local files, or a data set of the Hub, downloaded here."""
     sources = [DataSource.model_validate(source) for source in job.locations["sources"]]
     return [
         hub_files(source, events) if source.path is None else [DataFile.model_validate(file) for file in files]
@@ -93,32 +94,32 @@ def _listed(job: Job, events: EventWriter) -> list[list[DataFile]]:
 
 
 def _rows_to_read(job: Job) -> int | None:
-    """The rows of all files, as they were counted when the source was recorded; None where one of them could not be."""
+    """Return the number of rows of all files, counted when the sources were recorded; None if one could not be counted."""
     counts = read_manifest(job.inputs["preference_source"].folder).details["rows"].values()
     return None if None in counts else sum(counts)
 
 
-def _distinctly_named(inputs: list[SourceFile]) -> list[SourceFile]:
-    names = distinct_names([each.file for each in inputs])
+def _name_distinctly(inputs: list[SourceFile]) -> list[SourceFile]:
+    names = distinct_names([source_file.file for source_file in inputs])
     return [
-        replace(each, file=each.file.model_copy(update={"name": name}))
-        for each, name in zip(inputs, names, strict=True)
+        replace(source_file, file=source_file.file.model_copy(update={"name": name}))
+        for source_file, name in zip(inputs, names, strict=True)
     ]
 
 
-def _collect(given: SourceFile, collector: PairWriter) -> Iterator[None]:
-    """Convert every record of a file, in the format wanted or the one detected from its first rows; yields after each."""
-    file = given.file
-    name, records = _recognize(given)
+def _collect(source_file: SourceFile, collector: PairWriter) -> Iterator[None]:
+    """Convert every record of a file, in its set format or the one detected from its first rows. Yield after each record."""
+    file = source_file.file
+    name, records = _recognize_format(source_file)
     collector.formats[file.name] = name
     for record in records:
         collector.rows_of_file[file.name] += 1
         try:
-            pair = _convert(record, name, given.source.columns)
+            pair = _convert(record, name, source_file.source.columns)
         except Quarantined as problem:
             collector.set_aside(problem, file.name, record)
         else:
-            collector.keep(pair, given, record.line)
+            collector.keep(pair, source_file, record.line)
         yield
 
 
@@ -128,32 +129,36 @@ def _convert(record: ParsedRow, name: str, columns: ColumnMapping) -> Pair:
     try:
         return FORMATS[name].convert(columns.watched(record.value))
     except Quarantined as problem:
-        if problem.reason is QuarantineReason.BAD_UNICODE and (fault := record.undecoded):
-            raise Quarantined(QuarantineReason.BAD_UNICODE, fault) from None
+        if problem.reason is QuarantineReason.BAD_UNICODE and (detail := record.undecoded):
+            raise Quarantined(QuarantineReason.BAD_UNICODE, detail) from None
         raise
     except RecursionError:
         raise Quarantined(QuarantineReason.BAD_JSON, "nested too deeply") from None
 
 
-def _recognize(given: SourceFile) -> tuple[str, Iterator[ParsedRow]]:
-    """The format of a file, and all of its records, those that were looked at first included."""
-    records, name, place = read_records(given.file), given.source.format, str(given.file.path)
+def _recognize_format(source_file: SourceFile) -> tuple[str, Iterator[ParsedRow]]:
+    """Return the format of a file, and all of its records, the records read for detection included."""
+    records, name, path = read_records(source_file.file), source_file.source.format, str(source_file.file.path)
     first: list[ParsedRow] = []
     rows: list[Row] = []
     for record in records:
         first.append(record)
         if record.problem is None:
-            rows.append(given.source.columns.renamed(record.value))
+            rows.append(source_file.source.columns.renamed(record.value))
         if len(rows) == _DETECTION_ROWS:
             break
     if name == "auto" and rows:
         try:
-            name = detect(rows, place)
+            name = detect(rows, path)
         except DataError:
-            check_names(place, rows[0])
-            given.source.columns.check_columns_seen(f"the first rows of {place}")
+            check_names(path, rows[0])
+            source_file.source.columns.check_columns_seen(f"the first rows of {path}")
             raise
     elif name == "auto" and first:
-        raise DataError(f"{place}: no row of it can be read; line {first[0].line}: {first[0].problem}")
-    check_labels_from_1(rows, place)
+        raise DataError(
+            f"{path}: none of its {len(first):,} rows can be read; line {first[0].line}: {first[0].problem}; "
+            "repair the file",
+            "no-readable-row",
+        )
+    check_labels_from_1(rows, path)
     return name, itertools.chain(first, records)

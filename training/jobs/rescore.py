@@ -1,10 +1,10 @@
-"""The `proof` job: a few pairs scored again, beside their log-probs in the table.
+"""The `proof` job: score a few pairs again, and write the values beside those of the table.
 
-`pedigree verify` runs it with the reference model. Both values must then agree up to rounding (scoring/reference_check.py).
-If a policy is among the inputs, the job gives that policy's log-probs instead, for `pedigree inspect`. The code that made the
-table scores the pairs, in other batches.
+`pedigree verify` runs it with the reference model: both values must agree up to rounding (scoring/reference_check.py). If a
+policy is among the inputs, the job scores with that policy, for `pedigree inspect`. The code is the one that made the table;
+the batches are others.
 
-`rescored.json` holds a row a pair:  {"row", "chosen": {"stored", "live", "allowed"}, "rejected": {...}}, in nats.
+`rescored.json` has one row per pair:  {"row", "chosen": {"stored", "live", "allowed"}, "rejected": {...}}, in nats.
 """
 
 from typing import Any
@@ -31,31 +31,37 @@ RESULT_FILE = "rescored.json"
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Score `settings["rows"]`, rows by name or a number of them spread over the table. Raises UsageError, TrainingError."""
+    """Score `settings["rows"]`: a list of rows, or a number of rows to take evenly from the table.
+
+    Raises UsageError, TrainingError.
+    """
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
-    positions = _positions(pairs, job.settings["rows"])
+    positions = _find_positions(pairs, job.settings["rows"])
     scorer = job.inputs.get("policy") or job.inputs["reference_model"]
     frozen = InferenceModelSpec(scorer, table.dtype, job.inputs.get("reference_model"))
     model = load_frozen(frozen, job.compute.parallel, group, events)
     check_exact(model, events)
     events.phase(f"score {len(positions)} pairs with the {scorer.kind.replace('_', ' ')}")
     scored = score_pairs(model, pairs, positions, table, Loss(), group, events)
-    found = deviations(scored, table)
-    values = {"stored": found.stored_I2, "live": found.live_I2, "allowed": found.allowed_I2}
+    difference = deviations(scored, table)
+    values = {"stored": difference.stored_I2, "live": difference.live_I2, "allowed": difference.allowed_I2}
     rows: list[dict[str, Any]] = [{"row": int(row)} for row in pairs.rows[positions]]
-    for at, row in enumerate(rows):
-        for number, side in enumerate(SIDES):
-            row[side] = {name: float(of_pairs[at, number]) for name, of_pairs in values.items()}
+    for pair, row in enumerate(rows):
+        for column, side in enumerate(SIDES):
+            row[side] = {name: float(values_I2[pair, column]) for name, values_I2 in values.items()}
     if group.is_main:
         write_json(job.staging / RESULT_FILE, rows)
     return JobResult(fingerprint("proof", rows), {"tolerance": ROUNDING_NATS[table.dtype], "dtype": table.dtype})
 
 
-def _positions(pairs: Pairs, wanted: Any) -> npt.NDArray[np.int64]:
-    if isinstance(wanted, int):
-        return evenly_spaced(np.arange(len(pairs)), wanted)
-    positions = np.flatnonzero(np.isin(pairs.rows, wanted))
-    if len(positions) != len(wanted):
-        raise UsageError(f"of the rows {wanted} only {pairs.rows[positions].tolist()} are among the tokenized pairs")
+def _find_positions(pairs: Pairs, rows: Any) -> npt.NDArray[np.int64]:
+    if isinstance(rows, int):
+        return evenly_spaced(np.arange(len(pairs)), rows)
+    positions = np.flatnonzero(np.isin(pairs.rows, rows))
+    if len(positions) != len(rows):
+        raise UsageError(
+            f"only the rows {pairs.rows[positions].tolist()} of {rows} are tokenized pairs; name rows that are not dropped",
+            "row-not-tokenized",
+        )
     return positions

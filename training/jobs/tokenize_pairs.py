@@ -1,12 +1,11 @@
-"""The `pairs` job: every preference pair as token ids and masks, in one file that is mapped into memory.
+"""The `pairs` job: tokenize every preference pair into token ids and masks, in one memory-mapped file.
 
     pairs.arrow       the pairs (training/data/tokenization/pair_dataset.py has the columns and the reader)
     tokenizer/        the tokenizer that made them
 
-The fingerprint covers rows, splits, ids, masks, where prompts end, and the token that ends a sampled answer: so an edit of the
-template or of the data that changes no token changes nothing downstream. How many rows of `raw_preferences` were dropped,
-and why, is in the details: these belong to this derivation, while two derivations that give the same tokens share the
-files.
+The fingerprint covers rows, splits, ids, masks, prompt lengths, and the token that ends a sampled answer. So an edit of
+template or data has no effect downstream if it changes no token. Derivations with the same tokens share the files, but not
+the details: each has its own counts and reasons of dropped rows.
 """
 
 import hashlib
@@ -55,16 +54,21 @@ SourceRow = Mapping[str, Any]
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Tokenize `raw_preferences` as `tokenization_spec` says. Raises DataError where no pair is left."""
-    assert group.world == 1, "tokenizing is the work of one process"
+    """Tokenize `raw_preferences` by `tokenization_spec`.
+
+    Raises TemplateError if the spec holds another tokenizer than it was made with, DataError if no pair is left or one is
+    too long.
+    """
+    assert group.world == 1, "the pairs job runs in one process"
     specification = job.inputs["tokenization_spec"].folder
     spec = read_spec(specification)
     tokenizer = load_tokenizer(specification / TOKENIZER_FOLDER)
     if (found := tokenizer_fingerprint(tokenizer)) != spec["tokenizer_fingerprint"]:
         expected = spec["tokenizer_fingerprint"]
         raise TemplateError(
-            f"the tokenizer in {specification} is {short(found)}, the spec was made with {short(expected)}: another version of "
-            "transformers or tokenizers saved it; move that folder away and run again, which makes it anew"
+            f"the tokenizer in {specification} has the fingerprint {short(found)}, expected {short(expected)}: another version "
+            "of transformers or tokenizers saved it; move that folder away and run again to recompute it",
+            "tokenizer-changed",
         )
     encoder = PairEncoder(tokenizer, ChatTemplate(tokenizer, spec["template_kwargs"], spec.get("date")), spec)
     tally = _Tally(OverLength(spec["over_length"]), job.locations["named"]["chat_template"])
@@ -74,8 +78,8 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
     _write(job.inputs["raw_preferences"].folder / PREFERENCES_FILE, job.staging, encoder, tally, events)
     shutil.copytree(specification / TOKENIZER_FOLDER, job.staging / TOKENIZER_FOLDER)
     tally.check_not_empty()
-    made = Pairs.open(job.staging)
-    details = {**tally.details(), **_lengths(made), "largest_token": made.largest_token}
+    pairs = Pairs.open(job.staging)
+    details = {**tally.details(), **_length_statistics(pairs), "largest_token": pairs.largest_token}
     for reason, count in tally.reasons.most_common():
         events.note(f"{count} pairs dropped: {reason.value}, the first: {tally.first(reason)}")
     details["examples"] = [_example(tokenizer, row, pair) for row, pair in tally.examples]
@@ -85,7 +89,7 @@ def run(job: Job, group: Group, events: EventWriter) -> JobResult:
 
 @dataclass
 class _Tally:
-    """Counts, digests and examples of the rows so far. `template`: where the recipe names the chat template."""
+    """Counts, digests and examples of the rows so far. `template` is the place of the chat template in the recipe."""
 
     over_length: OverLength
     template: str
@@ -96,12 +100,12 @@ class _Tally:
     dropped: list[dict[str, Any]] = field(default_factory=list)
     prompts: dict[str, dict[bytes, int]] = field(
         default_factory=lambda: defaultdict(dict)
-    )  # with the first row of each
+    )  # by split and digest, the first row of each prompt
     examples: list[tuple[int, EncodedPair]] = field(default_factory=list)
 
     def keep(self, row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
-        """Count a pair; returns its row of the table."""
-        line = _line(row, pair)
+        """Count a pair and return its line of the file."""
+        line = _build_line(row, pair)
         head = canonical_json([row["row"], row["split"], len(pair.prompt)])
         self.digests.append(hashlib.sha256(head + line["chosen_key"] + line["rejected_key"]).digest())
         self.splits[row["split"]] += 1
@@ -117,11 +121,13 @@ class _Tally:
         return line
 
     def drop(self, row: SourceRow, dropped: Dropped, encoder: PairEncoder) -> None:
+        """Count a dropped row. Raises DataError for a row that is too long if `over_length` is `error`."""
         if dropped.reason is DropReason.TOO_LONG and self.over_length is OverLength.ERROR:
             raise DataError(
                 f"`tokenization.over_length: error`: row {row['row']} ({row['source']}, line {row['line']}) has "
                 f"{dropped.detail}; raise `tokenization.max_length`, or set `over_length` to drop, truncate_prompt or "
-                "truncate_response"
+                "truncate_response",
+                "pair-too-long",
             )
         self.reasons[dropped.reason] += 1
         detail, is_first = dropped.detail, self.reasons[dropped.reason] == 1
@@ -130,13 +136,15 @@ class _Tally:
         self.dropped.append({"row": row["row"], "reason": dropped.reason.value, "detail": detail})
 
     def check_not_empty(self) -> None:
+        """Raise DataError if no pair was kept."""
         if self.digests:
             return
         first = self.dropped[0] if self.dropped else {"reason": "no row at all", "detail": ""}
         by_template = first["reason"] in _BY_TEMPLATE
-        advice = f"mend the chat template ({self.template})" if by_template else "look at `tokenization` in the recipe"
+        advice = f"repair the chat template ({self.template})" if by_template else "check `tokenization` in the recipe"
         raise DataError(
-            f"none of the {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}"
+            f"0 of {len(self.dropped)} pairs can be used; the first: {first['reason']}, {first['detail']}; {advice}",
+            "all-pairs-dropped",
         )
 
     def details(self) -> dict[str, Any]:
@@ -158,9 +166,9 @@ class _Tally:
         }
 
     def first(self, *reasons: DropReason) -> str:
-        """The first pair that was dropped for one of these reasons; empty if none was."""
-        found = (f"row {drop['row']}, {drop['detail']}" for drop in self.dropped if drop["reason"] in reasons)
-        return next(found, "")
+        """Return row and detail of the first pair that was dropped for one of these reasons; "" if there is none."""
+        drops = (f"row {drop['row']}, {drop['detail']}" for drop in self.dropped if drop["reason"] in reasons)
+        return next(drops, "")
 
 
 def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, events: EventWriter) -> None:
@@ -173,12 +181,12 @@ def _write(source: Path, folder: Path, encoder: PairEncoder, tally: _Tally, even
         progress = Progress(events, count, "pairs")
         batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=_BATCH_ROWS))
         for rows, outcomes in encode_batches(encoder, batches, count):
-            lines = list(_lines(rows, outcomes, encoder, tally))
+            lines = list(_kept_lines(rows, outcomes, encoder, tally))
             stream.write_batch(pa.RecordBatch.from_pylist(lines, PAIRS_SCHEMA))
             progress.advance(len(rows))
 
 
-def _lines(rows: Rows, outcomes: Outcomes, encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:
+def _kept_lines(rows: Rows, outcomes: Outcomes, encoder: PairEncoder, tally: _Tally) -> Iterator[dict[str, Any]]:
     for row, outcome in zip(rows, outcomes, strict=True):
         if isinstance(outcome, Dropped):
             tally.drop(row, outcome, encoder)
@@ -186,7 +194,7 @@ def _lines(rows: Rows, outcomes: Outcomes, encoder: PairEncoder, tally: _Tally) 
             yield tally.keep(row, outcome)
 
 
-def _line(row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
+def _build_line(row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
     line: dict[str, Any] = {"row": row["row"], "split": row["split"], "prompt_length": len(pair.prompt)}
     for side, response in zip(SIDES, (pair.chosen, pair.rejected), strict=True):
         ids, mask = pair.ids(response), pair.mask(response)
@@ -194,13 +202,13 @@ def _line(row: SourceRow, pair: EncodedPair) -> dict[str, Any]:
     return line
 
 
-def _lengths(pairs: Pairs) -> dict[str, Any]:
-    """Percentiles and histograms of the lengths, in tokens."""
+def _length_statistics(pairs: Pairs) -> dict[str, Any]:
+    """Return percentiles and histograms of the lengths, in tokens."""
     lengths: dict[str, NDArray[np.integer[Any]]] = {"prompt": pairs.prompt_lengths}
     lengths.update({side: pairs.lengths(side) for side in SIDES})
     edges = np.histogram_bin_edges(np.concatenate([lengths[side] for side in SIDES]), bins=_BINS)
     histograms = {side: np.histogram(lengths[side], bins=edges)[0].tolist() for side in SIDES}
-    percentiles = {name: _percentiles(of_parts) for name, of_parts in lengths.items()}
+    percentiles = {name: _percentiles(values) for name, values in lengths.items()}
     return {"percentiles": percentiles, "histogram": {"edges": edges.tolist(), **histograms}}
 
 
@@ -210,6 +218,6 @@ def _percentiles(lengths: NDArray[np.integer[Any]]) -> dict[str, float]:
 
 
 def _example(tokenizer: PreTrainedTokenizerFast, row: int, pair: EncodedPair) -> dict[str, Any]:
-    """A pair as the model sees it: its tokens as text, control tokens included."""
+    """Return the tokens of a pair as text, control tokens included."""
     parts = {"prompt": pair.prompt, "chosen": pair.chosen.ids, "rejected": pair.rejected.ids}
     return {"row": row, **{name: tokenizer.decode(ids)[:_EXAMPLE_CHARACTERS] for name, ids in parts.items()}}
