@@ -1,7 +1,7 @@
-"""Why an artifact is not what it was: each cause behind the name of the asset where it arises.
+"""Causes of a changed artifact, each with the asset at which it arises.
 
-Two ask: `pedigree status`, of what a run would make, and a run, of what it makes. Both follow the inputs that differ upstream
-to what a person did: a field of the recipe, a file, another version of a library.
+`pedigree status` finds causes for the artifacts a run would make, and a run for the artifacts it makes. Both follow changed
+inputs upstream to their origin: a field of the recipe, a file, or the version of a library.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,14 +14,14 @@ from training.contract.errors import StoreError
 from training.contract.store.manifest import Derivation
 from training.contract.store.store import Store
 
-Cause = tuple[str, str]  # the asset where it arises, and its words
+Cause = tuple[str, str]  # the asset at which it arises, and its text
 
 
 @dataclass(frozen=True)
 class CurrentDerivation:
-    """How an asset is made now; `inputs` are fingerprints by name, None for one that has yet to be made.
+    """How an asset would be made now.
 
-    `found`: for a source or a spec, what it is made from.
+    `inputs`: fingerprints by name, None if not made yet. `found`: the resolved input of a source or a spec.
     """
 
     version: str
@@ -32,10 +32,10 @@ class CurrentDerivation:
 
 @dataclass(frozen=True)
 class CauseFinder:
-    """Finds the causes behind inputs that differ.
+    """Finds the causes of changed inputs.
 
-    `now` says how the artifact of an asset with a fingerprint is made, None if that is unknown. `known` gives the causes of an
-    asset that were found already. `unexplained` gives the words for an input, its old and its new fingerprint.
+    `now(asset, fingerprint)` returns the current derivation, None if unknown. `known(asset)` returns causes found already.
+    `unexplained(name, old, new)` returns the text for an input with two fingerprints and without a known cause.
     """
 
     store: Store
@@ -44,21 +44,21 @@ class CauseFinder:
     known: Callable[[str], list[Cause]] = lambda name: []
 
     def inherited(self, asset: str, before: Derivation, now: CurrentDerivation) -> Iterator[Cause]:
-        """Why the inputs of `asset` differ from those of `before`, how it was made."""
+        """Yield why the inputs of `asset` differ from the inputs in `before`, its earlier derivation."""
         for name, version in now.inputs.items():
             old = before.inputs.get(name)
             if old is None:
                 yield asset, f"{name} is an input now"
             elif old.fingerprint != version:
-                told = self.known(name) or self.since(name, old.fingerprint, version)
-                yield from told or [(asset, self.unexplained(name, old.fingerprint, version))]
+                causes = self.known(name) or self.since(name, old.fingerprint, version)
+                yield from causes or [(asset, self.unexplained(name, old.fingerprint, version))]
         for name in sorted(before.inputs.keys() - now.inputs.keys()):
             yield asset, f"{name} is no input any more"
 
     def since(self, name: str, old: str, version: str | None) -> list[Cause]:
-        """Why `name` is the artifact `version` and no longer `old`; empty if that is unknown.
+        """Return why `name` changed from the artifact `old` to `version`; empty if unknown.
 
-        So what a person did is told as long as anything made from the old artifact is there, after a run that ended early too.
+        So the user's change is reported as long as anything made from the old artifact exists, also after a run ended early.
         """
         try:
             before = self.store.open(name, old, hashes=False).manifest.made_from
@@ -68,12 +68,12 @@ class CauseFinder:
         if now is None:
             return []
         if now.found is not None:
-            told = changes_since(self.store, before.key, now.found)
-            return [(name, words) for words in told if words not in (NO_RECORD, CORRUPT_RECORD)]
-        own = own_changes(before, now.version, now.settings)
-        return [*((name, words) for words in own), *self.inherited(name, before, now)]
+            changes = changes_since(self.store, before.key, now.found)
+            return [(name, text) for text in changes if text not in (NO_RECORD, CORRUPT_RECORD)]
+        changes = own_changes(before, now.version, now.settings)
+        return [*((name, text) for text in changes), *self.inherited(name, before, now)]
 
 
 def in_words(asset: str, causes: Iterable[Cause]) -> list[str]:
-    """Each cause once; one that arises elsewhere is preceded by the name of that asset."""
-    return [words if origin == asset else f"{origin}: {words}" for origin, words in dict.fromkeys(causes)]
+    """Return the text of each cause once. A cause from another asset begins with the name of that asset."""
+    return [text if origin == asset else f"{origin}: {text}" for origin, text in dict.fromkeys(causes)]

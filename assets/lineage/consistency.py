@@ -1,8 +1,8 @@
-"""Whether artifacts go together: whatever two of them were made from has to be the same.
+"""Consistency of an asset's inputs: their common ancestors must be the same artifacts.
 
-In a run of everything it is. But a person may materialize any assets in Dagster's UI, and a run may end early; the inputs of
-an asset are then the latest of each, say a policy and the evaluation of another policy, or pairs and a policy that was
-trained on others. What was made of those would be recorded, and released, with a lineage that it does not have.
+A full run always satisfies this. But a user may materialize any assets in Dagster's UI, and a run may end early. The latest
+inputs of an asset may then be a policy and the evaluation of another policy, or pairs and a policy trained on other pairs.
+An artifact made from them would be recorded, and released, with a wrong lineage.
 """
 
 from collections import deque
@@ -15,39 +15,42 @@ from training.contract.config.recipe import Recipe
 from training.contract.errors import StoreError
 from training.contract.identity.fingerprint import short
 
-# What is read from the same files, and has to be of the same moment.
+# Assets that read the same files and must be materialized together.
 _READ_TOGETHER = {"tokenization_spec": ("release_spec",)}
 
 
 def check_one_lineage(history: History, asset: str, inputs: Mapping[str, str]) -> None:
-    """Raises StoreError if the `inputs` of `asset` (fingerprints by name), or their ancestors, do not go together."""
-    met, waiting = dict(inputs), deque(inputs)
-    told = {name: f"{history.pipeline.name}/{name} is {short(found)} now" for name, found in inputs.items()}
-    while waiting:
-        maker = waiting.popleft()
-        for name, source in history.derivation(maker, met[maker]).inputs.items():
-            words = f"{maker} {short(met[maker])} was made from {name} {short(source.fingerprint)}"
-            if name not in met:
-                met[name], told[name] = source.fingerprint, words
-                waiting.append(name)
-            elif met[name] != source.fingerprint:
+    """Raise StoreError if the `inputs` of `asset` (fingerprints by name), or their ancestors, are inconsistent."""
+    fingerprints, queue = dict(inputs), deque(inputs)
+    origins = {name: f"{history.pipeline.name}/{name} is {short(version)} now" for name, version in inputs.items()}
+    while queue:
+        maker = queue.popleft()
+        for name, source in history.derivation(maker, fingerprints[maker]).inputs.items():
+            origin = f"{maker} {short(fingerprints[maker])} was made from {name} {short(source.fingerprint)}"
+            if name not in fingerprints:
+                fingerprints[name], origins[name] = source.fingerprint, origin
+                queue.append(name)
+            elif fingerprints[name] != source.fingerprint:
                 raise StoreError(
-                    f"{history.pipeline.name}/{asset} would be made of what does not go together: {words}, and "
-                    f"{told[name]}; materialize {_listed(history.pipeline, name, maker, asset)} in one run"
+                    f"{history.pipeline.name}/{asset} would be made from inconsistent inputs: {origin}, and "
+                    f"{origins[name]}; materialize {_list_assets(history.pipeline, name, maker, asset)} in one run",
+                    "inconsistent-inputs",
                 )
 
 
-def _listed(pipeline: Pipeline, above: str, maker: str, asset: str) -> str:
-    """What has to be made of one and the same `above`: `maker` and whatever lies between `above` and `asset`, with `asset`."""
+def _list_assets(pipeline: Pipeline, ancestor: str, maker: str, asset: str) -> str:
+    """List the assets to make from one `ancestor`: `maker`, `asset`, and all between `ancestor` and `asset`."""
     *names, last = (
-        f"{pipeline.name}/{name}" for name in _between(pipeline.recipe, {above, maker}, asset) if name != above
+        f"{pipeline.name}/{name}"
+        for name in _affected_assets(pipeline.recipe, {ancestor, maker}, asset)
+        if name != ancestor
     )
     return f"{', '.join(names)} and {last}" if names else last
 
 
-def _between(recipe: Recipe, above: set[str], asset: str) -> list[str]:
-    """`asset` and what it is made of, directly or not, as far as that is in `above` or made from it; in the graph's order."""
-    affected = above | {other for name in above for other in _READ_TOGETHER.get(name, ())}
+def _affected_assets(recipe: Recipe, changed: set[str], asset: str) -> list[str]:
+    """Return `asset` and its ancestors, if in `changed` or made from it; in the graph's order."""
+    affected = changed | {other for name in changed for other in _READ_TOGETHER.get(name, ())}
     for name, node in GRAPH.items():
         if affected.intersection(node.inputs(recipe)):
             affected.add(name)

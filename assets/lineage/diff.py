@@ -1,7 +1,7 @@
-"""What changed, in words: a source or a spec as it was materialized, compared with how it is now.
+"""Changes of a source or a spec since its materialization, as text.
 
-How it was is in the store: the derivation of its key, and for a tokenization spec the template's text and the tokenizer's
-files. Comparing them needs neither torch nor transformers. The words for each asset:
+The earlier state is in the store: the derivation of its key and, for a tokenization spec, the template's text and the
+tokenizer's files. The comparison needs neither torch nor transformers. Examples by asset:
 
     preference_source    preferences.jsonl differs (1,092 -> 1,147 rows read); extra.jsonl added
                          org/pairs at commit cd34: data/train.jsonl differs
@@ -32,60 +32,60 @@ from training.contract.store.manifest import Derivation
 from training.contract.store.store import DerivationRecord, Store
 
 NO_RECORD = "the record of how it was made is no longer in the store"
-CORRUPT_RECORD = "the record of how it was made is corrupt; a run mends it"
+CORRUPT_RECORD = "the record of how it was made is corrupt; a run repairs it"
 _MOST_FILES = 5
 
 
 def changes_since(store: Store, key: str | None, found: ResolvedInput) -> list[str]:
-    """How `found` differs from the artifact of the same asset whose derivation has `key`; empty if in nothing."""
+    """Return how `found` differs from the artifact of the same asset whose derivation has `key`; empty if equal."""
     try:
         record = None if key is None else store.record(found.asset, key)
     except CorruptRecord:
         return [CORRUPT_RECORD]
     if record is None:
         return [NO_RECORD]
-    words = list(_code_version(record.derivation, found.derivation.code_version))
+    changes = list(_code_version_changes(record.derivation, found.derivation.code_version))
     match found:
         case ResolvedData():
-            words += _data_changes(record, found, _rows_as_recorded(store, found))
+            changes += _data_changes(record, found, _recorded_rows(store, found))
         case ResolvedModel():
-            words += _model_changes(record, found)
+            changes += _model_changes(record, found)
         case ResolvedTokenizer():
-            words += _tokenization_changes(store, record, found)
+            changes += _tokenization_changes(store, record, found)
         case ResolvedRelease():
-            words += release_changes(store, record, found)
+            changes += release_changes(store, record, found)
         case _:
-            words += setting_changes(record.derivation.settings, found.derivation.settings)
-    return words
+            changes += setting_changes(record.derivation.settings, found.derivation.settings)
+    return changes
 
 
 def own_changes(before: Derivation, version: str, settings: Settings) -> list[str]:
-    """How an asset's algorithm of `version`, and its own `settings`, differ from those of `before`, how it was made.
+    """Return how an asset's code `version` and `settings` differ from the derivation `before`.
 
-    Fields that come out of a spec are the spec's to explain.
+    Settings from a spec are left out: they are causes of the spec.
     """
     fields = setting_changes(before.settings, settings) if GRAPH[before.kind].spec is None else ()
-    return [*_code_version(before, version), *fields]
+    return [*_code_version_changes(before, version), *fields]
 
 
-def _code_version(before: Derivation, now: str) -> Iterator[str]:
+def _code_version_changes(before: Derivation, now: str) -> Iterator[str]:
     if before.code_version != now:
         yield f"code version {before.code_version} -> {now}"
 
 
-def _rows_as_recorded(store: Store, found: ResolvedData) -> dict[str, int | None] | None:
-    """The rows of `found` if it was recorded, so that they are not counted again."""
+def _recorded_rows(store: Store, found: ResolvedData) -> dict[str, int | None] | None:
+    """Return the row counts of `found` from its record, to avoid counting again; None without a record."""
     try:
-        recorded = store.record(found.asset, found.derivation.key)
+        record = store.record(found.asset, found.derivation.key)
     except CorruptRecord:
         return None
-    return None if recorded is None else recorded.details.get("rows")
+    return None if record is None else record.details.get("rows")
 
 
 def _data_changes(record: DerivationRecord, found: ResolvedData, rows: dict[str, int | None] | None) -> Iterator[str]:
     old, new = record.derivation.settings["sources"], found.identity
     old_files, new_files = named_files(old), named_files(new)
-    known = record.details.get("rows", {})
+    old_rows = record.details.get("rows", {})
     for name in sorted(old_files.keys() | new_files.keys()):
         if name not in new_files:
             yield f"{name} removed"
@@ -93,36 +93,37 @@ def _data_changes(record: DerivationRecord, found: ResolvedData, rows: dict[str,
             yield f"{name} added"
         elif old_files[name]["sha256"] != new_files[name]["sha256"]:
             rows = rows or found.count_rows()
-            yield f"{name} differs{_row_counts(known.get(name), rows.get(name))}"
-    yield from _hub_changes(_by_number(old), _by_number(new), [source["revision"] for source in found.hubs])
-    if old_files.keys() == new_files.keys() and _divided(old) != _divided(new):
+            yield f"{name} differs{_row_counts(old_rows.get(name), rows.get(name))}"
+    yield from _hub_changes(_number_hubs(old), _number_hubs(new), [source["revision"] for source in found.hubs])
+    if old_files.keys() == new_files.keys() and _source_files(old) != _source_files(new):
         yield "the order of the files, or how the sources divide them, changed"
 
 
-def _divided(sources: list[Any]) -> list[list[str] | None]:
-    """The names of each source's files, in order; None for a data set of the hub."""
+def _source_files(sources: list[Any]) -> list[list[str] | None]:
+    """Return the names of each source's files, in order; None for a data set of the hub."""
     return [[file["name"] for file in source] if isinstance(source, list) else None for source in sources]
 
 
 def _hub_changes(old: Mapping[str, Any], new: Mapping[str, Any], commits: Sequence[str]) -> Iterator[str]:
-    """How the data sets of the hub differ: which they are, and the files of those that stayed."""
-    whole = [{name: {**hub, "files": None} for name, hub in hubs.items()} for hubs in (old, new)]
-    yield from setting_changes(*whole)
-    for (name, about), commit in zip(new.items(), commits, strict=True):
-        if name not in old or old[name]["hub"] != about["hub"]:
+    """Yield changes of the hub's data sets: of their settings, and of files if the repository is the same."""
+    without_files = [{name: {**hub, "files": None} for name, hub in hubs.items()} for hubs in (old, new)]
+    yield from setting_changes(*without_files)
+    for (name, hub), commit in zip(new.items(), commits, strict=True):
+        if name not in old or old[name]["hub"] != hub["hub"]:
             continue
-        was, now = old[name]["files"], about["files"]
-        words = [
-            f"{file} {'removed' if file not in now else 'added' if file not in was else 'differs'}"
-            for file in sorted(was.keys() | now.keys())
-            if was.get(file) != now.get(file)
+        old_files, new_files = old[name]["files"], hub["files"]
+        changes = [
+            f"{file} {'removed' if file not in new_files else 'added' if file not in old_files else 'differs'}"
+            for file in sorted(old_files.keys() | new_files.keys())
+            if old_files.get(file) != new_files.get(file)
         ]
-        if words:
-            more = [f"and {len(words) - _MOST_FILES:,} more"] if len(words) > _MOST_FILES else []
-            yield f"{about['hub']} at commit {short(commit)}: {', '.join([*words[:_MOST_FILES], *more])}"
+        if changes:
+            more = [f"and {len(changes) - _MOST_FILES:,} more"] if len(changes) > _MOST_FILES else []
+            yield f"{hub['hub']} at commit {short(commit)}: {', '.join([*changes[:_MOST_FILES], *more])}"
 
 
-def _by_number(sources: list[Any]) -> dict[str, Any]:
+def _number_hubs(sources: list[Any]) -> dict[str, Any]:
+    """Return the sources of the hub by a name for display, numbered if there are several."""
     hubs = [source for source in sources if isinstance(source, dict)]
     return {"hub data set" if len(hubs) == 1 else f"hub data set {n}": hub for n, hub in enumerate(hubs, 1)}
 
@@ -136,12 +137,12 @@ def _model_changes(record: DerivationRecord, found: ResolvedModel) -> Iterator[s
     if located is None:
         yield f"{now['hub']} is at commit {short(now['commit'])}, which is not downloaded yet"
         return
-    at = f" at commit {short(located.commit)}" if located.commit else ""
+    commit = f" at commit {short(located.commit)}" if located.commit else ""
     if before["weights"] != now["weights"]:
         names = sorted(file.name for file in located.folder.glob("*.safetensors"))
-        yield f"{names[0]} differs{at}" if len(names) == 1 else f"the weights in {len(names)} files differ{at}"
-    for words in setting_changes(before["config"], now["config"]):
-        yield f"config {words}"
+        yield f"{names[0]} differs{commit}" if len(names) == 1 else f"the weights in {len(names)} files differ{commit}"
+    for change in setting_changes(before["config"], now["config"]):
+        yield f"config {change}"
 
 
 def _tokenization_changes(store: Store, record: DerivationRecord, found: ResolvedTokenizer) -> Iterator[str]:
@@ -155,6 +156,6 @@ def _tokenization_changes(store: Store, record: DerivationRecord, found: Resolve
         else:
             differing = {n for n in old_files.keys() | new_files.keys() if old_files.get(n) != new_files.get(n)}
             yield from tokenizer_changes(artifact, found.located, differing)
-    beside = (each.pop("config", {}) for each in (before, now))
-    yield from (f"config.json beside the tokenizer: {words}" for words in setting_changes(*beside))
+    configs = (settings.pop("config", {}) for settings in (before, now))
+    yield from (f"config.json beside the tokenizer: {change}" for change in setting_changes(*configs))
     yield from setting_changes(before, now)

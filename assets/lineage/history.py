@@ -1,6 +1,6 @@
-"""What Dagster recorded when an asset was materialized, and how the artifacts behind that were made.
+"""Dagster's records of materializations, and the derivations of their artifacts.
 
-Dagster is asked for all assets of interest at once: a question costs it a dozen connections to its database.
+Records of all assets are read in one query, because a query costs Dagster a dozen connections to its database.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,10 +20,10 @@ from training.contract.store.store import Artifact, Store
 
 @dataclass(frozen=True)
 class Materialization:
-    """A materialization of an asset; all fields but `last_run` are empty if there is none.
+    """A materialization of an asset. Without one, all fields except `last_run` are empty.
 
-    `fingerprint` is its data version, `metadata` holds the plain values of what it showed. The run `run` made it at `time`.
-    `last_run` is the last run that was to make the asset.
+    `fingerprint`: its data version. `metadata`: plain values of its metadata. The run `run` made it at `time`. `last_run`: the
+    last run that planned to materialize the asset.
     """
 
     fingerprint: str | None = None
@@ -40,7 +40,7 @@ class Materialization:
 
     @property
     def key(self) -> str | None:
-        """The key of its derivation."""
+        """The key of the artifact's derivation."""
         return self.metadata.get("key")
 
     @property
@@ -48,17 +48,17 @@ class Materialization:
         return self.tags.get("dagster/code_version")
 
     def input_version(self, asset: dg.AssetKey) -> str | None:
-        """The data version of `asset` that it was made from."""
+        """Return the data version of its input `asset`."""
         return self.tags.get(input_version_tag(asset))
 
 
 def input_version_tag(asset: dg.AssetKey) -> str:
-    """The tag of a materialization that tells the data version of `asset` that it was made from."""
+    """Return the name of a materialization's tag for the data version of its input `asset`."""
     return f"dagster/input_data_version/{asset.to_user_string()}"
 
 
 def latest_of(instance: dg.DagsterInstance, keys: Sequence[dg.AssetKey]) -> dict[dg.AssetKey, Materialization]:
-    """The latest materialization of each of the assets."""
+    """Return the latest materialization of each asset."""
     entries = [record.asset_entry for record in instance.get_asset_records(keys)]
     return {key: Materialization() for key in keys} | {entry.asset_key: _latest(entry) for entry in entries}
 
@@ -67,12 +67,12 @@ def _latest(entry: AssetEntry) -> Materialization:
     event = entry.last_materialization
     if event is None or event.asset_materialization is None:
         return Materialization(last_run=entry.last_run_id)
-    found = Materialization.of(event.asset_materialization)
-    return replace(found, run=event.run_id, time=event.timestamp, last_run=entry.last_run_id)
+    latest = Materialization.of(event.asset_materialization)
+    return replace(latest, run=event.run_id, time=event.timestamp, last_run=entry.last_run_id)
 
 
 def made_in(instance: dg.DagsterInstance, run_id: str) -> dict[dg.AssetKey, Materialization]:
-    """What a run has materialized so far."""
+    """Return the materializations of a run so far."""
     records = instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION).records
     events = [recorded for record in records if (recorded := record.event_log_entry.asset_materialization) is not None]
     return {event.asset_key: Materialization.of(event) for event in events}
@@ -80,7 +80,7 @@ def made_in(instance: dg.DagsterInstance, run_id: str) -> dict[dg.AssetKey, Mate
 
 @dataclass(frozen=True)
 class Ancestor:
-    """An artifact that another one was made from, directly or not, and how it was made when it was last materialized."""
+    """A direct or indirect input of an artifact, with the derivation of its latest materialization."""
 
     fingerprint: str
     derivation: Derivation
@@ -88,11 +88,10 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class History:
-    """What was materialized of a pipeline when it was first asked, and the artifacts behind that in the store.
+    """The latest materializations of a pipeline, read once, and their artifacts in the store.
 
-    With `run_id`, for an asset that this run has materialized, that is what it materialized: another run, of newer data say,
-    may have recorded other inputs since, and what a run makes has to fit together. Who asks of some assets only names them:
-    what is recorded of one, with its tables and pictures, takes milliseconds to read.
+    With `run_id`, materializations of this run come first: another run, perhaps with newer data, may have recorded other inputs
+    since, and a run's artifacts must be consistent. `assets` limits the query, because each record takes milliseconds to read.
     """
 
     instance: dg.DagsterInstance
@@ -103,62 +102,63 @@ class History:
 
     @cached_property
     def _latest(self) -> dict[dg.AssetKey, Materialization]:
-        found = latest_of(self.instance, [self.pipeline.key(asset) for asset in self.assets])
-        return found if self.run_id is None else found | made_in(self.instance, self.run_id)
+        latest = latest_of(self.instance, [self.pipeline.key(asset) for asset in self.assets])
+        return latest if self.run_id is None else latest | made_in(self.instance, self.run_id)
 
     def latest(self, asset: str) -> Materialization:
         return self._latest[self.pipeline.key(asset)]
 
     def find(self, asset: str) -> Artifact | None:
-        """The artifact of `asset` as last materialized, verified; None if it never was. Raises StoreError."""
-        found = self.latest(asset).fingerprint
-        return None if found is None else self.store.open(asset, found)
+        """Return the latest artifact of `asset`, verified; None without a materialization. Raise StoreError."""
+        fingerprint = self.latest(asset).fingerprint
+        return None if fingerprint is None else self.store.open(asset, fingerprint)
 
     def fingerprint(self, asset: str) -> str:
-        """That of the latest materialization. Raises UsageError if there is none."""
-        if (found := self.latest(asset).fingerprint) is None:
+        """Return the fingerprint of the latest materialization. Raise UsageError without one."""
+        if (fingerprint := self.latest(asset).fingerprint) is None:
             raise UsageError(
-                f"{self.pipeline.name}/{asset} was never materialized; run `pedigree run {self.pipeline.argument}` first"
+                f"{self.pipeline.name}/{asset} was never materialized; run `pedigree run {self.pipeline.argument}` first",
+                "never-materialized",
             )
-        return found
+        return fingerprint
 
     def artifact(self, asset: str) -> Artifact:
-        """The artifact of `asset` as last materialized, verified. Raises UsageError if it never was, StoreError."""
+        """Return the latest artifact of `asset`, verified. Raise UsageError without a materialization, or StoreError."""
         return self.store.open(asset, self.fingerprint(asset))
 
     def made_from(self, asset: str) -> Derivation | None:
-        """How `asset` was made when it was last materialized; None where that is no longer known. Raises CorruptRecord."""
-        recorded = self.latest(asset)
-        if asset == "released_model":  # its artifact is in the registry, so its derivation is with the materialization
-            told = recorded.metadata.get("derivation")
-            return None if told is None else Derivation.model_validate(told)
-        return None if recorded.key is None else self.store.derivation(asset, recorded.key)
+        """Return the derivation of the latest materialization; None if it is no longer known. Raise CorruptRecord."""
+        latest = self.latest(asset)
+        if asset == "released_model":  # its artifact is in the registry, so its derivation is in the metadata
+            recorded = latest.metadata.get("derivation")
+            return None if recorded is None else Derivation.model_validate(recorded)
+        return None if latest.key is None else self.store.derivation(asset, latest.key)
 
     def derivation(self, asset: str, fingerprint: str) -> Derivation:
-        """How the artifact `fingerprint` of `asset` was made when it was last materialized.
+        """Return the latest derivation of the artifact `fingerprint` of `asset`.
 
-        Its manifest names the first way that led to its content. That is the answer where the latest way is unknown: another
-        artifact was materialized since, or its record is gone. Raises StoreError if there is no such artifact either.
+        If it is unknown, return the first derivation, from the manifest: another artifact may have been materialized since, or
+        the record may be missing. Raise StoreError without such an artifact.
         """
-        found = self.latest(asset)
-        if found.fingerprint == fingerprint and found.key is not None:
-            derivation = self.store.derivation(asset, found.key)
+        latest = self.latest(asset)
+        if latest.fingerprint == fingerprint and latest.key is not None:
+            derivation = self.store.derivation(asset, latest.key)
             if derivation is not None:
                 return derivation
         return self.store.open(asset, fingerprint, hashes=False).manifest.made_from
 
     def ancestry(self, heads: Mapping[str, str]) -> dict[str, Ancestor]:
-        """The `heads` (fingerprints by kind) and all their ancestors, by kind. Raises StoreError if one is gone."""
-        found: dict[str, Ancestor] = {}
+        """Return the `heads` (fingerprints by kind) and all their ancestors, by kind. Raise StoreError if one is missing."""
+        ancestors: dict[str, Ancestor] = {}
         waiting = list(heads.items())
         while waiting:
             kind, fingerprint = waiting.pop()
-            if kind not in found:
+            if kind not in ancestors:
                 derivation = self.derivation(kind, fingerprint)
-                found[kind] = Ancestor(fingerprint, derivation)
+                ancestors[kind] = Ancestor(fingerprint, derivation)
                 waiting += [(source.kind, source.fingerprint) for source in derivation.inputs.values()]
-        return found
+        return ancestors
 
     def lineage(self, heads: Mapping[str, str]) -> dict[str, str]:
-        """The fingerprints of `ancestry`, by kind. Raises StoreError if one is gone."""
+        """Return the fingerprints of `ancestry`, by kind. Raise StoreError if one is missing."""
         return {kind: ancestor.fingerprint for kind, ancestor in self.ancestry(heads).items()}

@@ -1,7 +1,7 @@
-"""Which pairs are in one `raw_preferences` and not in another: what a new version of the data brought, and what it took.
+"""Pairs added and removed between two `raw_preferences`.
 
-A pair is known by all that it says. So one that was edited is a pair removed and a pair added, wherever it is in the files
-now, and another split, or another order, is no change here.
+A pair is identified by its full content. So an edited pair counts as one removed and one added. A change of split or order
+does not count.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ _COLUMNS = ["identity", "source", "line"]
 
 @dataclass(frozen=True)
 class PairChanges:
-    """How many pairs were added and removed; the first of each as `file, line n`, of those removed as it was before."""
+    """Counts of added and removed pairs, and the place of each first one as `file, line n`, in the files at that time."""
 
     added: int
     removed: int
@@ -28,52 +28,52 @@ class PairChanges:
     first_removed: str | None
 
     def words(self) -> Iterator[str]:
-        for count, what, first in (
+        for count, change, first in (
             (self.added, "added", f"in {self.first_added}"),
             (self.removed, "removed", f"was in {self.first_removed}"),
         ):
             if count:
-                yield f"{count:,} {'pair' if count == 1 else 'pairs'} {what}, the first {first}"
+                yield f"{count:,} {'pair' if count == 1 else 'pairs'} {change}, the first {first}"
 
 
 def pair_changes(store: Store, before: str | None, now: Artifact, cache: HashCache) -> PairChanges | None:
-    """From the `raw_preferences` of the fingerprint `before` to `now`.
+    """Return the changes from the `raw_preferences` with the fingerprint `before` to `now`.
 
-    None if there was none, if they are the same, or if they cannot be compared.
+    Return None if `before` is None, if both are the same, or if they cannot be compared.
     """
     if before is None or before == now.fingerprint:
         return None
     try:
-        old = _pairs(store.open("raw_preferences", before, cache=cache))
-        new = _pairs(now)
+        old = _read_pairs(store.open("raw_preferences", before, cache=cache))
+        new = _read_pairs(now)
     except (StoreError, UnreadableArtifact):
         return None
     if old is None or new is None:
         return None
-    of_old, of_new = old["identity"].to_pylist(), new["identity"].to_pylist()
-    added, removed = _beyond(of_new, of_old), _beyond(of_old, of_new)
-    return PairChanges(len(added), len(removed), _place(new, added), _place(old, removed))
+    old_pairs, new_pairs = old["identity"].to_pylist(), new["identity"].to_pylist()
+    added, removed = _find_extra_rows(new_pairs, old_pairs), _find_extra_rows(old_pairs, new_pairs)
+    return PairChanges(len(added), len(removed), _first_place(new, added), _first_place(old, removed))
 
 
-def _pairs(rows: Artifact) -> pa.Table | None:
-    """None where the rows were read by an earlier version, which did not write down the pairs' identities."""
+def _read_pairs(rows: Artifact) -> pa.Table | None:
+    """Return the pairs' identities and places; None if an earlier version read the rows, without identities."""
     with pq.ParquetFile(rows.file("preferences.parquet")) as file:
         return file.read(columns=_COLUMNS) if "identity" in file.schema_arrow.names else None
 
 
-def _beyond(pairs: Sequence[str], others: Sequence[str]) -> list[int]:
-    """The rows of `pairs` that `others` does not have; of a pair that occurs more often, those that come last."""
+def _find_extra_rows(pairs: Sequence[str], others: Sequence[str]) -> list[int]:
+    """Return the rows of `pairs` missing from `others`. If a pair occurs more often, return its last occurrences."""
     left = Counter(others)
-    found = []
+    extra = []
     for row, identity in enumerate(pairs):
         if left[identity]:
             left[identity] -= 1
         else:
-            found.append(row)
-    return found
+            extra.append(row)
+    return extra
 
 
-def _place(pairs: pa.Table, rows: list[int]) -> str | None:
+def _first_place(pairs: pa.Table, rows: list[int]) -> str | None:
     if not rows:
         return None
     return f"{pairs['source'][rows[0]].as_py()}, line {pairs['line'][rows[0]].as_py()}"

@@ -1,4 +1,4 @@
-"""How the files that are released beside the weights differ, in words: as they were frozen, and as they are now.
+"""Changes of the files released beside the weights, since they were frozen, as text. Examples:
 
 tokenizer_config.json pad_token <|end|> -> <|pad|>; generation_config.json temperature 1.0 -> 0.7
 preprocessor_config.json differs; eos_tokens [] -> [<|end|>]
@@ -16,48 +16,49 @@ from training.contract.identity.fingerprint import short
 from training.contract.store.store import DerivationRecord, Store
 
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_TOLD_ELSEWHERE = {"chat_template", "added_tokens_decoder", "transformers_version", "tokenizer_class"}
+# Compared elsewhere, or written by transformers alone.
+_NOT_COMPARED = {"chat_template", "added_tokens_decoder", "transformers_version", "tokenizer_class"}
 _NESTED = ("files", "config", "base_generation", "processors", "base_config")
 
 
 def release_changes(store: Store, record: DerivationRecord, found: ResolvedRelease) -> Iterator[str]:
-    """Yield how `found` differs from the release spec that `record` is of."""
+    """Yield how `found` differs from the release spec of `record`."""
     before, now = dict(record.derivation.settings), dict(found.derivation.settings)
     if found.shipping is None:
         yield f"{now['hub']} is at commit {short(now['commit'])}, which is not downloaded yet"
         return
     old, new = ({name: settings.pop(name, {}) for name in _NESTED} for settings in (before, now))
-    for name in _differing(old["files"], new["files"]):
-        words = list(_config_changes(store, record, found.tokenizer.folder)) if name == _TOKENIZER_CONFIG else []
-        yield from words or [f"{name} differs"]
+    for name in _differing_files(old["files"], new["files"]):
+        changes = list(_config_changes(store, record, found.tokenizer.folder)) if name == _TOKENIZER_CONFIG else []
+        yield from changes or [f"{name} differs"]
     yield from (
-        f"generation_config.json {words}" for words in setting_changes(old["base_generation"], new["base_generation"])
+        f"generation_config.json {change}" for change in setting_changes(old["base_generation"], new["base_generation"])
     )
-    yield from (f"{name} differs" for name in _differing(old["processors"], new["processors"]))
-    for name, place in (("config", "the tokenizer"), ("base_config", "the base model")):
-        yield from (f"config.json of {place}: {words}" for words in setting_changes(old[name], new[name]))
+    yield from (f"{name} differs" for name in _differing_files(old["processors"], new["processors"]))
+    for name, owner in (("config", "the tokenizer"), ("base_config", "the base model")):
+        yield from (f"config.json of {owner}: {change}" for change in setting_changes(old[name], new[name]))
     if before.pop("chat_template", None) != now.pop("chat_template", None):
         yield "the file of the chat template differs"
-    before.pop("eos_token_ids", None), now.pop("eos_token_ids", None)  # told with the generation settings
+    before.pop("eos_token_ids", None), now.pop("eos_token_ids", None)  # reported with the generation settings
     yield from setting_changes(before, now)
 
 
-def _differing(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+def _differing_files(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
 
 
 def _config_changes(store: Store, record: DerivationRecord, folder: Path) -> Iterator[str]:
-    """How the tokenizer's config differs from the one that was saved; nothing if that cannot be compared."""
+    """Yield how the tokenizer's config differs from the saved one; nothing if they cannot be compared."""
     try:
         frozen = store.open(record.derivation.kind, record.fingerprint, hashes=False)
     except StoreError:
         return
     old, new = json_object(frozen.folder / "tokenizer" / _TOKENIZER_CONFIG), json_object(folder / _TOKENIZER_CONFIG)
-    shared = (old.keys() & new.keys()) - _TOLD_ELSEWHERE
-    parts = ({name: _content(config[name]) for name in shared} for config in (old, new))
-    yield from (f"{_TOKENIZER_CONFIG} {words}" for words in setting_changes(*parts))
+    shared = (old.keys() & new.keys()) - _NOT_COMPARED
+    parts = ({name: _token_text(config[name]) for name in shared} for config in (old, new))
+    yield from (f"{_TOKENIZER_CONFIG} {change}" for change in setting_changes(*parts))
 
 
-def _content(value: Any) -> Any:
-    """A token is written alone, or with the rules by which a text is searched for it."""
+def _token_text(value: Any) -> Any:
+    """Return a token's text, which may be inside an object with matching rules; other values as they are."""
     return value["content"] if isinstance(value, dict) and "content" in value else value

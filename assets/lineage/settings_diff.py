@@ -1,4 +1,4 @@
-"""How two sets of settings differ, in words: `loss.beta 0.1 -> 0.2`."""
+"""Differences of two sets of settings as text: `loss.beta 0.1 -> 0.2`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,24 +10,24 @@ from training.contract.identity.fingerprint import shortened
 from training.contract.identity.software import SOFTWARE
 
 _LONGEST_SECTION = 160
-_ABSENT = object()  # in the place of a field that is missing
+_ABSENT = object()  # instead of a missing field
 
 
 def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """`field old -> new` for every field, by its dotted name, that is not what it was; a new section is one change."""
-    for name, old, new in _differences(_as_written(before), _as_written(now)):
+    """Yield `field old -> new`, with dotted names, for every changed field. A new section is one change."""
+    for name, old, new in _differences(_group_by_source(before), _group_by_source(now)):
         if name == SOFTWARE:
             yield f"the versions of {', '.join(new)} count now" if old is _ABSENT else "software differs"
         else:
-            yield f"{name.removeprefix(f'{SOFTWARE}.')} {_shown(old)} -> {_shown(new)}"
+            yield f"{name.removeprefix(f'{SOFTWARE}.')} {_format_value(old)} -> {_format_value(new)}"
 
 
-def _as_written(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those of sources a source at a time, as a recipe has them; all others as they are."""
+def _group_by_source(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Group the settings of sources by source, as in a recipe. Leave all others as they are."""
     if "formats" not in settings:
         return settings
-    others = {name: value for name, value in settings.items() if name not in SOURCE_LISTS}
-    return {**others, "sources": {str(n): about for n, about in enumerate(settings_by_source(settings))}}
+    rest = {name: value for name, value in settings.items() if name not in SOURCE_LISTS}
+    return {**rest, "sources": {str(n): source for n, source in enumerate(settings_by_source(settings))}}
 
 
 def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -36,8 +36,8 @@ def _differences(old: Any, new: Any, name: str = "") -> Iterator[tuple[str, Any,
             path = f"{name}.{key}" if name else str(key)
             yield from _differences(old.get(key, _ABSENT), new.get(key, _ABSENT), path)
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new) and _has_sections(new):
-        for index, (one, other) in enumerate(zip(old, new, strict=True)):
-            yield from _differences(one, other, f"{name}[{index}]")
+        for index, (old_item, new_item) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(old_item, new_item, f"{name}[{index}]")
     elif old != new:
         yield name, old, new
 
@@ -46,7 +46,7 @@ def _has_sections(values: list[Any]) -> bool:
     return any(isinstance(value, (dict, list)) for value in values)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is _ABSENT:
         return "absent"
     if value is None or isinstance(value, (bool, dict, list)):

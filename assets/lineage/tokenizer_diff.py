@@ -1,8 +1,7 @@
-"""How a tokenizer and its chat template differ, in words: as they were frozen, and as the files are now.
+"""Changes of a tokenizer and its chat template since they were frozen, as text.
 
-The frozen tokenizer was saved by transformers, which writes some parts differently from the file it came from. So only
-what both have in common is compared: the id of each text, the merges, and the special tokens. Where none of these differs
-but the bytes of a file do, the file is named.
+The frozen tokenizer was saved by transformers, which writes some parts in another form than the original file. So only common
+parts are compared: token ids, merges and special tokens. If these are equal but a file's bytes differ, the file is named.
 """
 
 import difflib
@@ -23,12 +22,12 @@ _TEMPLATE_FILES = {"template", "chat_template.jinja", "chat_template.json", "tok
 
 
 def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[str]) -> Iterator[str]:
-    """How `now` differs from the frozen tokenization spec `before`; `differing`: the files whose bytes differ."""
+    """Yield how `now` differs from the frozen tokenization spec `before`. `differing`: the files with different bytes."""
     try:
         template = list(_template_changes(before.json("spec.json")["template"], template_text(now)))
         tokens = list(_token_changes(_Tokens.read(before.folder / "tokenizer"), _Tokens.read(now.folder)))
     except (AttributeError, KeyError, TypeError, ValueError):
-        template, tokens = [], []  # a file of another form: the job will say whether it loads
+        template, tokens = [], []  # a file of an unknown form: the job finds out if it loads
     yield from template
     yield from tokens
     if tokens:
@@ -38,18 +37,18 @@ def tokenizer_changes(before: Artifact, now: LocatedTokenizer, differing: set[st
 
 
 def template_text(tokenizer: LocatedTokenizer) -> str | None:
-    """The chat template in use: the recipe's file, else the tokenizer's own, the default one of several."""
+    """Return the text of the chat template: the recipe's file, else the tokenizer's default template."""
     if tokenizer.chat_template is not None:
         return tokenizer.chat_template.read_text(encoding="utf-8", errors="replace")
     jinja = tokenizer.folder / "chat_template.jinja"
     if jinja.is_file():
         return jinja.read_text(encoding="utf-8", errors="replace")
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = json_object(tokenizer.folder / name).get("chat_template")
-        if isinstance(found, list):
-            found = next((entry["template"] for entry in found if entry["name"] == "default"), None)
-        if isinstance(found, str):
-            return found
+        template = json_object(tokenizer.folder / name).get("chat_template")
+        if isinstance(template, list):
+            template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+        if isinstance(template, str):
+            return template
     return None
 
 
@@ -76,7 +75,7 @@ class _Tokens:
 
 
 def _template_changes(before: str | None, now: str | None) -> Iterator[str]:
-    """Where the texts first differ, with a few lines of both around it."""
+    """Yield the first differing line of the texts, with a few changed lines of both."""
     if before == now:
         return
     old, new = (before or "").splitlines(), (now or "").splitlines()
@@ -89,10 +88,10 @@ def _template_changes(before: str | None, now: str | None) -> Iterator[str]:
 
 
 def _token_changes(before: _Tokens, now: _Tokens) -> Iterator[str]:
-    yield from _listed("gained token", sorted(now.ids.keys() - before.ids.keys()))
-    yield from _listed("lost token", sorted(before.ids.keys() - now.ids.keys()))
+    yield from _list_tokens("gained token", sorted(now.ids.keys() - before.ids.keys()))
+    yield from _list_tokens("lost token", sorted(before.ids.keys() - now.ids.keys()))
     moved = sorted(text for text in before.ids.keys() & now.ids.keys() if before.ids[text] != now.ids[text])
-    yield from _listed("moved token", [f"{text} (id {before.ids[text]} -> {now.ids[text]})" for text in moved])
+    yield from _list_tokens("moved token", [f"{text} (id {before.ids[text]} -> {now.ids[text]})" for text in moved])
     if before.merges != now.merges:
         yield f"tokenizer merges changed ({len(before.merges):,} -> {len(now.merges):,})"
     for role in _ROLES:
@@ -101,11 +100,11 @@ def _token_changes(before: _Tokens, now: _Tokens) -> Iterator[str]:
             yield f"tokenizer {role} {old} (id {before.ids.get(old)}) -> {new} (id {now.ids.get(new)})"
 
 
-def _listed(what: str, texts: list[str]) -> Iterator[str]:
+def _list_tokens(change: str, texts: list[str]) -> Iterator[str]:
     if len(texts) <= _SHOWN_TOKENS:
-        yield from (f"tokenizer {what} {text}" for text in texts)
+        yield from (f"tokenizer {change} {text}" for text in texts)
     else:
-        yield f"tokenizer {what}s: {len(texts):,}, first {', '.join(texts[:_SHOWN_TOKENS])}"
+        yield f"tokenizer {change}s: {len(texts):,}, first {', '.join(texts[:_SHOWN_TOKENS])}"
 
 
 def _content(token: Any) -> str | None:
@@ -113,7 +112,7 @@ def _content(token: Any) -> str | None:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is none."""
+    """Return the object in a JSON file; empty if it cannot be read or is not an object."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
