@@ -1,1 +1,1 @@
-"""The training loop, one optimizer step, and what is minimized."""
+"""The training loop, the optimizer step and the objectives."""

@@ -1,4 +1,4 @@
-"""The two ends of a run: loading the model that is to be trained, and writing what was trained."""
+"""Load the model before training, and write it afterwards."""
 
 import shutil
 import tempfile
@@ -26,38 +26,37 @@ from training.parallel.train_state import TrainableParams
 def load_for_training(
     trainable: TrainModelSpec, compute: Compute, group: Group, events: EventWriter, routing: str | None = None
 ) -> TrainableParams:
-    """The model on all ranks, proved exact and prepared as `compute` asks for; `routing` as in `prepare_for_training`.
+    """Load the model on all ranks, check that it is exact, and prepare it by `compute`. Raises ModelError.
 
-    Raises ModelError.
+    `routing` is the one of `prepare_for_training`.
     """
     masters = build_masters(trainable, compute.parallel, group, events)
-    _note_what_is_not_trained(masters.model, trainable, events)
+    _note_untrained_weights(masters.model, trainable, events)
     check_exact(masters.model, events, masters.dtype, training=masters.own_dropout)
     prepare_for_training(masters.model, compute, events, masters.own_dropout, trainable.float8_head, routing)
     return masters
 
 
-def _note_what_is_not_trained(model: PreTrainedModel, trainable: TrainModelSpec, events: EventWriter) -> None:
+def _note_untrained_weights(model: PreTrainedModel, trainable: TrainModelSpec, events: EventWriter) -> None:
     if not takes_only_text(model) and trainable.adapter is None:
         trained, frozen = (
-            sum(p.numel() for p in model.parameters() if p.requires_grad is asked) for asked in (True, False)
+            sum(p.numel() for p in model.parameters() if p.requires_grad is is_trained) for is_trained in (True, False)
         )
         events.note(
-            f"of {architecture(model)} the language model is trained, {trained:,} parameters; the other {frozen:,}, for "
-            f"images or sound, are saved as they are"
+            f"only the language model of {architecture(model)} is trained, {trained:,} parameters; the other {frozen:,}, for "
+            f"images or sound, are saved unchanged"
         )
     if unused := left_out(model):
         events.note(
-            f"what transformers has no use for in the files of the model that is trained is not saved again: "
-            f"{', '.join(unused[:3])} ({len(unused)} in all)"
+            f"weights that transformers does not use are not saved: {', '.join(unused[:3])} ({len(unused)} in all)"
         )
 
 
 def write_trained(job: Job, masters: TrainableParams, start: Input, adapter: Adapter | None = None) -> str:
-    """Write the model, or its adapter alone, with the tokenizer into `job.staging`; returns its fingerprint.
+    """Write the model, or its adapter alone, and the tokenizer into `job.staging`. Return the fingerprint.
 
-    It is a folder of Hugging Face, or of peft. `start` is the model that was trained, the base of an adapter. Every rank calls
-    it, since each may hold a part of the weights; rank 0 writes, the others get an empty fingerprint.
+    The folder is a Hugging Face or a peft folder. `start` is the model before training, the base of an adapter. All ranks call
+    this, because each may hold a part of the weights. Rank 0 writes; the other ranks return "".
     """
     weights = masters.full_weights()
     if not masters.group.is_main:

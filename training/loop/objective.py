@@ -1,13 +1,13 @@
-"""What a run minimizes: the interface that the training step uses, and preference tuning behind it.
+"""Objectives: the interface of the training step, and the objective of preference tuning.
 
-Legend: I items (pairs) of a micro-batch, B of the global batch; a last 2 stands for (chosen, rejected). M values are reported
-of each item, `values_IM` in float64; the first of them is the loss.
+Legend: I items (pairs) of a micro-batch, B of the global batch; a last 2 stands for (chosen, rejected). M values per item,
+`values_IM` in float64; the first is the loss.
 
-The reference's log-probs always come from the table, never from a second model. Most losses look at one pair at a time. One
-that couples the pairs of a batch (AOT, BCO) costs a forward pass more: before the micro-batches run, `prepare` scores this
-rank's pairs without gradients, one all-reduce gives every rank the log-probs of the whole batch, and what each pair needs
-from the others becomes constants (`BatchContext`). So such a loss too depends on neither micro-batches nor ranks. Such a pass
-also tells how evenly a mixture of experts spreads the batch's tokens (training/model/expert_routing.py).
+The reference log-probs come from the table, never from a second model. Most losses use one pair at a time. Losses that couple
+the pairs of a batch (AOT, BCO) need one more forward pass. Before the micro-batches run, `prepare` scores this rank's pairs
+without gradients, and one all-reduce gives every rank the log-probs of the whole batch. The contribution of the other pairs
+becomes a constant (`BatchContext`). So these losses do not depend on micro-batches or ranks either. The same pass measures how
+evenly a mixture of experts spreads the batch's tokens (training/model/expert_routing.py).
 """
 
 from abc import ABC, abstractmethod
@@ -37,10 +37,10 @@ Collated = TypeVar("Collated")
 
 
 class Objective(ABC, Generic[Collated]):
-    """What is minimized is the sum of the items' losses, divided by the batch's `count`.
+    """An objective: the sum of the items' losses, divided by the batch's `count`.
 
-    An item is a pair of `pairs`, by position; `names` are those of its M values. With a `balance` its loss is added to the
-    items' own, and is the last of the values.
+    An item is a position in `pairs`. `names` are the names of its M values. The loss of a `balance` is added to the items'
+    losses, and is the last value.
     """
 
     def __init__(self, pairs: Pairs, names: tuple[str, ...], balance: ExpertBalance | None = None) -> None:
@@ -48,50 +48,50 @@ class Objective(ABC, Generic[Collated]):
 
     @abstractmethod
     def count(self, items: Positions) -> int:
-        """What the sums over these items are divided by."""
+        """Return the divisor of the sums over these items."""
 
     @abstractmethod
     def collate(self, model: PreTrainedModel, items: Positions) -> Collated:
-        """The items of a micro-batch, on the device; called in a thread, ahead of the pass."""
+        """Return the items of a micro-batch, on the device. A thread calls this before the forward pass."""
 
     @abstractmethod
     def score(self, model: PreTrainedModel, collated: Collated) -> LogProbs:
-        """What `per_item_values_IM` needs of the model."""
+        """Return the model's log-probs of the items, for `per_item_values_IM`."""
 
     @abstractmethod
-    def per_item_values_IM(self, collated: Collated, found: LogProbs) -> Tensor:
-        """The values of each item without the balance; the first column is differentiable."""
+    def per_item_values_IM(self, collated: Collated, logprobs: LogProbs) -> Tensor:
+        """Return the values of each item without the balance. The first column is differentiable."""
 
     def values_IM(self, model: PreTrainedModel, collated: Collated) -> Tensor:
-        """The values of each item; the first column is differentiable."""
-        found = self.score(model, collated)
-        values_IM = self.per_item_values_IM(collated, found)
-        return self._balance.added(values_IM, found.routing) if self._balance else values_IM
+        """Return the values of each item. The first column is differentiable."""
+        logprobs = self.score(model, collated)
+        values_IM = self.per_item_values_IM(collated, logprobs)
+        return self._balance.added(values_IM, logprobs.routing) if self._balance else values_IM
 
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
-        """Called on every rank before its micro-batches `parts` of the global `batch` are run; it may run the model."""
+        """Prepare the global `batch`, on every rank, before its micro-batches `parts` run. It may run the model."""
 
     def score_batch_no_grad(
         self, model: PreTrainedModel, parts: Sequence[MicroBatch]
     ) -> Iterator[tuple[Collated, LogProbs]]:
-        """Score the micro-batches without gradients; those that do not count are run too, and left out."""
+        """Score the micro-batches without gradients. Run padding micro-batches too, but do not yield them."""
         for part, collated in prefetch(lambda part: self.collate(model, part.items), parts):
             with torch.no_grad():
-                found = self.score(model, collated)
+                logprobs = self.score(model, collated)
             if part.counts:
-                yield collated, found
+                yield collated, logprobs
 
     def state(self) -> dict[str, Any]:
-        """What the next batch's loss depends on besides the weights, as plain JSON for a checkpoint."""
+        """Return the state besides the weights that the next loss depends on, as plain JSON for a checkpoint."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from a saved `state`."""
 
 
 @dataclass(frozen=True)
 class CollatedPairs:
-    """Pairs of a micro-batch, on the device: their tokens, the table's log-probs of them, their places in the batch."""
+    """Pairs of a micro-batch, on the device: tokens, log-probs of the table, places in the global batch."""
 
     rows: CollatedRows
     reference: PairLogProbs
@@ -136,10 +136,10 @@ class PreferenceObjective(Objective[CollatedPairs]):
         collisions, routing = self._loss.weighting is not None, self._balance is not None
         return logprobs_of(model, collated.rows, collisions, routing)
 
-    def per_item_values_IM(self, collated: CollatedPairs, found: LogProbs) -> Tensor:
-        logprobs = self._of_pairs(collated, found)
-        losses = preference_loss(self._loss, logprobs, self._context.take(collated.places_I))
-        return torch.stack(list(losses.metrics(logprobs.policy_B2.detach()).values()), dim=1)
+    def per_item_values_IM(self, collated: CollatedPairs, logprobs: LogProbs) -> Tensor:
+        pairs = self._pair_logprobs(collated, logprobs)
+        losses = preference_loss(self._loss, pairs, self._context.take(collated.places_I))
+        return torch.stack(list(losses.metrics(pairs.policy_B2.detach()).values()), dim=1)
 
     def state(self) -> dict[str, Any]:
         mean = self._mean_reward
@@ -151,36 +151,36 @@ class PreferenceObjective(Objective[CollatedPairs]):
     def _score_batch(
         self, model: PreTrainedModel, parts: Sequence[MicroBatch]
     ) -> tuple[PairLogProbs, list[Routing | None]]:
-        """The log-probs of the whole batch under the policy, the same on every rank; and the routing of this rank's part.
+        """Return the policy's log-probs of the global batch, the same on every rank, and the routing of this rank's part.
 
-        Each pair is scored by one rank and is zero on the others, so a sum over the ranks puts the batch together.
+        One rank scores each pair; the others hold zeros. So a sum over the ranks gives the whole batch.
         """
         policy_B2 = torch.zeros(len(self._batch_B), 2, dtype=torch.float64, device=self._group.device)
         tails_B2 = torch.zeros_like(policy_B2)
         routed = []
-        for collated, found in self.score_batch_no_grad(model, parts):
-            logprobs = self._of_pairs(collated, found)
-            policy_B2[collated.places_I] = logprobs.policy_B2
-            if logprobs.policy_tails_B2 is not None:
-                tails_B2[collated.places_I] = logprobs.policy_tails_B2
-            routed.append(found.routing)
+        for collated, logprobs in self.score_batch_no_grad(model, parts):
+            pairs = self._pair_logprobs(collated, logprobs)
+            policy_B2[collated.places_I] = pairs.policy_B2
+            if pairs.policy_tails_B2 is not None:
+                tails_B2[collated.places_I] = pairs.policy_tails_B2
+            routed.append(logprobs.routing)
         policy_B2, tails_B2 = self._group.sum_(torch.stack([policy_B2, tails_B2])).unbind()
         return replace(self._at_reference(self._batch_B), policy_B2=policy_B2, policy_tails_B2=tails_B2), routed
 
-    def _of_pairs(self, collated: CollatedPairs, found: LogProbs) -> PairLogProbs:
-        """The pairs under the policy as it is now, with all that the loss asks for."""
+    def _pair_logprobs(self, collated: CollatedPairs, logprobs: LogProbs) -> PairLogProbs:
+        """Return the policy's log-probs by pair, with the tails and weights that the loss needs."""
         reference = collated.reference
         tails_I2 = weights_I = None
         if self._loss.needs_token_logprobs:
             common_I2 = reference.tokens_B2.amin(dim=1, keepdim=True).expand(-1, len(SIDES))
-            tails_I2 = found.tails_S(common_I2.flatten()).view(-1, 2)
+            tails_I2 = logprobs.tails_S(common_I2.flatten()).view(-1, 2)
         if self._loss.weighting is not None:
-            chosen_I, rejected_I = found.typicality_S.view(-1, len(SIDES)).unbind(1)
-            weights_I = chosen_I * rejected_I  # `prod` on a GPU is compiled in the middle of the first step
-        return replace(reference, policy_B2=found.sums_S.view(-1, 2), policy_tails_B2=tails_I2, weights_B=weights_I)
+            chosen_I, rejected_I = logprobs.typicality_S.view(-1, len(SIDES)).unbind(1)
+            weights_I = chosen_I * rejected_I  # not `prod`: on a GPU it is compiled in the middle of the first step
+        return replace(reference, policy_B2=logprobs.sums_S.view(-1, 2), policy_tails_B2=tails_I2, weights_B=weights_I)
 
     def _at_reference(self, items: Positions) -> PairLogProbs:
-        """The pairs on the device, as if the policy were the reference."""
+        """Return the table's log-probs on the device, as those of policy and reference."""
         table = self._reference
         reference_I2, tokens_I2 = self._to_device(table.logprobs_P2[items]), self._to_device(table.tokens_P2[items])
         tails_I2 = None if table.tails_P2 is None else self._to_device(table.tails_P2[items])
@@ -191,6 +191,6 @@ class PreferenceObjective(Objective[CollatedPairs]):
 
 
 def pair_tokens(pairs: Pairs) -> TokenCounts:
-    """Tokens of every pair: of both sequences, and of both with the prompt once."""
+    """Return the token counts of every pair: of both sequences, and of both with a shared prompt."""
     sequences_I = pairs.lengths("chosen") + pairs.lengths("rejected")
     return TokenCounts(sequences_I, sequences_I - pairs.prompt_lengths)

@@ -1,12 +1,12 @@
-"""What the ranks exchange in the middle of each step, in one small all-reduce.
+"""Synchronize the ranks in the middle of each step, with one small all-reduce.
 
-    sums       of the values that the objective reports of its items
-    memory     the most that any rank has used
-    suspects   which ranks met a value that is not finite: then all stop together, before the step
+    sums       the objective's values, summed over the items
+    memory     the greatest memory use of a rank
+    suspects   ranks with a non-finite value; all ranks then stop together, before the optimizer step
     flags      whether any rank was asked to stop, still saves a checkpoint, or failed to save one
 
-So all ranks know the same and decide the same. On a GPU the numbers are fetched once, together with the norm of the gradient:
-here alone a step waits for the device (train_step.py).
+So all ranks know the same and decide the same. On a GPU these numbers and the gradient norm are copied to the host together.
+This is the only place where a step waits for the device (train_step.py).
 
 Legend: M values, F flags, R ranks.
 """
@@ -23,7 +23,7 @@ from training.model.device_prefetch import to_device
 
 @dataclass(frozen=True)
 class Flags:
-    """Of one rank; or, after the exchange, whether any rank raised them."""
+    """The flags of one rank; after the exchange, the flags that any rank raised."""
 
     stopping: bool = False
     saving: bool = False
@@ -32,7 +32,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class StepSync:
-    """The same on every rank. `suspects`: the ranks that met a value that is not finite."""
+    """The result of the exchange, the same on every rank. `suspects` are the ranks with a non-finite value."""
 
     sums: list[float]
     memory_mb: float
@@ -44,17 +44,18 @@ class StepSync:
 def sync_step(
     group: Group, sums_M: Tensor, memory_mb: float, suspect: Tensor, flags: Flags, norm: Callable[[], Tensor]
 ) -> StepSync:
-    """Exchange what each rank gives; `suspect` is a boolean tensor, `norm` gives the norm of the whole gradient.
+    """Exchange the values of all ranks. `suspect` is a boolean tensor; `norm` returns the norm of the whole gradient.
 
-    One vector is summed: M sums, F flags, and R + R places of which each rank fills its own with `suspect` and `memory_mb`.
+    The all-reduce sums one vector: M sums, F flags, and R + R places. Each rank fills its own two places with `suspect` and
+    `memory_mb`.
     """
     world, flags_F = group.world, torch.tensor([flags.stopping, flags.saving, flags.failed])
     by_rank_2R = torch.zeros(2, world, dtype=torch.float64)
     by_rank_2R[1, group.rank] = memory_mb
-    own = to_device(torch.cat([flags_F, by_rank_2R.view(-1)]), group.device)
-    own[len(flags_F) + group.rank] = suspect
-    summed = group.sum_(torch.cat([sums_M, own]))
-    fetched = torch.cat([summed, norm().double().view(1)]).cpu()
-    sums_M, raised_F, suspect_R, memory_R, norm_1 = fetched.split([len(sums_M), len(flags_F), world, world, 1])
+    local = to_device(torch.cat([flags_F, by_rank_2R.view(-1)]), group.device)
+    local[len(flags_F) + group.rank] = suspect
+    summed = group.sum_(torch.cat([sums_M, local]))
+    on_host = torch.cat([summed, norm().double().view(1)]).cpu()
+    sums_M, raised_F, suspect_R, memory_R, norm_1 = on_host.split([len(sums_M), len(flags_F), world, world, 1])
     suspects = suspect_R.nonzero()[:, 0].tolist()
     return StepSync(sums_M.tolist(), float(memory_R.max()), suspects, Flags(*(raised_F > 0).tolist()), float(norm_1))

@@ -1,9 +1,7 @@
-"""The record of a run: what it must remember besides weights and optimizer, and the checkpoint it resumes from.
+"""The state of a run besides weights and optimizer, and the checkpoint from which it resumes.
 
-`facts` are plain JSON and go into every checkpoint. So a run that was killed and resumed ends with the same facts as one that
-was never interrupted, but for seconds and memory.
-
-The checkpoint is looked for before anything is loaded, since what has to be done before training depends on it.
+`facts` are plain JSON and go into every checkpoint. So a resumed run ends with the same facts as an uninterrupted one, except
+seconds and memory.
 """
 
 import contextlib
@@ -21,9 +19,10 @@ _CURVE_POINTS = 200
 
 
 class RunState:
-    """The record of the run of `job`; `curves` names the metrics of which some 200 values are kept among the facts.
+    """The state of a job's run. The facts keep about 200 values of each metric in `curves`.
 
-    `resumed_step`: the step of the last whole checkpoint; None if there is none, so the run starts from the beginning.
+    `resumed_step` is the step of the last intact checkpoint, or None. It is known before any model is loaded, because the
+    preparation of a run depends on it.
     """
 
     def __init__(self, job: Job, group: Group, events: EventWriter, curves: tuple[str, ...]) -> None:
@@ -43,13 +42,13 @@ class RunState:
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the block to those of `phase`, and note the peak of this process' memory so far."""
+        """Add the seconds of the block to `phase`, and record the peak memory of this process so far."""
         started = time.perf_counter()
         yield
         self._add_seconds(phase, time.perf_counter() - started)
 
     def add_step(self, step: int, steps: int, metrics: dict[str, float], tokens: int) -> None:
-        """Note that `step` of a run of `steps` was taken."""
+        """Record that `step` of `steps` was taken."""
         facts, series = self.facts, self.facts["series"]
         facts["steps"] = step
         facts["tokens"] += tokens
@@ -61,10 +60,10 @@ class RunState:
                 series[name].append(metrics[name])
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Go on from the facts of a checkpoint."""
-        before = self.facts["seconds"]
+        """Continue from the facts of a checkpoint, and add the seconds of this process to them."""
+        seconds_so_far = self.facts["seconds"]
         self.facts.update(saved)
-        for phase, seconds in before.items():
+        for phase, seconds in seconds_so_far.items():
             self._add_seconds(phase, seconds)
 
     def _add_seconds(self, phase: str, seconds: float) -> None:

@@ -1,19 +1,20 @@
 """One optimizer step, the same for every objective. `TrainStep.step` is the algorithm, top to bottom.
 
-Legend: I items of a batch, M values that the objective reports of each item; the first of them is the loss.
+Legend: I items of a batch, M values per item; the first is the loss.
 
-1. Each rank runs its micro-batches forward and backward. What is differentiated is the sum of the items' losses, divided by
-   the count of the *global* batch: so gradients add up to that of the global mean however a batch is cut and spread.
-2. The gradient is summed over the ranks, most of it while the last backward pass still runs (training.parallel).
-3. One small all-reduce gives every rank the sums of the M values, and tells which ranks met a value that is not finite, seen
-   before gradients were summed. All ranks then stop together, before the step (training.loop.rank_sync).
+1. Run this rank's micro-batches forward and backward. The loss is the sum of the items' losses, divided by the count of the
+   *global* batch. So the gradients add up to the gradient of the global mean for any division into micro-batches and ranks.
+2. Sum the gradient over the ranks, most of it during the last backward pass (training.parallel).
+3. Sum the M values over the ranks with one small all-reduce. It also names the ranks with non-finite values before gradients
+   were summed. All ranks then stop together, before the optimizer step (training.loop.rank_sync).
 4. Clip, set the learning rate, step.
 
-On a GPU the processor waits for the device in 3 and nowhere else: micro-batches are collated ahead, and nothing of ours before
-it reads a number or a size off the device (some models of transformers do in a pass: docs/benchmarks.md names them). A rank
-that has no items skips 1 and takes part in the rest; where weights are sharded every pass is collective, so there it runs a
-micro-batch that does not count (and of a model whose sequences cannot share a row the ranks tell each other how many they have,
-which is read off the device).
+On a GPU the CPU waits for the device only in 3. Micro-batches are collated ahead, and our code reads no number or size from the
+device before it. (Some transformers models do in their forward pass: see docs/benchmarks.md.)
+
+A rank without items skips 1 and takes part in the rest. If weights are sharded, every pass is collective, so such a rank runs a
+padding micro-batch instead. If sequences of such a model cannot share a row, the ranks exchange their numbers of sequences,
+and that reads from the device.
 """
 
 import math
@@ -43,14 +44,14 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step that was taken: its metrics, and the flags of all ranks, the same on every rank."""
+    """The metrics of a step, and the flags that any rank raised; the same on every rank."""
 
     metrics: dict[str, float]
     flags: Flags
 
 
 class TrainStep:
-    """The optimizer steps of one run; `steps` is how many there are in all, for the learning rate."""
+    """The optimizer steps of one run. `steps` is their total number, for the learning rate schedule."""
 
     def __init__(
         self,
@@ -67,9 +68,9 @@ class TrainStep:
         self._sharing = why_not_shared(masters.model, masters.own_dropout) is None
 
     def step(self, step: int, flags: Flags) -> StepResult:
-        """Take `step`, counted from 1; `flags` are what this rank has to tell the others.
+        """Take `step`, counted from 1, and exchange this rank's `flags`.
 
-        Raises TrainingError on every rank if a loss or the gradient is not finite; the weights are then untouched.
+        Raises TrainingError on every rank if a loss or the gradient is not finite. The weights are then unchanged.
         """
         started = time.perf_counter()
         masters, objective, group, settings = self.masters, self.objective, self.group, self._settings
@@ -87,26 +88,26 @@ class TrainStep:
 
         finite_I = values_IM.isfinite().all(dim=1)
         suspect = ~(masters.reduce() & finite_I.all())
-        agreed = sync_step(group, values_IM.sum(0), peak_memory_mb(group.device), suspect, flags, masters.norm)
-        self._check_finite(step, agreed, items, finite_I)
+        sync = sync_step(group, values_IM.sum(0), peak_memory_mb(group.device), suspect, flags, masters.norm)
+        self._check_finite(step, sync, items, finite_I)
 
         factor = schedule_factor(settings.schedule, step, self.steps)
-        self._apply(agreed.norm, factor)
-        metrics = {name: value / count for name, value in zip(objective.names, agreed.sums, strict=True)} | {
-            "grad_norm": agreed.norm,
+        self._apply(sync.norm, factor)
+        metrics = {name: value / count for name, value in zip(objective.names, sync.sums, strict=True)} | {
+            "grad_norm": sync.norm,
             "learning_rate": settings.optimizer.learning_rate * factor,
             "tokens_per_second": self.batches.tokens(step) / (time.perf_counter() - started),
-            "peak_memory_mb": agreed.memory_mb,
+            "peak_memory_mb": sync.memory_mb,
         }
-        return StepResult(metrics, agreed.flags)
+        return StepResult(metrics, sync.flags)
 
     def _seed_dropout(self, step: int) -> None:
-        """Dropout is a function of the recipe's seed, the step and the rank."""
+        """Seed dropout from the recipe's seed, the step and the rank."""
         seeds = seed_sequence(self._settings.seed, step, self.group.rank)
         torch.manual_seed(int(seeds.generate_state(1, np.uint64)[0] >> np.uint64(1)))
 
     def _forward_backward(self, parts: Sequence[MicroBatch], count: int) -> tuple[Positions, Tensor]:
-        """Add up the gradients of this rank's micro-batches; returns its items and their values."""
+        """Accumulate the gradients of this rank's micro-batches. Return its items and their values."""
         masters, objective = self.masters, self.objective
         items = [np.zeros(0, np.int64)]
         tables = [torch.zeros(0, len(objective.names), dtype=torch.float64, device=self.group.device)]
@@ -118,7 +119,7 @@ class TrainStep:
             if part.counts:
                 items.append(part.items)
                 tables.append(values_IM.detach())
-            del values_IM, loss  # and their graph, whose kept logits would add to those of the next micro-batch
+            del values_IM, loss  # free their graph and its logits before the next micro-batch
         return np.concatenate(items), torch.cat(tables)
 
     def _apply(self, norm: float, factor: float) -> None:
@@ -127,41 +128,43 @@ class TrainStep:
         self.optimizer.step()
         self.masters.update_model()
 
-    def _check_finite(self, step: int, agreed: StepSync, items: Positions, finite_I: Tensor) -> None:
+    def _check_finite(self, step: int, sync: StepSync, items: Positions, finite_I: Tensor) -> None:
         """Raise TrainingError on every rank unless all values and the gradient are finite."""
-        if agreed.suspects:
+        if sync.suspects:
             raise TrainingError(
-                f"step {step}: the loss or its gradient is not finite ({self._suspects(agreed, items, finite_I)}); no "
-                f"weight was changed by this step. Look at these rows, or lower `optimizer.learning_rate` or `max_grad_norm`"
+                f"step {step}: the loss or its gradient is not finite ({self._describe_suspects(sync, items, finite_I)}); the "
+                "step changed no weight. Check these rows, or lower `optimizer.learning_rate` or `max_grad_norm`",
+                "non-finite-loss",
             )
-        if not math.isfinite(agreed.norm):
+        if not math.isfinite(sync.norm):
             raise TrainingError(
-                f"step {step}: the norm of the gradient is {agreed.norm} on all {self.group.world} ranks together, "
-                f"while each rank's own is finite; lower `optimizer.learning_rate` or `max_grad_norm`"
+                f"step {step}: the gradient norm over all {self.group.world} ranks is {sync.norm}, but the gradient of each "
+                "rank is finite; lower `optimizer.learning_rate` or `max_grad_norm`",
+                "non-finite-gradient-norm",
             )
 
-    def _suspects(self, agreed: StepSync, items: Positions, finite_I: Tensor) -> str:
-        """The rows with a value that is not finite, rank by rank; all rows of the suspects where only gradients are not.
+    def _describe_suspects(self, sync: StepSync, items: Positions, finite_I: Tensor) -> str:
+        """Name the rows with non-finite values, by rank. If only gradients are non-finite, name all rows of the suspects.
 
-        A suspect without such a value is not blamed beside one that has some: it may have run their rows for company, and then
-        its gradient is not finite either, since NaN times zero is NaN.
+        If some ranks have non-finite values, omit the other suspects. A rank that ran a padding micro-batch of those rows gets
+        a NaN gradient too (NaN * 0 = NaN).
         """
         rows = self.objective.pairs.rows[items]
         columns = [np.full_like(rows, self.group.rank), rows, ~finite_I.cpu().numpy()]
         all_ranks = self.group.gather_rows(torch.from_numpy(np.stack(columns, axis=1)).to(self.group.device)).cpu()
         bad = all_ranks[:, 2] > 0
-        named = all_ranks[bad] if bad.any() else all_ranks
-        of_rank = {rank: named[named[:, 0] == rank, 1].tolist() for rank in agreed.suspects}
-        return "; ".join(f"rank {rank}, {_shown(rows)}" for rank, rows in of_rank.items() if rows)
+        reported = all_ranks[bad] if bad.any() else all_ranks
+        rows_by_rank = {rank: reported[reported[:, 0] == rank, 1].tolist() for rank in sync.suspects}
+        return "; ".join(f"rank {rank}, {_format_rows(rows)}" for rank, rows in rows_by_rank.items() if rows)
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The most this process has held: of the GPU's memory, or of the machine's."""
+    """Return the peak memory of this process in MiB: GPU memory on a GPU, else resident memory."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device)) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
-def _shown(rows: list[int]) -> str:
+def _format_rows(rows: list[int]) -> str:
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return f"rows {', '.join(map(str, rows[:_SHOWN]))}{more}"
