@@ -1,7 +1,6 @@
-"""The command `pedigree`, as it begins: what it does is in `workflows.cli.main`, whose imports take seconds.
+"""The entry point of the command `pedigree`. The command itself is in `workflows.cli.main`; its imports take seconds.
 
-Ctrl-C within them ends it without a word, since nothing has happened yet. Python's own handler would show the inside of the
-library that is being imported.
+Ctrl-C during these imports ends the process silently, as nothing has happened yet. Python's handler would print a traceback.
 """
 
 import os
@@ -16,35 +15,41 @@ from training.contract.system.imports import import_without_gc
 def main() -> None:
     check_linux()
     open_standard_streams()
-    is_pythons = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
-    if is_pythons:
+    has_python_handler = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # a shell's background job ignores it
+    if has_python_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     cli = import_without_gc("workflows.cli.main")
-    if is_pythons:
+    if has_python_handler:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     cli.main()
 
 
 def check_linux() -> None:
-    """Exit where no job could be started: that none outlives its launcher is the kernel's doing (contract/lifetime.py)."""
+    """Exit unless this is Linux: only there does the kernel end jobs with their launcher (contract/system/process.py)."""
     if sys.platform != "linux":
         sys.exit(
-            f"error: Pedigree runs on Linux, and this is {platform.system()}: a job's processes are ended by means that only "
-            "Linux has. In a Linux container or virtual machine (on Windows WSL 2) it runs here too"
+            f"error: Pedigree runs on Linux, and this is {platform.system()}: ending a job's processes needs Linux. Use a "
+            "Linux container or virtual machine (on Windows WSL 2)"
         )
 
 
 def open_standard_streams() -> None:
-    """Have standard streams that take everything: those that a caller has closed lead nowhere.
+    """Reopen closed standard streams on /dev/null.
 
-    Else the next file that is opened, a database say, has the number of one of them, and a library prints into it.
+    Otherwise the next opened file, such as a database, gets one of their descriptors, and libraries print into it.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # the lowest number that is free is the next
+    for name, mode in (
+        ("stdin", "r"),
+        ("stdout", "w"),
+        ("stderr", "w"),
+    ):  # the next file gets the lowest free descriptor
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, mode, encoding="utf-8")
-            os.set_inheritable(nowhere.fileno(), True)
-            setattr(sys, name, nowhere)
-    if isinstance(sys.stdout, TextIOWrapper):  # what it has no letter for is escaped, as it is in stderr
+            devnull = open(os.devnull, mode, encoding="utf-8")
+            os.set_inheritable(devnull.fileno(), True)
+            setattr(sys, name, devnull)
+    if isinstance(sys.stdout, TextIOWrapper):  # escape unencodable characters, as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -1,12 +1,12 @@
 """The user's side: recipes as Dagster components, the definitions object, and the command `pedigree`.
 
-definitions      what Dagster loads
+definitions      the definitions loaded by Dagster
 cli/             the command `pedigree`: its options, output, tables and progress
-commands/        what `run`, `plan`, `verify`, `compare`, `inspect` and `gc` do
+commands/        the work of `run`, `plan`, `verify`, `compare`, `inspect` and `gc`
 recipes/         finds, reads and validates recipes; proposes settings for new ones
-orchestration/   schedules, sensors, the pool, the places in PEDIGREE_HOME
-servers/         processes that serve pages and models
-state/           which assets are fresh or stale, and what a run would give
+orchestration/   schedules, sensors, the pool, the folders in PEDIGREE_HOME
+servers/         processes for web pages and models
+state/           which assets are fresh or stale, and the result of a run
 """
 
 from workflows.recipes.component import PreferenceTuning

@@ -1,7 +1,7 @@
-"""The one Definitions object: every recipe under `workflows/defs/`, and those that PEDIGREE_RECIPES lists.
+"""The Definitions object: every recipe under `workflows/defs/`, and those in PEDIGREE_RECIPES.
 
-If PEDIGREE_ONLY_RECIPES lists recipes, these are shown alone. Python files in `workflows/defs/` then give what belongs to them.
-If this was installed as a package, there are no recipes beside it, and no project of Dagster's around it.
+If PEDIGREE_ONLY_RECIPES lists recipes, only these are shown, with the checks and sensors for them from Python files in
+`workflows/defs/`. In an installed package, neither `workflows/defs/` nor a Dagster project exists.
 """
 
 import os
@@ -23,65 +23,65 @@ from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, cause_in, check_no_fo
 
 @dg.definitions
 def defs() -> dg.Definitions:
-    """All pipelines side by side. Steps run in the process of their run: the heavy work is in jobs of its own anyway.
+    """Return all pipelines. Steps run in the process of their run: heavy work has separate jobs anyway.
 
-    That process loads these definitions too, so it is here that it is told how to wait.
+    Each run's process loads these definitions too, so this is the place to install our waiting for pools.
     """
     wait_patiently(pedigree_home)
     listed = [definitions_of(extra) for extra in extra_recipes()]
     return dg.Definitions.merge(
-        *([_of_project(listed)] if DEFS.is_dir() else []),
+        *([_project_definitions(listed)] if DEFS.is_dir() else []),
         *listed,
         dg.Definitions(resources={"services": services}, executor=dg.in_process_executor),
     )
 
 
-def _of_project(listed: Sequence[dg.Definitions]) -> dg.Definitions:
-    """Return all that `workflows/defs/` declares, or, if `listed` is shown alone, what files in it declare for that."""
+def _project_definitions(listed: Sequence[dg.Definitions]) -> dg.Definitions:
+    """Return all definitions of `workflows/defs/`; if only `listed` is shown, those for its assets."""
     if shows_project():
         return definitions_in(DEFS.parent)
-    assets = [asset for each in listed for asset in each.assets or () if isinstance(asset, dg.AssetsDefinition)]
+    assets = [asset for some in listed for asset in some.assets or () if isinstance(asset, dg.AssetsDefinition)]
     return assets_built_for({key for asset in assets for key in asset.keys})
 
 
 def definitions_of(extra: ExtraRecipe) -> dg.Definitions:
-    """The recipe and its variants, or what stands in for them where that is wrong: others live beside it."""
+    """Return the recipe with its variants, or a placeholder if it is invalid, so other recipes still load."""
     if extra.fault is not None:
         return placeholder_definitions(extra.name, extra.fault)
     try:
         return dg.Definitions.merge(*(loaded.definitions for loaded in load_recipes(extra.folder)))
-    except Exception as error:  # ours, or whatever Dagster finds out only when the assets are made
+    except Exception as error:  # Dagster finds some errors only when it builds assets
         return placeholder_definitions(extra.name, RecipeError(cause_in(extra.folder / RECIPE_FILE, error)))
 
 
 def definitions_in(folder: Path) -> dg.Definitions:
-    """What the folder `defs` in `folder` declares. Raises RecipeError in our words, where Dagster's would be pydantic's."""
-    for file in _files(folder):
+    """Return the definitions of the folder `defs` in `folder`. Raises RecipeError instead of Dagster's or pydantic's errors."""
+    for file in _recipe_files(folder):
         check_no_foreign_parts(file)
     try:
         return dg.load_from_defs_folder(path_within_project=folder)
     except Exception:
-        if fault := _fault(folder):
+        if fault := _find_fault(folder):
             raise fault from None
         raise
 
 
-def _fault(folder: Path) -> RecipeError | None:
-    """What is wrong with the first of the recipes, or of what is meant to be one."""
-    files = [file for file in _files(folder) if not ((types := types_in(file)) and all(map(_is_foreign, types)))]
+def _find_fault(folder: Path) -> RecipeError | None:
+    """Return the error of the first invalid recipe, or of a file meant as one; None if there is no such file."""
+    files = [file for file in _recipe_files(folder) if not ((types := types_in(file)) and all(map(_is_foreign, types)))]
     return next(filter(None, (recipe_problem(file.parent) for file in files)), None)
 
 
-def _files(folder: Path) -> list[Path]:
-    """What Dagster reads, which follows links; a glob would not."""
-    places = os.walk(folder / "defs", followlinks=True)
-    return sorted(Path(place) / RECIPE_FILE for place, _, names in places if RECIPE_FILE in names)
+def _recipe_files(folder: Path) -> list[Path]:
+    """Return the files read by Dagster. It follows links; a glob would not."""
+    folders = os.walk(folder / "defs", followlinks=True)
+    return sorted(Path(parent) / RECIPE_FILE for parent, _, names in folders if RECIPE_FILE in names)
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether `name` is the type of a component that is not ours: those are for Dagster to judge."""
+    """Return whether `name` is the type of another component: Dagster validates these."""
     module, _, of_class = name.rpartition(".")
     try:
         return name != TYPE and issubclass(getattr(import_module(module), of_class), dg.Component)
-    except Exception:  # whatever importing it does; Dagster has tried that before
+    except Exception:  # the import may fail in any way; Dagster has tried it before
         return False

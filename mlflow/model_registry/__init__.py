@@ -2,11 +2,11 @@
 
     tracking.py       turns a job's events into metrics of one MLflow run; an outage of the server costs only a warning
     tracked_run.py    one such run: pending metrics, delivery, continuation
-    mlflow_types.py   recipe, lineage, data set and events in MLflow's terms and within its limits
+    mlflow_types.py   recipe, lineage, data set and events as MLflow types, within MLflow's limits
     gate.py           the release decision, a pure function of paired held-out losses
     registry.py       models with their aliases: registering, promotion, rollback, downloads
-    model_version.py  a version of a model, and the tags that hold its record
-    package_model.py  packages a version in a process of its own; needs torch
+    model_version.py  a version of a model, and the tags with its record
+    package_model.py  packages a version in a separate process; needs torch
     pedigree_chat.py  answers chats in MLflow; each version has a copy; needs torch
     chat_proxy.py     the process in front of `transformers serve`; proxy_settings.py has its settings
     files.py          the files of a version; its weights are hard links
@@ -14,10 +14,10 @@
     connection.py     timeouts and retries of requests to a server, and its address without the password
     database.py       timeouts, tables and errors of a database
 
-The folder above is a source root, not a package, so that `import mlflow` finds the installed library.
+The folder above is a source root, not a package, so `import mlflow` finds the installed library.
 """
 
 import os
 
-# MLflow reads it while it is imported: else every process tells MLflow's makers which of its functions it calls.
+# MLflow reads it at import. Otherwise every process reports its calls of MLflow to MLflow's developers.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")

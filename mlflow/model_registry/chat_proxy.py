@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server of one model: `python -m model_registry.chat_proxy SETTINGS`, in front of `transformers serve`.
+"""An OpenAI-compatible server of one model, in front of `transformers serve`: `python -m model_registry.chat_proxy SETTINGS`.
 
-`transformers serve` knows a model by its folder, and samples only if the model's own settings say so. So requests are
-rewritten on their way there: no temperature, or 0, is greedy, and a temperature above 0 samples. Answers are rewritten on
-their way back: they carry the model's name. A process of its own, which Dagster's and the terminal's never import.
+`transformers serve` names a model by its folder, and samples only if the model's own settings enable it. So the proxy rewrites
+requests: a temperature of 0, the default, is greedy, a higher one samples. It also puts the model's name into answers. Neither
+Dagster's process nor the command's imports this module.
 """
 
 import json
@@ -30,7 +30,7 @@ _LOOPBACK_NAMES = ["localhost", "127.0.0.1", "[::1]"]
 
 
 class BadRequest(Exception):
-    """A request that cannot be answered, with the HTTP status that says so."""
+    """A request that cannot be answered, with the HTTP status of the response."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -39,10 +39,10 @@ class BadRequest(Exception):
 
 def application(proxy: ProxySettings) -> Starlette:
     """Build the server: `/v1/models`, `/v1/chat/completions` and `/health`."""
-    about = {"id": proxy.model, "object": "model", "created": int(time.time()), "owned_by": "pedigree"}
+    description = {"id": proxy.model, "object": "model", "created": int(time.time()), "owned_by": "pedigree"}
 
     async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [about]})
+        return JSONResponse({"object": "list", "data": [description]})
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -57,85 +57,85 @@ def application(proxy: ProxySettings) -> Starlette:
             Route("/health", health),
         ],
         middleware=_known_hosts(proxy.host),
-        exception_handlers={BadRequest: _told},
+        exception_handlers={BadRequest: _error_response},
         lifespan=_lifespan(proxy.upstream),
     )
 
 
-def translated(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
-    """Rewrite a request for `transformers serve`. Raises Refused if it is none that can be answered."""
-    asked = _check_request(proxy, asked)
-    temperature = asked.get("temperature") or 0
-    kept = {name: value for name, value in asked.items() if name not in ("n", "generation_config")}
-    request = {**kept, "model": proxy.served_as, "temperature": float(temperature)}
+def translate_request(proxy: ProxySettings, body: Any) -> dict[str, Any]:
+    """Rewrite a request for `transformers serve`. Raises BadRequest if it is malformed."""
+    body = _check_request(proxy, body)
+    temperature = body.get("temperature") or 0
+    fields = {name: value for name, value in body.items() if name not in ("n", "generation_config")}
+    request = {**fields, "model": proxy.served_as, "temperature": float(temperature)}
     if temperature > 0:
         request["generation_config"] = json.dumps(_sampling(proxy.generation))
     return request
 
 
-def _check_request(proxy: ProxySettings, asked: Any) -> dict[str, Any]:
-    """Return the request. Raises Refused with the field that is wrong."""
-    if not isinstance(asked, dict):
-        raise BadRequest(f"the request is a JSON {type(asked).__name__}; expected an object with `messages`")
-    if (model := asked.get("model", proxy.model)) != proxy.model:
-        raise BadRequest(f"`model` is {model!r}; this server has {proxy.model!r} alone: ask for that", 404)
-    if not _are_messages(asked.get("messages")):
+def _check_request(proxy: ProxySettings, body: Any) -> dict[str, Any]:
+    """Return the request. Raises BadRequest with the wrong field."""
+    if not isinstance(body, dict):
+        raise BadRequest(f"the request is a JSON {type(body).__name__}; expected an object with `messages`")
+    if (model := body.get("model", proxy.model)) != proxy.model:
+        raise BadRequest(f"`model` is {model!r}; this server has only {proxy.model!r}: ask for that", 404)
+    if not _are_messages(body.get("messages")):
         raise BadRequest('`messages` must be a list such as [{"role": "user", "content": "Hello"}]')
-    if asked.get("n") not in (None, 1):
-        raise BadRequest(f"`n` is {asked['n']!r}; expected 1: ask again for another answer")
-    temperature = asked.get("temperature") or 0
+    if body.get("n") not in (None, 1):
+        raise BadRequest(f"`n` is {body['n']!r}; expected 1: send the request again for another answer")
+    temperature = body.get("temperature") or 0
     if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
-        raise BadRequest(f"`temperature` is {temperature!r}; expected 0, which is greedy, or a number above")
+        raise BadRequest(f"`temperature` is {temperature!r}; expected 0 (greedy) or a larger number")
     for name in ("max_tokens", "max_completion_tokens"):
-        if (length := asked.get(name)) is not None and (type(length) is not int or length < 1):
+        if (length := body.get(name)) is not None and (type(length) is not int or length < 1):
             raise BadRequest(f"`{name}` is {length!r}; expected an integer of 1 or more, or leave it out")
-    return asked
+    return body
 
 
 def _sampling(generation: dict[str, Any]) -> dict[str, Any]:
-    """The model's own settings, which the request's would replace as a whole, for an answer that is sampled.
+    """Return the settings for a sampled answer: the model's own ones, as settings in a request replace them all.
 
-    The length is what `transformers serve` gives answers that name none.
+    The length is the default of `transformers serve`.
     """
     length = max(generation.get("max_new_tokens") or 0, 1024)
     return {**generation, "do_sample": True, "max_new_tokens": length}
 
 
-def _are_messages(found: object) -> bool:
-    if not isinstance(found, list) or not found:
+def _are_messages(value: object) -> bool:
+    if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in found)
+    return all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in value)
 
 
 async def _answer(proxy: ProxySettings, request: Request) -> Response:
     try:
-        asked = await request.json()
+        body = await request.json()
     except ValueError as error:
-        raise BadRequest(f"the request is no JSON: {error}") from error
+        raise BadRequest(f"the request is not JSON: {error}") from error
     client: httpx2.AsyncClient = request.state.client
-    asking = client.build_request("POST", "/v1/chat/completions", json=translated(proxy, asked))
+    upstream_request = client.build_request("POST", "/v1/chat/completions", json=translate_request(proxy, body))
     try:
-        answer = await client.send(asking, stream=True)
-        if answer.status_code != 200 or not asked.get("stream"):
-            return await _whole(proxy, answer)
+        answer = await client.send(upstream_request, stream=True)
+        if answer.status_code != 200 or not body.get("stream"):
+            return await _complete_answer(proxy, answer)
     except httpx2.HTTPError as error:
         raise BadRequest(f"the model does not answer: {error!r}; start the server again", 502) from error
     return StreamingResponse(_events(proxy, answer), media_type="text/event-stream")
 
 
-async def _whole(proxy: ProxySettings, answer: httpx2.Response) -> Response:
-    """One answer, or the refusal of `transformers serve` in the form of OpenAI's."""
+async def _complete_answer(proxy: ProxySettings, answer: httpx2.Response) -> Response:
+    """Return one answer. Raises BadRequest with the message of `transformers serve` if it refuses."""
     try:
         content = (await answer.aread()).decode("utf-8", "replace")
     finally:
         await answer.aclose()
     if answer.status_code != 200:
-        raise BadRequest(_detail(content), answer.status_code)
+        raise BadRequest(_refusal_message(content), answer.status_code)
     return JSONResponse({**json.loads(content), "model": proxy.model})
 
 
-def _detail(content: str) -> str:
-    """The words of a refusal."""
+def _refusal_message(content: str) -> str:
+    """Return the message of a refusal."""
     try:
         return str(json.loads(content)["detail"])
     except (ValueError, KeyError, TypeError):
@@ -143,17 +143,17 @@ def _detail(content: str) -> str:
 
 
 async def _events(proxy: ProxySettings, answer: httpx2.Response) -> AsyncIterator[str]:
-    """The parts of an answer as they come. If the client goes away, so does the request for the rest."""
+    """Yield the parts of an answer as they come. If the client disconnects, cancel the request."""
     try:
         async for line in answer.aiter_lines():
             if line.startswith(_DATA):
-                yield f"{_DATA}{_renamed(proxy, line.removeprefix(_DATA))}\n\n"
+                yield f"{_DATA}{_rename_model(proxy, line.removeprefix(_DATA))}\n\n"
         yield f"{_DATA}[DONE]\n\n"
     finally:
         await answer.aclose()
 
 
-def _renamed(proxy: ProxySettings, part: str) -> str:
+def _rename_model(proxy: ProxySettings, part: str) -> str:
     try:
         content = json.loads(part)
     except ValueError:
@@ -161,14 +161,14 @@ def _renamed(proxy: ProxySettings, part: str) -> str:
     return json.dumps({**content, "model": proxy.model} if "model" in content else content)
 
 
-async def _told(_: Request, error: Exception) -> Response:
+async def _error_response(_: Request, error: Exception) -> Response:
     status = error.status if isinstance(error, BadRequest) else 500
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": str(error), "type": kind, "code": status}}, status)
 
 
 def _known_hosts(host: str) -> list[Middleware]:
-    """On loopback, refuse requests for other names: a web page could else have its own name lead here."""
+    """On loopback, refuse requests for other host names: a web page could point its own name here."""
     if not _is_loopback(host):
         return []
     return [Middleware(TrustedHostMiddleware, allowed_hosts=[*_LOOPBACK_NAMES, host], www_redirect=False)]
@@ -184,7 +184,7 @@ def _is_loopback(host: str) -> bool:
 def _lifespan(upstream: str) -> Callable[[Starlette], AbstractAsyncContextManager[dict[str, Any]]]:
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
-        # An answer may take minutes, and no proxy leads to this machine's loopback.
+        # No timeout, as an answer may take minutes; no proxy, as this is loopback.
         async with httpx2.AsyncClient(base_url=upstream, timeout=None, trust_env=False) as client:
             yield {"client": client}
 

@@ -1,5 +1,5 @@
-"""What MLflow leaves to others where its records are in a database of Postgres or MySQL: to see at once that it does not
-answer, to make the tables once, and to know an outage by the words of a driver.
+"""What MLflow lacks for records in a Postgres or MySQL database: fail fast, make the tables once, recognize an outage by the
+messages of drivers.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from sqlalchemy import NullPool, create_engine
 from sqlalchemy import text as statement
 
-# As SQLAlchemy gives them behind the name of the driver's error; of Postgres, AdminShutdown and others have their own class.
+# As in SQLAlchemy's messages, after the class name of the driver's error; Postgres has classes such as AdminShutdown.
 _AWAY = re.compile(
     r"\((?:sqlite3|psycopg2?|pymysql|MySQLdb)\.\S+\) .*("
     r"database is locked|[Cc]onnection refused|Can't connect|timed out|timeout expired|No route to host|is unreachable|"
@@ -27,17 +27,17 @@ _LOCKS = {
 _SECRET_OPTION = re.compile(r"(?<=[?&])(\w*passw(?:or)?d)=[^&]*")
 
 
-def is_database_away(words: str) -> bool:
-    """Whether a database is down, restarts, takes no more connections, or is held by others for long."""
-    return _AWAY.search(words) is not None
+def is_database_away(message: str) -> bool:
+    """Return whether a database is down, restarts, accepts no more connections, or was locked for long."""
+    return _AWAY.search(message) is not None
 
 
 @contextlib.contextmanager
 def schema_lock(uri: str) -> Iterator[None]:
-    """The right to make the tables of a database; whoever else asks, on any machine, waits.
+    """Lock the making of a database's tables; other processes, on any machine, wait.
 
-    Raises what SQLAlchemy raises where the database does not answer: MLflow asks ten times, for 102 seconds in silence, before
-    it says that nobody listens or that a password is wrong. ValueError for a port that is no number.
+    Raises SQLAlchemy's error if the database does not answer: MLflow would retry silently for 102 seconds before it reports a
+    missing server or a wrong password. Raises ValueError for a malformed port.
     """
     engine = create_engine(uri, poolclass=NullPool)
     with engine.connect() as connection:
@@ -47,9 +47,9 @@ def schema_lock(uri: str) -> Iterator[None]:
 
 
 def without_secrets(uri: str) -> str:
-    """A database's address without user name and password.
+    """Return a database's address without user name and password.
 
-    SQLAlchemy takes a password with any of /?# in it as it is, behind which `urlsplit` sees no host any more.
+    SQLAlchemy accepts a password with /, ? or #; `urlsplit` then finds no host after it.
     """
     scheme, _, rest = uri.partition("://")
     kept = _SECRET_OPTION.sub(r"\1=...", rest).rpartition("@")[2]

@@ -1,10 +1,9 @@
-"""The files of a model version: packaged by a process of its own, with weights that lie on the disk once.
+"""The files of a model version: packaged by a separate process, with weights stored on disk once.
 
-MLflow saves a model as a full second copy. Here the copy's weights give way to hard links to the policy's own files, so
-store and registry share the bytes and each may delete its name without harm to the other. Where a link cannot be made,
-across filesystems for example, the file is copied. The config goes along, so that the version's weights have the
-fingerprint of the policy they are; and a copy of the evaluation, small, so that a candidate can be compared with it in another
-home, or where that of the store is spoiled.
+MLflow saves a model as a full second copy. We replace the copied weights by hard links to the policy's files. So store and
+registry share the bytes, and each may delete its name. If a link is impossible, for example across filesystems, the file is
+copied. The policy's config is kept, so the weights of the version have the policy's fingerprint. A small copy of the
+evaluation is added, to compare a candidate with it in another home, or after the store's copy became corrupt.
 """
 
 import contextlib
@@ -37,9 +36,9 @@ _CAUSE_CHARACTERS = 2000
 
 @dataclass(frozen=True)
 class VersionFiles:
-    """The folders that the files of a version come from.
+    """The source folders for the files of a version.
 
-    `policy` has weights and config, `settings` generation settings and processors. `evaluation` goes along as it is.
+    `policy` has weights and config, `settings` generation settings and processors. `evaluation` is copied unchanged.
     """
 
     policy: Path
@@ -50,7 +49,7 @@ class VersionFiles:
 
 @contextlib.contextmanager
 def packaged(name: str, files: VersionFiles, parent: Path) -> Iterator[Path]:
-    """`files` as an MLflow model, in a temporary folder on the filesystem of `parent`.
+    """Yield `files` as an MLflow model, in a temporary folder on the filesystem of `parent`.
 
     Raises RegistryError, or StoreError with the free bytes if that filesystem is full.
     """
@@ -58,7 +57,7 @@ def packaged(name: str, files: VersionFiles, parent: Path) -> Iterator[Path]:
         folder = staging / "policy"
         try:
             _package(name, files.policy, files.tokenizer, folder)
-            _adopt(files, folder / MODEL_FOLDER)
+            _replace_saved_files(files, folder / MODEL_FOLDER)
             _add_tokenizer(files.tokenizer, folder)
             if files.evaluation is not None:
                 shutil.copytree(files.evaluation, folder / EVALUATION_FOLDER)
@@ -70,19 +69,19 @@ def packaged(name: str, files: VersionFiles, parent: Path) -> Iterator[Path]:
 
 
 def scratch(parent: Path) -> contextlib.AbstractContextManager[Path]:
-    """An empty temporary folder on the filesystem of `parent`."""
+    """Return an empty temporary folder on the filesystem of `parent`."""
     return claimed(parent / ".staging")
 
 
 def move_into_place(folder: Path, target: Path, scratch: Path) -> None:
-    """Rename `folder` to `target`, on the same filesystem. What an earlier attempt left there is moved to `scratch`."""
+    """Rename `folder` to `target`, on the same filesystem. Move an existing `target` to `scratch`."""
     if target.exists():
         os.rename(target, scratch / f"replaced {target.name}")
     os.rename(folder, target)
 
 
 def put_files(folder: Path, source: str, tracking_uri: str) -> None:
-    """Put what `folder` holds at the address `source`; a local folder is moved there from the same filesystem."""
+    """Put the contents of `folder` at the address `source`. For a local address, move the folder there."""
     if local := local_path(source):
         local.parent.mkdir(parents=True, exist_ok=True)
         move_into_place(folder, local, folder.parent)
@@ -91,16 +90,16 @@ def put_files(folder: Path, source: str, tracking_uri: str) -> None:
 
 
 def holds_model(source: str, tracking_uri: str) -> bool:
-    """Whether there is a model among the files at the address `source`; True for an address that only a cloud knows."""
+    """Return whether the files at the address `source` include a model; True for an address in a cloud."""
     if urlsplit(source).scheme not in ("", "file", "mlflow-artifacts"):
         return True
-    found = list_artifacts(artifact_uri=f"{source}/{MODEL_FOLDER}", tracking_uri=tracking_uri)
-    names = [PurePath(file.path) for file in found]
-    return "config.json" in {name.name for name in names} and ".safetensors" in {name.suffix for name in names}
+    entries = list_artifacts(artifact_uri=f"{source}/{MODEL_FOLDER}", tracking_uri=tracking_uri)
+    paths = [PurePath(file.path) for file in entries]
+    return "config.json" in {name.name for name in paths} and ".safetensors" in {name.suffix for name in paths}
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Make `target` a hard link to `source`, or a copy where the filesystem refuses links."""
+    """Make `target` a hard link to `source`, or a copy if the filesystem refuses links."""
     Path(target).unlink(missing_ok=True)
     try:
         os.link(source, target)
@@ -109,7 +108,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def local_path(uri: str) -> Path | None:
-    """The folder an artifact address leads to on this machine; None for a remote or proxied one."""
+    """Return the path of an artifact address on this machine; None for a remote or proxied one."""
     parts = urlsplit(uri)
     if parts.scheme not in ("", "file"):
         return None
@@ -123,22 +122,22 @@ def _package(name: str, policy: Path, tokenizer: Path, folder: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
         cause = done.stdout.strip() or done.stderr.strip()[-_CAUSE_CHARACTERS:] or f"exit code {done.returncode}"
-        raise RegistryError(f"{policy} cannot be packaged as an MLflow model: {cause}")
+        raise RegistryError(f"{policy} cannot be packaged as an MLflow model: {cause}", "packaging-failed")
 
 
 def _add_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Put the tokenizer beside the weights too, so that the model folder is whole when it is used as a reference.
+    """Put the tokenizer beside the weights, so the model folder is complete as a reference model.
 
-    The files are the original ones: transformers loads a tokenizer and saves another, and its fingerprint would change.
+    Link the original files: transformers would load and save them differently, with another fingerprint.
     """
     for name, file in tokenizer_files(tokenizer).items():
-        for place in (MODEL_FOLDER, _TOKENIZER_FOLDER):
-            (folder / place / name).parent.mkdir(parents=True, exist_ok=True)
-            link_or_copy(file, folder / place / name)
+        for subfolder in (MODEL_FOLDER, _TOKENIZER_FOLDER):
+            (folder / subfolder / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(file, folder / subfolder / name)
 
 
-def _adopt(files: VersionFiles, model: Path) -> None:
-    """Put weights, config and settings in the place of all that MLflow saved."""
+def _replace_saved_files(files: VersionFiles, model: Path) -> None:
+    """Replace all files saved by MLflow with the weights, config and settings."""
     for saved in model.iterdir():
         saved.unlink()
     for folder, patterns in ((files.policy, _WEIGHTS), (files.settings, _SETTINGS)):
@@ -146,7 +145,5 @@ def _adopt(files: VersionFiles, model: Path) -> None:
             for file in folder.glob(pattern):
                 link_or_copy(file, model / file.name)
     config = json.loads((files.policy / "config.json").read_text(encoding="utf-8"))
-    config.pop(
-        "use_cache", None
-    )  # whoever trained the base model may have switched it off, and it is in no fingerprint
+    config.pop("use_cache", None)  # perhaps off since the training of the base model; no fingerprint includes it
     (model / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,21 +1,20 @@
-"""The gate: whether a candidate becomes champion. A pure decision over held-out losses, with its reasons and figures.
+"""The gate decides whether a candidate becomes champion: a pure function of held-out losses, with reasons and figures.
 
-The same held-out pairs judge every retraining, so plain "lower loss wins" would, over the weeks, select models that
-fit the noise of those pairs. The parameter-free Ladder (Blum and Hardt 2015, "The Ladder: A Reliable Leaderboard for
-Machine Learning Competitions") answers this: the best score changes only when the new one is better by more than one
-standard error of the paired difference, and the reported score is rounded to a multiple of 1/n. The error of the best score
-then grows with the logarithm of the number of submissions and not with a power of it. That holds of what the gate decides;
-whoever tunes by hand on the exact losses of each evaluation, which are shown as well, fits the held-out pairs all the same.
+The same held-out pairs judge every retraining. A rule "the lower loss wins" would, over the weeks, select models for the noise
+of these pairs. The parameter-free Ladder avoids it (Blum and Hardt 2015, "The Ladder: A Reliable Leaderboard for Machine
+Learning Competitions"). The best score changes only if the new one is better by more than one standard error of the paired
+difference, and the reported score is rounded to a multiple of 1/n. The error of the best score then grows with the logarithm
+of the number of submissions, not with a power of it. This holds for the gate's decisions only: a user can still fit the
+held-out pairs by tuning on the exact losses, which are shown as well.
 
-The standard error is s / sqrt(n), with s the sample standard deviation, where each pair has a prompt of its own. Pairs of one
-prompt are alike, so it is the one for clusters (Miller 2024, "Adding Error Bars to Evals"), with the factor G / (G - 1) for
-the G prompts, which gives the former where there is no cluster.
+If each pair has its own prompt, the standard error is s / sqrt(n), with s the sample standard deviation. Pairs with the same
+prompt are alike. So we use the standard error for clusters (Miller 2024, "Adding Error Bars to Evals"), with the factor
+G / (G - 1) for G prompts. Without clusters it equals the former.
 
-Two losses are compared for the same pair only, so data may grow between champion and candidate. Both must have been
-computed with the same loss settings, reference and tokens; where they were not, the caller gives what can still be compared,
-1 for a pair that is ranked wrongly and 0 for any other, over one reference if it can: over its own, the weaker the reference
-a policy was trained from, the more pairs it would rank rightly. The comparison uses the champion's exact mean, not its rounded
-one: else a copy of the champion could pass by the rounding alone.
+Losses are compared pair by pair, so data may grow between champion and candidate. Both losses need the same loss settings,
+reference and tokens. Otherwise the caller passes errors: 1 for a wrongly ranked pair, 0 for any other. If possible they are
+over one reference: over its own, a policy ranks more pairs rightly the weaker its reference is. The comparison uses the
+champion's exact mean. With the rounded one, a copy of the champion could pass by rounding alone.
 """
 
 import math
@@ -27,17 +26,17 @@ from enum import StrEnum
 
 from training.contract.config.recipe import Gate
 
-# Below this a standard error says too little about itself to decide anything.
+# With fewer prompts, the standard error is too uncertain for a decision.
 MIN_PROMPTS = 10
 _ROUNDING = 1e-9
 
 Values = Mapping[str, float]  # by pair
-Prompts = Mapping[str, str]  # by pair; one that is not in it has a prompt of its own
+Prompts = Mapping[str, str]  # by pair; a pair without an entry has its own prompt
 _OWN_PROMPTS: Prompts = {}
 
 
 class Measure(StrEnum):
-    """What of a pair is compared, the lower the better; in sentences the value stands for its mean."""
+    """The compared value of a pair, the lower the better. In sentences, the text of the member names its mean."""
 
     LOSS = "loss"
     ERROR_RATE = "share of wrongly ranked pairs"
@@ -49,16 +48,16 @@ class Measure(StrEnum):
             case Measure.LOSS:
                 return ""
             case Measure.ERROR_RATE:
-                return "the champion's losses are of another loss or template and cannot be compared; "
+                return "the champion was evaluated with another loss or template, so losses cannot be compared; "
             case Measure.ERROR_RATE_OVER_CHAMPIONS_REFERENCE:
-                return "the champion's losses are over another reference and cannot be compared; "
+                return "the champion was evaluated with another reference, so losses cannot be compared; "
 
 
 @dataclass(frozen=True)
 class PairedScores:
-    """What `measure` says of the pairs of a candidate and of the champion, if there is one, and which prompts they have.
+    """The values of `measure` by pair, for a candidate and for the champion, if there is one.
 
-    `leaked` names shared pairs whose prompts one of both was trained on before.
+    `prompts` maps pairs to prompts. `leaked` names shared pairs with prompts in the earlier training data of either policy.
     """
 
     measure: Measure
@@ -74,7 +73,7 @@ class PairedScores:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The mean difference of two values on the same pairs, which have so many prompts, with its standard error."""
+    """The mean difference of two values on the same pairs, with its standard error."""
 
     pairs: int
     prompts: int
@@ -83,14 +82,14 @@ class PairedDifference:
 
 
 def paired_difference(values: Values, others: Values, prompts: Prompts = _OWN_PROMPTS) -> PairedDifference:
-    """`values` minus `others` on the pairs that both have, which must be of two prompts at least."""
+    """Return `values` minus `others` on the pairs of both. These pairs must have two prompts at least."""
     gains = {pair: values[pair] - others[pair] for pair in sorted(values.keys() & others.keys())}
     mean = statistics.fmean(gains.values())
-    of_prompts: dict[str, float] = defaultdict(float)
+    prompt_sums: dict[str, float] = defaultdict(float)
     for pair, gain in gains.items():
-        of_prompts[prompts.get(pair, pair)] += gain - mean
-    count = len(of_prompts)
-    squares = math.fsum(total**2 for total in of_prompts.values())
+        prompt_sums[prompts.get(pair, pair)] += gain - mean
+    count = len(prompt_sums)
+    squares = math.fsum(total**2 for total in prompt_sums.values())
     return PairedDifference(len(gains), count, mean, math.sqrt(count / (count - 1) * squares) / len(gains))
 
 
@@ -100,7 +99,7 @@ def count_prompts(pairs: Collection[str], prompts: Prompts) -> int:
 
 @dataclass(frozen=True)
 class Decision:
-    """`reasons` are sentences for people; `figures` the numbers they rest on."""
+    """`reasons` are sentences for users; `figures` are the numbers behind them."""
 
     promote: bool
     reasons: list[str]
@@ -108,10 +107,10 @@ class Decision:
 
 
 def decide(pairs: PairedScores, metrics: Mapping[str, float], gate: Gate) -> Decision:
-    """Compare the candidate with the champion, by the pair's identity, on all shared pairs that have not leaked.
+    """Compare the candidate with the champion, pair by pair, on all shared pairs without leakage.
 
-    `metrics` are those of the candidate's evaluation, with the accuracies; below a floor of the recipe's `gate` nothing is
-    promoted. Without a champion, a candidate that misses no floor is promoted.
+    `metrics` are those of the candidate's evaluation, with the accuracies. Below a floor of the recipe's `gate`, nothing is
+    promoted. Without a champion, a candidate above all floors is promoted.
     """
     accuracy = metrics["eval/rewards/accuracies"]
     figures = {"candidate_pairs": float(len(pairs.candidate)), "accuracy": accuracy}
@@ -121,8 +120,8 @@ def decide(pairs: PairedScores, metrics: Mapping[str, float], gate: Gate) -> Dec
     for name, floor in gate.min_accuracy_of.items():
         reasons += _below(floor, metrics.get(f"eval/sources/{name}/rewards/accuracies"), figures, f" of {name}")
     if pairs.champion is not None:
-        beaten, compared = _compare(pairs, pairs.champion, figures)
-        return Decision(beaten and not reasons, [*reasons, *compared], figures)
+        is_better, comparison = _compare(pairs, pairs.champion, figures)
+        return Decision(is_better and not reasons, [*reasons, *comparison], figures)
     if reasons:
         return Decision(False, reasons, figures)
     figures |= _score(pairs.measure, "candidate", pairs.candidate)
@@ -134,7 +133,7 @@ def _score(measure: Measure, whose: str, values: Values) -> dict[str, float]:
 
 
 def rounded(score: float, count: int) -> float:
-    """The score as it may be reported: the nearest multiple of 1/count."""
+    """Return the score as it may be reported: the nearest multiple of 1/count."""
     return round(score * count) / count
 
 
@@ -146,12 +145,12 @@ def _values_problem(values: Values, whose: str) -> list[str]:
 
 
 def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: str = "") -> list[str]:
-    """Why `accuracy`, None where there are no pairs, is below the floor; `of` says whose it is, if not that of all pairs."""
+    """Return why `accuracy` misses the floor, if it does; None means no pairs. `of` names a source, by default all pairs."""
     figures[f"min_accuracy{of}"] = floor
     if accuracy is None:
-        return [f"no held-out pair{of} is left to tell whether the accuracy is at least {floor:.4g}"]
+        return [f"no held-out pair{of} is left to measure the accuracy; the recipe's floor is {floor:.4g}"]
     figures[f"accuracy{of}"] = accuracy
-    # Written so that NaN does not pass.
+    # NaN must not pass.
     return (
         []
         if accuracy >= floor
@@ -160,31 +159,31 @@ def _below(floor: float, accuracy: float | None, figures: dict[str, float], of: 
 
 
 def _compare(pairs: PairedScores, champion: Values, figures: dict[str, float]) -> tuple[bool, list[str]]:
-    """Whether the candidate is better by more than one standard error on the pairs both have, and the reason."""
+    """Return whether the candidate is better by more than one standard error on the shared pairs, and the reason."""
     measure, leaked = pairs.measure, pairs.leaked
     shared = sorted(pairs.shared - leaked)
     count = count_prompts(shared, pairs.prompts)
     of_prompts = f" of {count} prompts" if count < len(shared) else ""
     figures |= {"champion_pairs": float(len(champion)), "shared_pairs": float(len(shared))}
-    without = ""
+    exclusion = ""
     if leaked:
         figures["leaked_pairs"] = float(len(leaked))
-        without = f", without {len(leaked)} whose prompts one of both was trained on before,"
+        exclusion = f", without {len(leaked)} with prompts from earlier training data of either policy,"
     if count < MIN_PROMPTS:
         return False, [
-            f"only {len(shared)} held-out pairs{of_prompts}{without} are shared with the champion; {MIN_PROMPTS} prompts are "
-            "needed: compare them yourself, and point the alias champion at the better one in MLflow"
+            f"only {len(shared)} held-out pairs{of_prompts}{exclusion} are shared with the champion; {MIN_PROMPTS} prompts are "
+            "needed: compare both yourself, and point the alias champion at the better one in MLflow"
         ]
-    ours, theirs = ({pair: values[pair] for pair in shared} for values in (pairs.candidate, champion))
-    if broken := _values_problem(ours, "candidate") + _values_problem(theirs, "champion"):
-        return False, broken
-    better = paired_difference(theirs, ours, pairs.prompts)
-    gain, error = better.mean, better.standard_error
-    figures |= _score(measure, "candidate", ours) | _score(measure, "champion", theirs)
+    candidate, champion_shared = ({pair: values[pair] for pair in shared} for values in (pairs.candidate, champion))
+    if problems := _values_problem(candidate, "candidate") + _values_problem(champion_shared, "champion"):
+        return False, problems
+    difference = paired_difference(champion_shared, candidate, pairs.prompts)
+    gain, error = difference.mean, difference.standard_error
+    figures |= _score(measure, "candidate", candidate) | _score(measure, "champion", champion_shared)
     figures |= {"gain": gain, "standard_error": error}
-    found = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
-    # The one pair in which two error rates differ is one standard error exactly, and not decided by how floats round.
+    comparison = f"{abs(gain):.4g} {'lower' if gain > 0 else 'higher'} than" if gain else "the same as"
+    # If two error rates differ in one pair, the gain is exactly one standard error; rounding of floats must not decide.
     return gain > error * (1 + _ROUNDING), [
-        f"{measure.why}on {len(shared)} shared pairs{of_prompts}{without} the {measure} is {found} the champion's; "
+        f"{measure.why}on {len(shared)} shared pairs{of_prompts}{exclusion} the {measure} is {comparison} the champion's; "
         f"to become champion it must be lower by more than one standard error, {error:.4g}"
     ]

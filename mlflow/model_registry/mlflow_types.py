@@ -1,8 +1,7 @@
-"""A recipe, a lineage, a data set and a job's events in the terms of MLflow, within its limits.
+"""A recipe, a lineage, a data set and a job's events as MLflow types, within MLflow's limits.
 
-MLflow takes names of at most 250 characters out of a small alphabet, parameters of 6,000 characters, tags of 8,000 and
-data set digests of 36. A longer value is cut and says so, with its length and sha256; nothing is refused, since a
-recipe that trains must also be one that can be logged.
+Names have at most 250 characters of a small alphabet, parameters 6,000 characters, tags 8,000, data set digests 36. A longer
+value is cut, with its length and sha256 at the end. Nothing is refused: a trainable recipe must also be loggable.
 """
 
 import hashlib
@@ -27,7 +26,7 @@ _NOT_METRICS = {"event", "time", "step"}
 
 @dataclass(frozen=True)
 class DatasetRef:
-    """The pairs a policy was trained on: `fingerprint` identifies them, `rows` counts them by split."""
+    """The training pairs of a policy: `fingerprint` identifies them, `rows` counts them by split."""
 
     name: str
     fingerprint: str
@@ -36,9 +35,9 @@ class DatasetRef:
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, str]:
-    """Nested settings as text by dotted name: `{"loss": {"beta": 0.1}}` -> `{"loss.beta": "0.1"}`.
+    """Return nested settings as text by dotted name: `{"loss": {"beta": 0.1}}` -> `{"loss.beta": "0.1"}`.
 
-    A list of plain values stays one parameter; a list that holds sections is numbered (`data.sources.0.path`).
+    A list of plain values stays one parameter; a list of sections is numbered (`data.sources.0.path`).
     """
     return dict(_leaves("", params)) if params else {}
 
@@ -48,9 +47,9 @@ def tags_of(tags: Mapping[str, Any]) -> dict[str, str]:
 
 
 def metrics_of(event: Event) -> list[Metric]:
-    """The metrics of a `step` or `eval` event, non-finite ones included; none of any other event.
+    """Return the metrics of a `step` or `eval` event, non-finite ones included; nothing for other events.
 
-    Their timestamp is the event's own, so the same event logged twice is the same point.
+    Their timestamp is the event's, so an event logged twice is the same point.
     """
     if event["event"] not in ("step", "eval"):
         return []
@@ -78,7 +77,7 @@ def dataset_input(used: DatasetRef) -> DatasetInput:
 
 
 def fit(text: str, limit: int) -> str:
-    """`text`, cut to `limit` characters where it is longer, with its full length and sha256 at the end."""
+    """Return `text`, cut to `limit` characters if it is longer, with its full length and sha256 at the end."""
     if len(text) <= limit:
         return text
     ending = f"... ({len(text):,} characters, sha256 {hashlib.sha256(text.encode()).hexdigest()})"

@@ -1,8 +1,8 @@
-"""Answer chats with a released model: what MLflow's `python_function` flavor loads, from the folder `code/` of a version.
+"""Answer chats with a released model: the code behind MLflow's `python_function` flavor, in the folder `code/` of a version.
 
-MLflow's transformers flavor samples unless told otherwise, fails at temperature 0, and gives a list for one chat. Here no
-temperature, or 0, is greedy, a temperature above 0 samples, and one chat gives one answer. The file imports nothing of
-Pedigree, and nothing that MLflow does not bring: a version is used where Pedigree is not installed.
+MLflow's transformers flavor samples by default, fails at temperature 0, and returns a list for one chat. Here a temperature of
+0, the default, is greedy, a higher one samples, and one chat gives one answer. The file imports neither Pedigree nor packages
+beyond MLflow's: versions are also used without Pedigree.
 """
 
 import math
@@ -15,9 +15,9 @@ import mlflow.transformers
 import pandas as pd
 from mlflow.exceptions import MlflowException
 
-_MAX_TOKENS = 1024  # of an answer, if neither the request nor the model says: as `transformers serve` has it
-_TAKEN = ("messages", "temperature", "max_tokens", "top_p", "stop")
-# What a client sends without meaning anything by it.
+_MAX_TOKENS = 1024  # of an answer, if neither request nor model set it; the default of `transformers serve`
+_SUPPORTED = ("messages", "temperature", "max_tokens", "top_p", "stop")
+# Values without effect, sent by some clients.
 _NEUTRAL: Mapping[str, Sequence[object]] = {
     "n": (1,),
     "stream": (False,),
@@ -27,12 +27,12 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
 
 
 def _load_pyfunc(path: str, model_config: Mapping[str, Any]) -> "Chat":
-    """Load the version in the folder `path`; MLflow calls this by its name."""
+    """Load the version in the folder `path`. MLflow calls this function by its name."""
     return Chat(mlflow.transformers.load_model(path), model_config["model"])
 
 
 class Chat:
-    """A model and its tokenizer, in a pipeline of transformers, and the name under which it answers."""
+    """A model and its tokenizer, in a transformers pipeline, and the model name in answers."""
 
     def __init__(self, pipeline: Any, name: str) -> None:
         self._model, self._tokenizer, self._name = pipeline.model, pipeline.tokenizer, name
@@ -40,7 +40,7 @@ class Chat:
     def predict(
         self, data: pd.DataFrame | Mapping[str, Any], params: Mapping[str, Any] | None = None
     ) -> dict[str, Any] | list[dict[str, Any]]:
-        """Answer one chat, or each row of a table of several, in the form of OpenAI's chat completions."""
+        """Answer one chat, or each row of a table of chats, in the form of OpenAI's chat completions."""
         rows: list[Any] = data.to_dict(orient="records") if isinstance(data, pd.DataFrame) else [data]
         answers = [self._answer(_request({**(params or {}), **row})) for row in rows]
         return answers[0] if len(answers) == 1 else answers
@@ -56,46 +56,48 @@ class Chat:
         [output] = self._model.generate(**inputs, **settings)
         tokens = output[prompt_tokens:]
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        for words in stop:
-            text = text.partition(words)[0]
+        for stop_text in stop:
+            text = text.partition(stop_text)[0]
         reason = "length" if len(tokens) >= limit else "stop"
         return _completion(self._name, text, reason, prompt_tokens, len(tokens))
 
     def _inputs(self, messages: Sequence[Mapping[str, Any]]) -> Any:
         if self._tokenizer is None or self._tokenizer.chat_template is None:
-            lacking = "tokenizer" if self._tokenizer is None else "chat template"
-            raise _refused(f"this version of {self._name} has no {lacking}; release it again with one")
-        said = [{name: value for name, value in message.items() if not _absent(value)} for message in messages]
+            missing = "tokenizer" if self._tokenizer is None else "chat template"
+            raise _refusal(f"this version of {self._name} has no {missing}; release it again with one")
+        conversation = [
+            {name: value for name, value in message.items() if not _is_absent(value)} for message in messages
+        ]
         return self._tokenizer.apply_chat_template(
-            said, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(self._model.device)
 
 
 def _request(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are there. Raises MlflowException if there are others than those that count here.
+    """Return the fields that are set. Raises MlflowException for an unsupported field.
 
-    MLflow drops fields that the model's signature does not list, so that is MLflow's own for chats: nothing is ignored that
-    a client of OpenAI may mean.
+    MLflow drops fields outside the model's signature. The signature is MLflow's own for chats, so no field of an OpenAI
+    client is silently ignored.
     """
-    given = {name: value for name, value in fields.items() if not _absent(value)}
-    for name, value in given.items():
-        if name not in _TAKEN and value not in _NEUTRAL.get(name, ()):
-            raise _refused(
-                f"`{name}` is {value!r}; `mlflow models serve` takes {', '.join(_TAKEN)}; leave {name} out, or use "
-                "`pedigree serve`, which takes more"
+    request = {name: value for name, value in fields.items() if not _is_absent(value)}
+    for name, value in request.items():
+        if name not in _SUPPORTED and value not in _NEUTRAL.get(name, ()):
+            raise _refusal(
+                f"`{name}` is {value!r}; `mlflow models serve` takes {', '.join(_SUPPORTED)}; leave {name} out, or use "
+                "`pedigree serve`"
             )
-    if given.get("max_tokens", 1) < 1:
-        raise _refused(f"`max_tokens` is {given['max_tokens']}; expected 1 or more, or leave it out")
-    if not len(given.get("messages", ())):
-        raise _refused('`messages` is missing or empty; expected a list such as [{"role": "user", "content": "Hello"}]')
-    return given
+    if request.get("max_tokens", 1) < 1:
+        raise _refusal(f"`max_tokens` is {request['max_tokens']}; expected 1 or more, or leave it out")
+    if not len(request.get("messages", ())):
+        raise _refusal('`messages` is missing or empty; expected a list such as [{"role": "user", "content": "Hello"}]')
+    return request
 
 
 def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of `generate` that a request asks for."""
+    """Return the settings of `generate` for a request."""
     temperature = float(request.get("temperature", 0))
     if not 0 <= temperature < math.inf:
-        raise _refused(f"`temperature` is {temperature}; expected 0, which is greedy, or a number above")
+        raise _refusal(f"`temperature` is {temperature}; expected 0, which is greedy, or a number above")
     if temperature == 0:
         return {"do_sample": False}
     settings = {"do_sample": True, "temperature": temperature}
@@ -114,10 +116,10 @@ def _completion(model: str, text: str, reason: str, prompt_tokens: int, completi
     }
 
 
-def _absent(value: object) -> bool:
-    """Whether a table or a client has put it there for nothing."""
+def _is_absent(value: object) -> bool:
+    """Return whether a value is only a placeholder, set by a table or a client."""
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _refused(message: str) -> MlflowException:
+def _refusal(message: str) -> MlflowException:
     return MlflowException.invalid_parameter_value(message)

@@ -1,4 +1,4 @@
-"""What the proxy in front of `transformers serve` is told by the process that starts it."""
+"""The settings of the proxy in front of `transformers serve`, passed to its process."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any, Self
 
 @dataclass(frozen=True)
 class ProxySettings:
-    """What is served where, and where `transformers serve` answers for it under the name `served_as`."""
+    """The served model and its address, and the address and the model name of `transformers serve`."""
 
     model: str
     served_as: str

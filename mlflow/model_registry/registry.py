@@ -1,8 +1,8 @@
-"""The registry: policies as versions of a registered model, found by their tags and named by two aliases.
+"""The model registry: policies as versions of a registered model, with two aliases.
 
-`candidate` is the latest policy that was evaluated, `champion` the one in use. A version carries the fingerprints of its
-whole lineage as tags, and that of its release, by which it is found: repeating a release gives the same version, another gate
-for the same policy another one. A new champion records the version it replaces, so a rollback needs no record elsewhere.
+`candidate` is the policy evaluated last, `champion` the one in use. The tags of a version hold the fingerprints of its lineage
+and of its release. A version is found by its release: the same release gives the same version, another gate another version.
+A new champion records the version it replaces, for a rollback.
 """
 
 import re
@@ -38,8 +38,8 @@ _ADDRESS = re.compile(r"models:/(?P<name>[^/@]+)(?:@(?P<alias>[^/@]+)|/(?P<numbe
 class Registry:
     """The model registry of a server or database. Its methods raise RegistryError.
 
-    `tracking_uri` is where the runs are, and with them the files of versions; `uri`, by default the same, has the registry.
-    `downloads` is a folder for what goes to and comes from a remote artifact store.
+    `tracking_uri` has the runs and the files of versions; `uri`, by default the same, has the registry. `downloads` is a folder
+    for transfers to and from a remote artifact store.
     """
 
     def __init__(self, tracking_uri: str, downloads: Path, uri: str | None = None) -> None:
@@ -61,31 +61,31 @@ class Registry:
     ) -> Version:
         """Make the policy in the folder `policy`, trained in the MLflow run `run_id`, a version of `name`.
 
-        If a version carries all tags of `identity`, that is returned. `tags` are further tags of a new version,
-        and `description` is Markdown. The other folders are those of VersionFiles, by default the policy's own.
+        Return the existing version if one carries all tags of `identity`. `tags` are further tags of a new version,
+        `description` is Markdown. The other folders are those of VersionFiles, by default `policy`.
         """
         assert identity, "without identifying tags every version would be this policy"
         if found := self.find_version(name, identity):
             return found
         with self._runs.asking(f"find a place for the files of {name}") as client:
             source = f"{client.get_run(run_id).info.artifact_uri}/{_folder_name(name, identity)}"
-        if source not in {version.source for version in self.versions(name)}:  # what a version points at is kept
+        if source not in {version.source for version in self.versions(name)}:  # do not replace files of a version
             self.store_files(name, source, VersionFiles(policy, tokenizer or policy, settings or policy, evaluation))
         with self._connection.asking(f"register {name}") as client, without_retries():
-            if _registered(client, name) is None:
+            if _find_aliases(client, name) is None:
                 client.create_registered_model(name)
             known = tags_of({**tags, **identity})
             try:
                 return Version.of(client.create_model_version(name, source, run_id, known, description=description))
             except MlflowException:
-                if found := self.find_version(name, identity):  # made, and the answer was lost
+                if found := self.find_version(name, identity):  # the server made it, but its answer was lost
                     return found
                 raise
 
     def store_files(self, name: str, source: str, files: VersionFiles) -> None:
-        """Put `files`, packaged, at the address `source`. What an interrupted attempt left there is replaced."""
+        """Package `files` and put them at the address `source`. They replace leftovers of an interrupted attempt."""
         local = local_path(source)
-        # Beside the folder of artifacts, not in it: whoever looks at the run does not see it.
+        # Beside the folder of artifacts: in it, the temporary folder would appear as an artifact of the run.
         parent = local.parents[1] if local else self.downloads
         with (
             self._runs.asking(f"store the files of {name}", patient=True),
@@ -94,39 +94,39 @@ class Registry:
             put_files(folder, source, self.tracking_uri)
 
     def has_files(self, version: Version) -> bool:
-        """Whether its model is where the version says. What lies in a cloud, with keys of its own, is taken to be there."""
+        """Return whether the version's model is at its address. In a cloud with its own keys, it is taken to be there."""
         with self._runs.asking(f"look for the files of {version.name}/{version.number}"):
             return holds_model(version.source, self.tracking_uri)
 
     def find_version(self, name: str, tags: Mapping[str, str]) -> Version | None:
-        """The latest version of `name` that carries all of `tags`."""
-        wanted = tags_of(tags).items()
-        return next((version for version in self.versions(name) if wanted <= version.tags.items()), None)
+        """Return the latest version of `name` with all of `tags`, or None."""
+        items = tags_of(tags).items()
+        return next((version for version in self.versions(name) if items <= version.tags.items()), None)
 
     def find_released(self, name: str, weights: str) -> Version | None:
-        """The latest version of `name` that was released with weights of this fingerprint, and has its files."""
+        """Return the latest version of `name` with weights of this fingerprint and with its files, or None."""
         same = (version for version in self.versions(name) if version.weights == weights)
         return next((version for version in same if self.has_files(version)), None)
 
     def versions(self, name: str | None = None) -> list[Version]:
-        """Every version of the registered model `name`, by default of every model; the latest first."""
-        where = None if name is None else f"name = '{name}'"
+        """Return all versions of the registered model `name`, by default of every model; the latest first."""
+        query = None if name is None else f"name = '{name}'"
         with self._connection.asking(f"look for versions of {name or 'its models'}") as client:
-            found, token = [], None
+            versions, token = [], None
             while True:
-                some = client.search_model_versions(where, page_token=token)
-                found += [Version.of(version) for version in some]
-                if not (token := some.token):
-                    return sorted(found, key=lambda version: version.number, reverse=True)
+                batch = client.search_model_versions(query, page_token=token)
+                versions += [Version.of(version) for version in batch]
+                if not (token := batch.token):
+                    return sorted(versions, key=lambda version: version.number, reverse=True)
 
     def link(self, version: Version) -> str:
-        """The page of a version."""
+        """Return the address of the version's page."""
         served = self.uri if is_server(self.uri) else self.tracking_uri
         return page(served, f"models/{version.name}/versions/{version.number}")
 
     def champion(self, name: str) -> Version | None:
         with self._connection.asking(f"look for the champion of {name}") as client:
-            registered = _registered(client, name)
+            registered = _find_aliases(client, name)
             number = registered and registered.get("champion")
             return Version.of(client.get_model_version(name, number)) if number else None
 
@@ -136,14 +136,15 @@ class Registry:
             client.set_registered_model_alias(version.name, "candidate", str(version.number))
 
     def promote(self, version: Version, over: Version | None) -> bool:
-        """Make the version champion, and note which one it replaces, if that is still `over`; gives whether it did.
+        """Make the version champion, if the champion is still `over`. Return whether it became champion.
 
-        MLflow cannot compare and set in one request: a promotion by others in the milliseconds between the two is not seen.
+        The version notes its predecessor. MLflow cannot compare and set in one request, so a promotion by another process in
+        the milliseconds between the two goes unseen.
         """
         name, number = version.name, version.number
         with self._connection.asking(f"make version {number} of {name} its champion") as client:
-            now = (_registered(client, name) or {}).get("champion")
-            if (now and int(now)) != (over and over.number):
+            champion = (_find_aliases(client, name) or {}).get("champion")
+            if (champion and int(champion)) != (over and over.number):
                 return False
             if over is not None and over.number != number:
                 client.set_model_version_tag(name, str(number), PREVIOUS_TAG, str(over.number))
@@ -151,13 +152,13 @@ class Registry:
         return True
 
     def fetch(self, version: Version, part: str, into: Path) -> Path:
-        """Download a folder of the version's files into the folder `into`; gives its place there."""
+        """Download the folder `part` of the version's files into the folder `into`. Return its path there."""
         with self._runs.asking(f"download {part} of {version.name}/{version.number}", patient=True):
             source = f"{version.source}/{part}"
             return Path(download_artifacts(artifact_uri=source, dst_path=str(into), tracking_uri=self.tracking_uri))
 
     def tag(self, version: Version, tags: Mapping[str, str]) -> Version:
-        """Add tags to a version; gives it with them."""
+        """Add tags to a version. Return the version with them."""
         added = tags_of(tags)
         with self._connection.asking(f"tag version {version.number} of {version.name}") as client:
             for name, value in added.items():
@@ -165,16 +166,19 @@ class Registry:
         return replace(version, tags={**version.tags, **added})
 
     def rollback(self, name: str) -> tuple[Version, Version]:
-        """Make the champion's predecessor champion again, and mark the champion as rolled back; gives both, in this order."""
+        """Make the champion's predecessor champion again, and mark the champion as rolled back. Return both, in this order."""
         champion = self.champion(name)
         if champion is None:
             self._check_registered(name)
-            raise RegistryError(f"{name} has no champion in {shown(self.uri)}, so there is nothing to roll back")
+            raise RegistryError(
+                f"{name} has no champion in {shown(self.uri)}; there is nothing to roll back", "no-champion"
+            )
         previous = champion.tags.get(PREVIOUS_TAG)
         if previous is None:
             raise RegistryError(
-                f"version {champion.number} of {name}, the champion, replaced none that is noted; let the alias `champion` "
-                "point at another version in MLflow"
+                f"version {champion.number} of {name}, the champion, records no version it replaced; point the alias "
+                "`champion` at another version in MLflow",
+                "no-previous-version",
             )
         with self._connection.asking(f"roll {name} back to version {previous}") as client:
             try:
@@ -183,12 +187,14 @@ class Registry:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
                 raise RegistryError(
-                    f"version {previous} of {name}, which version {champion.number} replaced as champion, was deleted; let the "
-                    "alias `champion` point at another version in MLflow"
+                    f"version {previous} of {name}, replaced by version {champion.number} as champion, was deleted; point the "
+                    "alias `champion` at another version in MLflow",
+                    "version-deleted",
                 ) from error
             if not self.has_files(restored):
                 raise RegistryError(
-                    f"version {previous} of {name} cannot be champion again: {restored.source} holds no model"
+                    f"version {previous} of {name} cannot be champion again: {restored.source} holds no model",
+                    "version-without-files",
                 )
             if champion.weights is not None:
                 client.set_registered_model_tag(name, _rolled_back_tag(champion.weights), str(champion.number))
@@ -197,23 +203,24 @@ class Registry:
         return restored, champion
 
     def rolled_back(self, version: Version) -> str | None:
-        """The number of the version, with the weights of this one, that was rolled back; it may have been deleted since."""
+        """Return the number of the rolled-back version with the weights of this one, or None. It may have been deleted."""
         name, weights = version.name, version.weights
         if weights is None:
             return None
         marked = (other for other in self.versions(name) if ROLLED_BACK_TAG in other.tags)
-        if found := next((other for other in marked if other.weights == weights), None):
-            return str(found.number)
-        with self._connection.asking(f"look for what of {name} was rolled back") as client:
+        if rolled_back := next((other for other in marked if other.weights == weights), None):
+            return str(rolled_back.number)
+        with self._connection.asking(f"look for rolled-back versions of {name}") as client:
             tags: dict[str, str] = client.get_registered_model(name).tags
             return tags.get(_rolled_back_tag(weights))
 
     def version_at(self, address: str) -> Version:
-        """The version behind `models:/name@alias` or `models:/name/number`."""
+        """Return the version at the address `models:/name@alias` or `models:/name/number`."""
         match = _ADDRESS.fullmatch(address)
         if match is None:
             raise RegistryError(
-                f"{address} is not an address of a model; expected models:/name@champion or models:/name/3"
+                f"{address} is not an address of a model; expected models:/name@champion or models:/name/3",
+                "wrong-model-address",
             )
         self._check_registered(match["name"], match["alias"])
         with self._connection.asking(f"find {address}") as client:
@@ -224,58 +231,63 @@ class Registry:
             )
 
     def resolve(self, address: str) -> Path:
-        """The local folder of the Hugging Face model behind an address as `version_at` takes it."""
+        """Return the local folder of the Hugging Face model at an address of `version_at`."""
         return self.folder(self.version_at(address))
 
     def folder(self, version: Version) -> Path:
-        """The local folder of the Hugging Face model that a version holds; what lies on a server is downloaded."""
+        """Return the local folder of a version's Hugging Face model. Download it if it is on a server."""
         local = local_path(version.source)
-        folder = local / MODEL_FOLDER if local else self._downloaded(version)
+        folder = local / MODEL_FOLDER if local else self._download(version)
         if not (folder / "config.json").is_file():
             raise RegistryError(
-                f"version {version.number} of {version.name} leads to {version.source}/{MODEL_FOLDER}, which has no "
-                "config.json; expected a Hugging Face model. If a recipe released it, a run of that recipe puts its files back"
+                f"version {version.number} of {version.name}: {version.source}/{MODEL_FOLDER} has no config.json; expected a "
+                "Hugging Face model. If a recipe released it, run the recipe again to restore its files",
+                "version-without-files",
             )
         return folder
 
     def outdated_downloads(self) -> list[str]:
-        """What of `downloads` are versions that no alias points at, as `name/folder`; they can be fetched again."""
-        found: list[str] = []
-        for model in sorted(place for place in self.downloads.glob("[!.]*") if not place.is_symlink()):
+        """Return the downloads of versions without an alias, as `name/folder`. They can be fetched again."""
+        outdated: list[str] = []
+        for model in sorted(path for path in self.downloads.glob("[!.]*") if not path.is_symlink()):
             with self._connection.asking(f"look for the aliases of {model.name}") as client:
-                numbers = set((_registered(client, model.name) or {}).values())
-                named = {Version.of(client.get_model_version(model.name, number)).download_name for number in numbers}
-            found += sorted(name for folder in model.iterdir() if (name := f"{model.name}/{folder.name}") not in named)
-        return found
+                numbers = set((_find_aliases(client, model.name) or {}).values())
+                aliased = {Version.of(client.get_model_version(model.name, number)).download_name for number in numbers}
+            outdated += sorted(
+                name for folder in model.iterdir() if (name := f"{model.name}/{folder.name}") not in aliased
+            )
+        return outdated
 
     def remove_download(self, name: str) -> bool:
-        """Remove the download `name`; False if it is gone. It is renamed first, so nobody finds half of it in its place."""
+        """Remove the download `name`; return False if it is missing. Rename it first, so nobody reads half of it."""
         with scratch(self.downloads) as staging, suppress(FileNotFoundError):
             (self.downloads / name).rename(staging / "outdated")
             return True
         return False
 
     def _check_registered(self, name: str, alias: str | None = None) -> None:
-        """Raises UnknownModel where there is no model `name`, RegistryError where it has no such alias, with what there is."""
+        """Raise UnknownModel if no model is called `name`, RegistryError if it has no such alias. Both list the known names."""
         with self._connection.asking(f"look for {name}") as client:
-            aliases = _registered(client, name)
-            others = sorted(model.name for model in client.search_registered_models()) if aliases is None else []
-        place = shown(self.uri)
+            aliases = _find_aliases(client, name)
+            known = sorted(model.name for model in client.search_registered_models()) if aliases is None else []
+        address = shown(self.uri)
         if aliases is None:
             raise UnknownModel(
-                f"no model {name} is registered in {place}, where there is {', '.join(others) or 'none'}; name one of "
-                "these, or first run the recipe that releases it"
+                f"no model {name} is registered in {address} (registered: {', '.join(known) or 'none'}); name one of these, "
+                "or first run the recipe that releases it"
             )
         if alias is not None and alias not in aliases:
             raise RegistryError(
-                f"no version of {name} has the alias {alias} in {place}, where there is {', '.join(aliases) or 'none'}; "
-                "name one of these, or a version by its number"
+                f"no version of {name} has the alias {alias} in {address} (aliases: {', '.join(aliases) or 'none'}); name one "
+                "of these, or a version by its number",
+                "unknown-alias",
             )
 
-    def _downloaded(self, version: Version) -> Path:
-        """A version's model folder, fetched once, since its files never change; there is none where they are gone.
+    def _download(self, version: Version) -> Path:
+        """Return a version's model folder. If the version has no files, the folder is missing.
 
-        Whoever else wants it waits: a second download would take the place of the first, which is read by then.
+        Fetch it once, as its files never change. Other processes wait on a lock: a second download would replace the first
+        while it is read.
         """
         target = self.downloads / version.download_name
         if target.is_dir() or not self.has_files(version):
@@ -288,8 +300,8 @@ class Registry:
         return target
 
 
-def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
-    """The aliases of a registered model and the versions they point at; None if there is no such model."""
+def _find_aliases(client: MlflowClient, name: str) -> dict[str, str] | None:
+    """Return the aliases of a registered model with their versions, or None if there is no such model."""
     try:
         return dict(client.get_registered_model(name).aliases)
     except MlflowException as error:
@@ -299,10 +311,10 @@ def _registered(client: MlflowClient, name: str) -> dict[str, str] | None:
 
 
 def _rolled_back_tag(weights: str) -> str:
-    """The registered model's own tag for a policy that was rolled back: the tags of a version go with it."""
+    """Return the registered model's tag for a rolled-back policy. Tags of a version are deleted with it."""
     return f"{ROLLED_BACK_TAG}.{weights}"
 
 
 def _folder_name(name: str, identity: Mapping[str, str]) -> str:
-    """A folder for each version: one run can have several, with different tokenizers for example."""
+    """Return a folder name for each version: one run can have several, for example with different tokenizers."""
     return f"policy-{short(fingerprint('model_version', [name, dict(identity)]))}"

@@ -1,7 +1,7 @@
-"""A home that was moved, renamed, or restored from a backup at another place.
+"""Artifact addresses after a home was moved, renamed, or restored from a backup elsewhere.
 
-MLflow writes the absolute addresses of artifacts into its database: of each experiment, run and model version. After a move
-they lead nowhere; after a copy, to the original, into which the copy's runs would then write. So they follow the home.
+MLflow stores the absolute artifact address of each experiment, run and model version in its database. After a move these are
+invalid; after a copy they point to the original, and runs of the copy would write there. So we rewrite them.
 """
 
 import contextlib
@@ -17,45 +17,44 @@ _ADDRESSES = (
     ("model_versions", "source"),
     ("model_versions", "storage_location"),
 )
-_PLACE = "/mlflow/artifacts"
+_ARTIFACTS = "/mlflow/artifacts"
 
 
 def relocate_artifacts(database: Path, root: Path) -> None:
-    """Rewrite the addresses in the SQLite file `database` that point into another home, so that they lead below `root`.
+    """Rewrite addresses in the SQLite file `database` from another home, so they lead below `root`.
 
-    One transaction. A database that cannot be read is left to MLflow, which says why.
+    One transaction. Ignore an unreadable database: MLflow reports it.
     """
     if not database.is_file():
         return
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(database)) as connection, connection:
         for (old,) in connection.execute("SELECT artifact_location FROM experiments").fetchall():
-            if (new := _moved(old or "", root)) is None:
+            if (new := _new_address(old or "", root)) is None:
                 continue
             for table, column in _ADDRESSES:
-                # Not LIKE: an address has % in it where its path has a space.
+                # Not LIKE: an address has a % for each space of its path.
                 connection.execute(
                     f"UPDATE {table} SET {column} = ? || substr({column}, ?) WHERE substr({column} || '/', 1, ?) = ?",
                     (new, len(old) + 1, len(old) + 1, f"{old}/"),
                 )
 
 
-def _moved(old: str, root: Path) -> str | None:
-    """The new address of an experiment's artifacts if `old` is their address in another home; None if `old` stays.
+def _new_address(old: str, root: Path) -> str | None:
+    """Return the new address of an experiment's artifacts if `old` is in another home; None if `old` stays.
 
-    It stays if it is another path to this home, or if there are artifacts at `old` and none here: somebody keeps them
-    there.
+    It stays if it is another path to this home, or if `old` has artifacts and this home has none: then it is in use there.
     """
-    head, in_home, name = old.rpartition(f"{_PLACE}/")
-    former, there = local_path(head), local_path(old)
-    if not in_home or former is None or there is None:
+    head, in_home, name = old.rpartition(f"{_ARTIFACTS}/")
+    old_home, old_folder = local_path(head), local_path(old)
+    if not in_home or old_home is None or old_folder is None:
         return None
-    if _is_seen(former) and former.samefile(root.parents[1]):
+    if _is_visible(old_home) and old_home.samefile(root.parents[1]):
         return None
-    return f"{root.as_uri()}/{name}" if _is_seen(root / unquote(name)) or not _is_seen(there) else None
+    return f"{root.as_uri()}/{name}" if _is_visible(root / unquote(name)) or not _is_visible(old_folder) else None
 
 
-def _is_seen(place: Path) -> bool:
-    """False too where the folder is another user's and may not be read: Path.exists raises there."""
+def _is_visible(path: Path) -> bool:
+    """Return whether the path exists; False if its folder may not be read, in which case Path.exists raises."""
     with contextlib.suppress(PermissionError):
-        return place.exists()
+        return path.exists()
     return False

@@ -1,8 +1,8 @@
-"""One tracked run: takes events as they come, delivers them in batches, and survives an outage of the server.
+"""One tracked run: it collects events, delivers them in batches, and survives an outage of the server.
 
-A metric is identified by its name and step, and what the server has is never sent again. So a resumed training, a replayed
-events file and a batch whose answer was lost all lead to the same run. The first value of a step stays: training is
-deterministic, so a later value could differ only in timings.
+A metric is identified by its name and step, and is sent once. So a resumed training, a replayed events file and a batch with a
+lost answer all give the same run. The first value of a step stays: training is deterministic, so a later one could differ only
+in timings.
 """
 
 import time
@@ -17,7 +17,7 @@ from model_registry.connection import Connection, quiet
 from model_registry.mlflow_types import DatasetRef, dataset_input, is_finite, metrics_of
 from training.contract.protocol.events import Event
 
-# Between two deliveries, and after one that failed.
+# Pause between two deliveries, and after a failed one.
 _DELIVER_SECONDS = 2.0
 _RETRY_SECONDS = 30.0
 _METRICS_A_BATCH = 500
@@ -28,7 +28,7 @@ Point = tuple[str, int]
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is described by when it is made."""
+    """The description of a new run."""
 
     name: str
     params: Mapping[str, str]
@@ -37,25 +37,25 @@ class RunPlan:
 
 
 class Points:
-    """A set of points, a byte each: as tuples, those of a run of a million steps would take gigabytes."""
+    """A set of points in a byte each: as tuples, the points of a million steps would take gigabytes."""
 
     def __init__(self) -> None:
         self._blocks: defaultdict[Point, bytearray] = defaultdict(lambda: bytearray(_STEPS_A_BLOCK))
 
     def update(self, points: Iterable[Point]) -> None:
         for name, step in points:
-            block, at = divmod(step, _STEPS_A_BLOCK)
-            self._blocks[name, block][at] = True
+            block, offset = divmod(step, _STEPS_A_BLOCK)
+            self._blocks[name, block][offset] = True
 
     def __contains__(self, point: Point) -> bool:
-        block, at = divmod(point[1], _STEPS_A_BLOCK)
-        return bool(self._blocks[point[0], block][at])
+        block, offset = divmod(point[1], _STEPS_A_BLOCK)
+        return bool(self._blocks[point[0], block][offset])
 
 
 class TrackedRun:
-    """The run that `open_run` finds or makes as soon as the server answers; until then `run_id` is None.
+    """The run found or made by `open_run` as soon as the server answers; until then `run_id` is None.
 
-    No method raises because of the server: there is a warning at the first failure, and at the end if events are missing.
+    No method raises because of the server. It warns at the first failure, and at the end if events are missing.
     """
 
     def __init__(self, connection: Connection, open_run: Callable[[], Run], plan: RunPlan) -> None:
@@ -67,13 +67,13 @@ class TrackedRun:
         self._next_delivery = 0.0
 
     def record(self, event: Event) -> None:
-        """Take an event; every two seconds those taken so far are delivered."""
+        """Take an event, and deliver the pending ones every two seconds."""
         self._take(event)
         if time.monotonic() >= self._next_delivery:
             self.flush()
 
     def replay(self, events: Iterable[Event]) -> None:
-        """Take many events at once, those of a file."""
+        """Take many events at once, such as those in a file."""
         for event in events:
             self._take(event)
         self.flush()
@@ -104,12 +104,12 @@ class TrackedRun:
                 self._connection.warn(f"not logged to MLflow: {metric.key} is {metric.value} at step {metric.step}")
 
     def _deliver(self, client: MlflowClient) -> str | None:
-        """The run's id, once everything is delivered."""
+        """Deliver all pending metrics. Return the run's id."""
         if self.run_id is None:
             self._begin(client, self._open_run())
         pending = list(self._pending)
-        for at in range(0, len(pending), _METRICS_A_BATCH):
-            points = pending[at : at + _METRICS_A_BATCH]
+        for start in range(0, len(pending), _METRICS_A_BATCH):
+            points = pending[start : start + _METRICS_A_BATCH]
             client.log_batch(self.run_id, metrics=[self._pending[point] for point in points])
             self._delivered.update(points)
             for point in points:
@@ -117,7 +117,7 @@ class TrackedRun:
         return self.run_id
 
     def _begin(self, client: MlflowClient, run: Run) -> None:
-        """Describe a new run; learn what a continued one holds already."""
+        """Describe a new run. For a continued one, find out which metrics it already has."""
         run_id = str(run.info.run_id)
         client.update_run(run_id, status="RUNNING")
         missing = [Param(name, value) for name, value in self._plan.params.items() if name not in run.data.params]

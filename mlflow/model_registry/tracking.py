@@ -1,12 +1,12 @@
-"""Tracking: one MLflow run for every policy, fed with the events of the job that trains it.
+"""Tracking: one MLflow run for every policy, fed with the events of its training job.
 
-Training writes events to a file and knows nothing of MLflow; whoever follows that file passes each event to
-`TrackedRun.record`. So an outage of the tracking server, at any moment, costs a warning: events are kept and delivered
-when it answers again, and `replay` logs a whole events file later. A run is found again by the tag `pedigree.key`,
-which holds the key of the policy's derivation, and continued: a resumed training adds the steps that are missing.
+Training writes events to a file and does not know MLflow. The reader of that file passes each event to `TrackedRun.record`. So
+an outage of the tracking server costs only a warning: events are kept and delivered later, and `replay` logs a whole events
+file. A run is found by the tag `pedigree.key`, the key of the policy's derivation, and continued: a resumed training adds the
+missing steps.
 
-By default everything lies in SQLite and a folder under the home of Pedigree; MLFLOW_TRACKING_URI names another place, for
-the registry alone MLFLOW_REGISTRY_URI.
+By default, SQLite and a folder in Pedigree's home hold everything. MLFLOW_TRACKING_URI names another place, and
+MLFLOW_REGISTRY_URI one for the registry alone.
 """
 
 import logging
@@ -37,57 +37,59 @@ from model_registry.tracked_run import RunPlan, TrackedRun
 from training.contract.errors import RegistryError, UsageError
 
 KEY_TAG = "pedigree.key"
-CHARTS = "model-metrics"  # as MLflow's addresses call the charts of a run
+CHARTS = "model-metrics"  # the name of a run's charts in MLflow's addresses
 _EVALUATION_TAG = "pedigree.evaluation"
-# What MLflow takes, with a registry; a folder of files only where a person has set MLFLOW_ALLOW_FILE_STORE.
-_KINDS = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}
+# The stores of MLflow with a registry; a folder of files only if the user set MLFLOW_ALLOW_FILE_STORE.
+_SCHEMES = {"http", "https", "sqlite", "postgresql", "mysql", "mssql"}
 _LOG = logging.getLogger(__name__)
 
 
 def tracking_uri(home: Path, environ: Mapping[str, str]) -> str:
-    """MLFLOW_TRACKING_URI where it is set, else a SQLite file under `home`.
+    """Return MLFLOW_TRACKING_URI if it is set, else the address of a SQLite file under `home`.
 
-    Raises UsageError for an address that can never answer. One that is only away is noticed when it is asked.
+    Raises UsageError for an unsupported address. An unavailable server is noticed only at a request.
     """
     check_database_folder(home, "PEDIGREE_HOME")
     return _address(TRACKING_VARIABLE, environ) or f"sqlite:///{home.absolute()}/mlflow/mlflow.db"
 
 
 def check_database_folder(folder: Path, variable: str) -> None:
-    """Raises UsageError if the address of a SQLite file in `folder`, which `variable` names, would lead elsewhere."""
-    place = str(folder.absolute())
-    if make_url(f"sqlite:///{place}").database != place:
+    """Raise UsageError if SQLite would misread the address of a file in `folder`, the value of `variable`."""
+    path = str(folder.absolute())
+    if make_url(f"sqlite:///{path}").database != path:
         raise UsageError(
-            f"{variable} is {folder}; a `?`, or a `%` before two hexadecimal digits, means something else in the address of "
-            "a database: name another folder"
+            f"{variable} is {folder}; a `?`, or a `%` before two hexadecimal digits, has another meaning in the address of a "
+            "database: name another folder",
+            "unsupported-path",
         )
 
 
 def registry_uri(home: Path, environ: Mapping[str, str]) -> str:
-    """MLFLOW_REGISTRY_URI where it is set, else what holds the runs holds the registry too. Raises as `tracking_uri`."""
+    """Return MLFLOW_REGISTRY_URI if it is set, else the tracking address. Raises as `tracking_uri`."""
     return _address(REGISTRY_VARIABLE, environ) or tracking_uri(home, environ)
 
 
 def _address(variable: str, environ: Mapping[str, str]) -> str:
     uri = environ.get(variable, "")
-    if uri and uri.partition("://")[0].partition("+")[0] not in _KINDS and not environ.get("MLFLOW_ALLOW_FILE_STORE"):
+    if uri and uri.partition("://")[0].partition("+")[0] not in _SCHEMES and not environ.get("MLFLOW_ALLOW_FILE_STORE"):
         raise UsageError(
-            f"{variable} is {shown(uri)!r}; expected a server's or a database's address, such as http://host:5000 or "
-            "sqlite:////folder/mlflow.db"
+            f"{variable} is {shown(uri)!r}; expected the address of a server or a database, such as http://host:5000 or "
+            "sqlite:////folder/mlflow.db",
+            "wrong-server-address",
         )
     return uri
 
 
 def artifact_root(home: Path) -> Path:
-    """Where artifacts lie unless a tracking server decides."""
+    """Return the folder of artifacts, unless a tracking server decides."""
     return home.absolute() / "mlflow" / "artifacts"
 
 
 class Tracker:
-    """Runs and their metrics on one tracking server or database; contacted on first use, never on construction.
+    """Runs and their metrics on one tracking server or database, contacted on first use.
 
-    `artifact_root` is where artifacts of new experiments lie; a server uses its own. No method raises because of the
-    server: `warn` is told.
+    `artifact_root` holds the artifacts of new experiments; a server uses its own. No method raises because of the server: it
+    calls `warn`.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Tracker:
 
     @property
     def failure(self) -> RegistryError | None:
-        """Why the last call failed that did."""
+        """The error of the last failed call."""
         return self._connection.failure
 
     @contextmanager
@@ -113,7 +115,7 @@ class Tracker:
         tags: Mapping[str, Any],
         dataset: DatasetRef | None = None,
     ) -> Iterator[TrackedRun]:
-        """The run of the policy `key`, new or continued; finished, failed or killed as the body ends."""
+        """Yield the run of the policy `key`, new or continued. Mark it finished, failed or killed at the end."""
         plan = RunPlan(name, flatten(params), {**tags_of(tags), KEY_TAG: key}, dataset)
         run = TrackedRun(self._connection, lambda: self._open(experiment, key, plan), plan)
         run.flush()
@@ -128,20 +130,20 @@ class Tracker:
         run.finish("FINISHED")
 
     def find_run(self, experiment: str, key: str) -> str | None:
-        """The id of the policy's complete run: a finished one, which has every event it was given.
+        """Return the id of the policy's complete run: a finished one, with all its events.
 
-        None where there is none, or where the server cannot be asked: replay the events then.
+        None if there is no such run, or the server does not answer: then replay the events.
         """
 
         def work(client: MlflowClient) -> str | None:
-            place = client.get_experiment_by_name(experiment)
-            runs = [] if place is None else _runs(client, place.experiment_id, key)
+            found = client.get_experiment_by_name(experiment)
+            runs = [] if found is None else _find_runs(client, found.experiment_id, key)
             return next((str(run.info.run_id) for run in runs if run.info.status == "FINISHED"), None)
 
         return self._connection.try_request("look for a run", work)
 
     def experiment_id(self, name: str) -> str | None:
-        """Return the id of an experiment. None if there is none of that name, or if the server does not answer."""
+        """Return the id of an experiment. None if no experiment has that name, or the server does not answer."""
 
         def work(client: MlflowClient) -> str | None:
             found = client.get_experiment_by_name(name)
@@ -150,7 +152,7 @@ class Tracker:
         return self._connection.try_request("look for an experiment", work)
 
     def tag(self, run_id: str, tags: Mapping[str, Any]) -> None:
-        """Add tags to a run, finished or not; what an outage keeps away the next call brings."""
+        """Add tags to a run, finished or not. After an outage, the next call adds them."""
 
         def work(client: MlflowClient) -> None:
             for name, value in tags_of(tags).items():
@@ -160,7 +162,7 @@ class Tracker:
 
     @property
     def is_served(self) -> bool:
-        """Whether links lead to a server that others run. If not, `pedigree ui` serves the pages."""
+        """Return whether links lead to a permanent server. If not, `pedigree ui` serves the pages."""
         return is_server(self.tracking_uri) or bool(os.environ.get(PAGES_VARIABLE))
 
     def run_link(self, run_id: str, part: str = CHARTS) -> str:
@@ -176,10 +178,10 @@ class Tracker:
         return self._connection.try_request("find the page of a run", work) or page(self.tracking_uri)
 
     def log_evaluation(self, run_id: str, identity: str, metrics: Mapping[str, float], step: int, report: Path) -> bool:
-        """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`; gives whether the server has both.
+        """Add an evaluation to a run, finished or not: `metrics` at `step`, and `report`. Return whether the server has both.
 
-        A tag that is set last names the evaluation, by its `identity`, that is there. So what an outage kept away arrives at
-        the next call, one that comes again costs a request, and one that broke off leaves no value to be added twice.
+        A tag, set last, holds the `identity` of the logged evaluation. So the next call after an outage delivers it, a
+        repeated call costs one request, and an interrupted one adds no value twice.
         """
         moment = round(time.time() * 1000)
         points = [Metric(name, value, moment, step) for name, value in metrics.items()]
@@ -196,20 +198,20 @@ class Tracker:
         return bool(self._connection.try_request("log the evaluation; a later run does", work))
 
     def _finite(self, points: list[Metric]) -> list[Metric]:
-        if left_out := sorted(point.key for point in points if not is_finite(point)):
-            self._connection.warn(f"not logged to MLflow, since not finite: {', '.join(left_out)}")
+        if skipped := sorted(point.key for point in points if not is_finite(point)):
+            self._connection.warn(f"not logged to MLflow, as not finite: {', '.join(skipped)}")
         return [point for point in points if is_finite(point)]
 
     def _open(self, experiment: str, key: str, plan: RunPlan) -> Run:
         client = self._connection.client
         experiment_id = self._experiment(client, experiment)
-        if runs := _runs(client, experiment_id, key):
+        if runs := _find_runs(client, experiment_id, key):
             return runs[0]
         with without_retries():  # if the answer is lost, the next delivery finds the run
             return client.create_run(experiment_id, tags={KEY_TAG: key}, run_name=plan.name)
 
     def _experiment(self, client: MlflowClient, name: str) -> str:
-        """The experiment's id, new or not. One that was deleted by hand comes back, with what it held."""
+        """Return the id of the experiment, new or not. Restore an experiment deleted by hand, with its runs."""
         found = client.get_experiment_by_name(name)
         if found is None:
             location = (self._artifact_root / name).as_uri() if self._artifact_root else None
@@ -217,22 +219,25 @@ class Tracker:
                 return str(client.create_experiment(name, artifact_location=location))
             except MlflowException:
                 found = client.get_experiment_by_name(name)
-                if found is None:  # else another process has made it meanwhile
+                if found is None:  # else another process made it meanwhile
                     raise
         if found.lifecycle_stage == "deleted":
             client.restore_experiment(found.experiment_id)
         return str(found.experiment_id)
 
 
-def _runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
-    """The runs of a policy, oldest first; more than one only if two processes began at the same moment."""
+def _find_runs(client: MlflowClient, experiment_id: str, key: str) -> list[Run]:
+    """Return the runs of a policy, oldest first. Two exist only if two processes began at the same moment."""
     return list(
         client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'", order_by=["attributes.start_time ASC"])
     )
 
 
 def _is_latest(client: MlflowClient, run_id: str, point: Metric) -> bool:
-    """Whether `point` is what MLflow shows of its metric; an earlier evaluation may have had its value, and another since."""
+    """Return whether `point` is the value MLflow shows for its metric.
+
+    An evaluation may repeat an earlier value after another.
+    """
     history = client.get_metric_history(run_id, point.key)
     latest = max(history, key=lambda old: (old.step, old.timestamp, old.value), default=None)
     return latest is not None and (latest.step, latest.value) == (point.step, point.value)

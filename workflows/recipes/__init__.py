@@ -1,1 +1,1 @@
-"""Recipes: found, read, validated, and proposed."""
+"""Find, read, validate and propose recipes."""

@@ -1,7 +1,7 @@
-"""`type: workflows.PreferenceTuning`: a recipe's file becomes a pipeline, and one more for each of its variants.
+"""`type: workflows.PreferenceTuning`: turns a recipe's file into a pipeline, plus one for each variant.
 
-A pipeline is twelve assets, jobs, a schedule and sensors. Its asset keys, and with `_` for `-` the names of its jobs, begin
-with its name, so the names of all pipelines in one folder of recipes must differ.
+A pipeline has twelve assets, jobs, a schedule and sensors. Its name begins its asset keys and, with `_` for `-`, its job names.
+So the names of all pipelines in one folder of recipes must differ.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,15 +27,15 @@ from workflows.recipes.yaml_file import (
     variant_names,
 )
 
-DEFS = Path(__file__).resolve().parents[1] / "defs"  # the project's own recipes, which their names lead to
+DEFS = Path(__file__).resolve().parents[1] / "defs"  # the project's recipes, found by name
 
 
 @dg.scaffold_with(RecipeScaffolder)
 class PreferenceTuning(dg.Component):
     """Keeps a preference-tuned language model up to date with its data, its base model and its recipe.
 
-    The attributes are a `RecipeDocument`; Dagster validates them and names file, line and field of what is wrong. The folder's
-    name is the pipeline's, and begins those of its variants.
+    The attributes are a `RecipeDocument`; Dagster validates them and reports file, line and field of errors. The folder's
+    name is that of the pipeline, and begins the names of its variants.
     """
 
     def __init__(self, pipelines: Sequence[Pipeline]):
@@ -52,7 +52,9 @@ class PreferenceTuning(dg.Component):
         check_no_yaml11_numbers(file)
         check_unique_keys(file)
         if not isinstance(attributes, RecipeDocument):
-            raise RecipeError("`attributes` is missing; it holds the recipe: data, reference and release at least")
+            raise RecipeError(
+                "`attributes` is missing; expected the recipe: data, reference and release at least", "missing-field"
+            )
         check_name(context.path)
         pipelines = [
             Pipeline(context.path.name, recipe.located_at(context.path), file, variant, is_named)
@@ -62,18 +64,18 @@ class PreferenceTuning(dg.Component):
         return cls(pipelines)
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """The assets of all pipelines with their jobs, schedules and sensors."""
+        """Return the assets of all pipelines with their jobs, schedules and sensors."""
         assets = [asset for pipeline in self.pipelines for asset in build_assets(pipeline)]
         return dg.Definitions.merge(dg.Definitions(assets=assets), *map(retraining, self.pipelines))
 
 
 def _check_no_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
-    """Raises RecipeError for a variant that shares its name with another one, or with a pipeline of a sibling folder."""
+    """Raise RecipeError if a variant has the name of another one, or of a pipeline in a sibling folder."""
     if len(pipelines) == 1:
         return
     taken: dict[str, str] = {}
-    for place in _siblings(folder):
-        name, variants = place.name, variant_names(place / RECIPE_FILE)
+    for sibling in _siblings(folder):
+        name, variants = sibling.name, variant_names(sibling / RECIPE_FILE)
         taken[identifier(name)] = f"the recipe {name}"
         if name != folder.name:
             taken |= {identifier(f"{name}-{v}"): f"the variant {v} of the recipe {name}" for v in variants}
@@ -83,13 +85,14 @@ def _check_no_clashes(folder: Path, pipelines: Sequence[Pipeline]) -> None:
         if pipeline.identifier in taken:
             raise RecipeError(
                 f"{folder / RECIPE_FILE}: variants.{pipeline.variant}: its pipeline would be {pipeline.name}, the name "
-                f"of {taken[pipeline.identifier]} (- and _ count as one): rename one of them"
+                f"of {taken[pipeline.identifier]} (- and _ count as one): rename one of them",
+                "duplicate-name",
             )
         taken[pipeline.identifier] = f"the variant {pipeline.variant}"
 
 
 def _siblings(folder: Path) -> Collection[Path]:
-    """The recipes beside that in `folder`, and itself; none where the folder around them may be entered, but not listed."""
+    """Return the recipes in the parent folder, this one included; nothing if that folder cannot be listed."""
     try:
         return recipes_in(folder.parent)
     except UsageError:

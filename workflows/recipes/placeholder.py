@@ -1,8 +1,8 @@
-"""What Dagster shows of a recipe that cannot be loaded or is gone, so that those beside it go on.
+"""Placeholder definitions in Dagster for an invalid or missing recipe, so other recipes still run.
 
-Every run loads the whole code location: without this, a slip in one recipe of a folder would fail the runs of all of them.
-The wrong one keeps its assets and jobs by name, which fail with file, line and field of what is wrong, as its sensor does at
-each tick. Which variants and which schedule it has nobody can say.
+Every run loads the whole code location: without this, an error in one recipe would fail the runs of all. The invalid recipe
+keeps its assets and jobs by name. These fail with file, line and field of the error, and so does its sensor at each tick. Its
+variants and its schedule are unknown.
 """
 
 import dagster as dg
@@ -15,10 +15,10 @@ _SECONDS_BETWEEN_TICKS = 60
 
 
 def placeholder_definitions(recipe: str, fault: UsageError) -> dg.Definitions:
-    """For the recipe of that name, which `fault` keeps from being loaded."""
-    # Names of files may hold bytes that are no UTF-8, which would break the pages of all recipes.
-    name, told = identifier(recipe), str(fault).encode(errors="backslashreplace").decode()
-    assets = [_failing_asset(recipe, asset, told) for asset in GRAPH]
+    """Return definitions for the recipe `recipe`, which failed to load with `fault`."""
+    # A file name with invalid UTF-8 would break the pages of all recipes.
+    name, message = identifier(recipe), str(fault).encode(errors="backslashreplace").decode()
+    assets = [_failing_asset(recipe, asset, message) for asset in GRAPH]
     jobs = [dg.define_asset_job(f"{name}_{job}", selection=assets) for job in ("retrain", "look")]
 
     @dg.sensor(
@@ -26,10 +26,10 @@ def placeholder_definitions(recipe: str, fault: UsageError) -> dg.Definitions:
         job=jobs[0],
         minimum_interval_seconds=_SECONDS_BETWEEN_TICKS,
         default_status=dg.DefaultSensorStatus.RUNNING,
-        description=told,
+        description=message,
     )
     def failing_sensor() -> None:
-        raise RecipeError(told)
+        raise RecipeError(message)
 
     return dg.Definitions(assets=assets, jobs=jobs, sensors=[failing_sensor])
 

@@ -1,6 +1,6 @@
-"""What `pedigree init` and `dg scaffold defs workflows.PreferenceTuning NAME` write: the smallest recipe, to fill in.
+"""Write the smallest recipe to fill in, for `pedigree init` and `dg scaffold defs workflows.PreferenceTuning NAME`.
 
-If data or model are given, the recipe names them and has the training settings that suit them (suggested_settings.py).
+If data or model are given, the recipe names them and has training settings for them (suggested_settings.py).
 """
 
 import json
@@ -19,7 +19,7 @@ from workflows.recipes.suggested_settings import SuggestedSettings, number, prop
 from workflows.recipes.yaml_file import RECIPE_FILE, TYPE, check_name
 
 _RECIPE = """\
-# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan` says what a run would do.
+# Paths are relative to this file; docs/recipe.md lists every field. `pedigree plan` shows the work of a run.
 type: {type}
 attributes:
   data:
@@ -53,40 +53,45 @@ _HELD_OUT = 0.1  # the default of data.validation_fraction
 
 
 class RecipeScaffolder(dg.Scaffolder):
-    """Writes a recipe into a new folder. Raises UsageError for what a recipe cannot be."""
+    """Writes a recipe into a new folder. Raises UsageError for options without meaning for a recipe."""
 
     def scaffold(self, request: dg.ScaffoldRequest) -> None:
         if request.append or request.scaffold_format != "yaml":
-            raise UsageError("a recipe is a defs.yaml in a folder of its own: leave out --format and the file's name")
+            raise UsageError(
+                "a recipe is a defs.yaml in its own folder: leave out --format and the file's name",
+                "unsupported-scaffold",
+            )
         init_recipe(request.target_path)
 
 
 def init_recipe(folder: Path, data: str | None = None, model: str | None = None) -> Path:
-    """Write a recipe into `folder`, which is made; returns its file. `data` and `model` are as a person types them.
+    """Write a recipe into `folder`, which is created. Return its file. `data` and `model` are as typed by the user.
 
-    Raises UsageError if it cannot be written or is there already, DataError or ModelError if `data` or `model` cannot be read.
+    Raises UsageError if the recipe exists or cannot be written, DataError or ModelError if `data` or `model` cannot be read.
     """
     file = folder.absolute() / RECIPE_FILE
     check_text(file)
     check_name(file.parent)
     if file.exists():
-        raise UsageError(f"{file} is there already; name another folder")
+        raise UsageError(f"{file} exists already; name another folder", "file-exists")
     text = _RECIPE.format(
         type=TYPE,
         name=file.parent.name,
-        data=_DATA if data is None else _quoted(_place(data, file.parent)),
-        model=_MODEL if model is None else _quoted(_model(model, file.parent)),
-        proposed="".join(_proposed(data, model)),
+        data=_DATA if data is None else _quoted(_recipe_path(data, file.parent)),
+        model=_MODEL if model is None else _quoted(_model_field(model, file.parent)),
+        proposed="".join(_training_lines(data, model)),
     )
     try:
         write_durably(file, text.encode())
     except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
+        raise UsageError(
+            f"{file} cannot be written: {error.strerror}; name another folder", "unwritable-file"
+        ) from error
     return file
 
 
-def _proposed(data: str | None, model: str | None) -> Iterator[str]:
-    """The lines of `training` that follow from the data, and those that follow from the model, as far as they are known."""
+def _training_lines(data: str | None, model: str | None) -> Iterator[str]:
+    """Yield the lines of `training` for the number of pairs and for the model's size, if these are known."""
     pairs = None if data is None else _training_pairs(_absolute(data))
     parameters = None if model is None or not _absolute(model).is_dir() else count_parameters(_absolute(model))
     proposal: SuggestedSettings = propose(pairs or 0, parameters)
@@ -97,26 +102,28 @@ def _proposed(data: str | None, model: str | None) -> Iterator[str]:
 
 
 def _training_pairs(data: Path) -> int | None:
-    """About how many pairs are trained on: the rows but for the held-out share. None if rows cannot be counted simply."""
+    """Return the approximate number of training pairs: the rows without the held-out share. None if it takes parsing."""
     rows = [count_rows(file.path) for file in data_files(str(data))]
     if None in rows:
         return None
     return round(sum(filter(None, rows)) * (1 - _HELD_OUT))
 
 
-def _model(model: str, folder: Path) -> str:
-    """A folder as a path; a hub id or a registered version as it is. Raises UsageError if a path leads to no folder."""
+def _model_field(model: str, folder: Path) -> str:
+    """Return a folder as a path, a Hub id or a registered version unchanged. Raises UsageError for a missing folder."""
     if _absolute(model).is_dir():
-        return _place(model, folder)
+        return _recipe_path(model, folder)
     if model.startswith((".", "/", "~")):
-        raise UsageError(f"`--model {model}`: there is no folder {_absolute(model)}; name a folder, or a hub id")
+        raise UsageError(
+            f"`--model {model}`: folder {_absolute(model)} does not exist; name a folder, or a Hub id", "missing-folder"
+        )
     return model
 
 
-def _place(path: str, folder: Path) -> str:
-    """The path in the recipe: relative to its folder if it lies in there, else absolute."""
-    place = _absolute(path)
-    return f"./{place.relative_to(folder)}" if place.is_relative_to(folder) else str(place)
+def _recipe_path(path: str, folder: Path) -> str:
+    """Return the path for the recipe: relative to its folder if it is inside, else absolute."""
+    absolute = _absolute(path)
+    return f"./{absolute.relative_to(folder)}" if absolute.is_relative_to(folder) else str(absolute)
 
 
 def _absolute(path: str) -> Path:
@@ -124,6 +131,6 @@ def _absolute(path: str) -> Path:
 
 
 def _quoted(text: str) -> str:
-    """A text as YAML reads it back, whatever characters it has."""
+    """Return the text quoted for YAML, with any characters."""
     check_text(Path(text))
     return json.dumps(text, ensure_ascii=False)

@@ -1,6 +1,6 @@
-"""What TRL's DPOTrainer, its DPOConfig and peft's LoraConfig call the fields of a recipe, for those who write such a name.
+"""Names in TRL's DPOTrainer and DPOConfig and in peft's LoraConfig, with the recipe's fields, to suggest these.
 
-Some names are of earlier releases. docs/recipe.md has the same as a table, with notes.
+Some names are from earlier releases. docs/recipe.md has the same table, with notes.
 """
 
 FIELDS = {
@@ -40,22 +40,22 @@ FIELDS = {
     "fsdp": "compute.parallel",
     "deepspeed": "compute.parallel",
 }
-# What a recipe has no field for, and why.
+# Names without a field in a recipe, and why.
 ABSENT = {
-    "max_prompt_length": "`tokenization.max_length` is of prompt and response together",
-    "max_completion_length": "`tokenization.max_length` is of prompt and response together",
+    "max_prompt_length": "`tokenization.max_length` limits prompt and response together",
+    "max_completion_length": "`tokenization.max_length` limits prompt and response together",
     "precompute_ref_log_probs": "it is always done, and the result is kept",
     "padding_free": "rows have no padding",
     "use_liger_kernel": "the head is computed in tiles anyway",
     "precompute_ref_batch_size": "batches are cut by tokens",
     "dataset_num_proc": "pairs are tokenized on all cores",
     "trust_remote_code": "code from a repository is never run",
-    "load_best_model_at_end": "the policy is that of the last step",
-    "push_to_hub": "what is released is in MLflow",
-    "sync_ref_model": "the reference stays what it is",
+    "load_best_model_at_end": "the policy is taken at the last step",
+    "push_to_hub": "releases go to MLflow",
+    "sync_ref_model": "the reference does not change",
     "report_to": "metrics go to MLflow",
     "output_dir": "everything is in PEDIGREE_HOME",
-    "resume_from_checkpoint": "the same command goes on from the last checkpoint",
+    "resume_from_checkpoint": "the same command resumes from the last checkpoint",
 }
 CHOICES = {
     "dpo": "sigmoid",  # open-instruct's name; TRL has the paper's loss as `sigmoid` too

@@ -1,7 +1,7 @@
-"""What pydantic finds wrong in a recipe, in words: place, field, what was expected, what was found, and what was meant.
+"""Messages for pydantic's errors in a recipe: place, field, expected and found value, and a suggestion.
 
-What was meant is guessed from the recipe's own fields: a name that is nearly one of the section, or one that is a field
-of another section, as `learning_rate` is of the optimizer, or what TRL calls so.
+Suggestions come from the recipe's fields: a similar name of the section, the same name in another section, as `learning_rate`
+in the optimizer, or TRL's name for a field.
 """
 
 import difflib
@@ -18,11 +18,11 @@ from training.contract.config.recipe import Recipe
 from training.contract.config.variants import RecipeDocument
 from workflows.recipes import trl_names
 
-_LISTED = 20  # names: of more, that which was meant would be overlooked behind them
-_ALIKE = 0.8  # below it are other words: gpu and cpu, kto_pair and exo_pair
-_TAKE_AWAY = " (`null` takes away a field that the recipe itself gives)"
+_LISTED = 20  # names; a longer list would hide the suggestion
+_ALIKE = 0.8  # less similar names are different words: gpu and cpu, kto_pair and exo_pair
+_NULL_HINT = " (`null` removes a field of the recipe itself)"
 _NO_SECTION = {"model_type", "dict_type"}
-# The code of an error by pydantic's name of its kind.
+# The code of an error, by pydantic's type.
 _CODES = {
     "extra_forbidden": "unknown-field",
     "missing": "missing-field",
@@ -40,93 +40,95 @@ _CODES = {
 
 
 def faults(error: ValidationError) -> Iterator[str]:
-    """Each fault as `file:line: field: what is wrong`. Dagster has put file and line behind the field's name.
+    """Yield each error as `file:line: field: message [code]`. Dagster appends file and line to the field's name.
 
-    Where fields of a section contradict each other, that is the first one which the message names and the file says.
-    Of a list with a wrong item pydantic also says that it is too short, since it counts the others alone: that is left out.
+    If fields of a section contradict each other, the place is the first one named in the message and present in the file.
+    pydantic reports a list with a wrong item as too short as well, as it counts only valid items: skip that error.
     """
     located = [(".".join(map(str, fault["loc"])), fault) for fault in error.errors()]
-    told: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for location, fault in located:
         field, _, place = location.partition(" at ")
         if fault["type"] == "too_short" and any(other.startswith(f"{field}.") for other, _ in located):
             continue
         name = field.removeprefix("attributes").removeprefix(".")
-        words = f"{_words(name, fault)} [{_CODES.get(fault['type'], 'invalid-value')}]"
-        where = f"{place}: {_without_tags(name) or 'the recipe'}"
+        message = f"{_message(name, fault)} [{_CODES.get(fault['type'], 'invalid-value')}]"
+        location_text = f"{place}: {_without_tags(name) or 'the recipe'}"
         if fault["type"] == "value_error" and isinstance(fault["input"], Mapping):
-            where = place_of_named(Path(place.rpartition(":")[0]), words, _sections(name)) or where
-        told.setdefault(where, []).append(words)
-    for where, found in told.items():
-        yield f"{where}: {', or '.join(found)}"
+            location_text = place_of_named(Path(place.rpartition(":")[0]), message, _sections(name)) or location_text
+        messages.setdefault(location_text, []).append(message)
+    for location_text, texts in messages.items():
+        yield f"{location_text}: {', or '.join(texts)}"
 
 
 def _sections(name: str) -> tuple[str, str]:
-    """In which sections an error of the section `name` may name fields: in that, and in the whole recipe, or the variant."""
+    """Return the sections whose fields an error in the section `name` may name: that one, and the recipe or the variant."""
     path = name.split(".")
     return name, ".".join(path[:2]) if path[0] == "variants" else ""
 
 
 def _without_tags(name: str) -> str:
-    """pydantic names the type of a field that may be one of several as if it were a field, `literal['a']`; so it does a key."""
+    """Remove pydantic's suffix for one of several types, such as `literal['a']`, or for a key: it is not a field."""
     return re.sub(r"\.((literal|tuple)\[.*\]|\[key\])$", "", name)
 
 
-def _words(name: str, fault: Any) -> str:
+def _message(name: str, fault: Any) -> str:
     found = shown(fault["input"])
     match fault["type"]:
         case "extra_forbidden":
-            return _unknown(name)
+            return _unknown_field(name)
         case "missing":
-            return "it is missing, and has no default"
+            return "it is missing and has no default"
         case "value_error":
-            hint = _TAKE_AWAY if name.startswith("variants.") and not name.endswith("[key]") else ""
+            hint = _NULL_HINT if name.startswith("variants.") and not name.endswith("[key]") else ""
             return str(fault["msg"]).removeprefix("Value error, ") + hint
         case "enum" | "literal_error":
-            return _no_choice(fault["ctx"]["expected"], fault["input"])
+            return _unknown_choice(fault["ctx"]["expected"], fault["input"])
         case "too_short":
             return f"expected at least {fault['ctx']['min_length']} item, found {found}"
         case "tuple_type":
             return f"expected a list, found {found}"
-        case kind if kind in _NO_SECTION and (fields := _section(name)):
+        case error_type if error_type in _NO_SECTION and (fields := _section(name)):
             return f"expected a section with fields ({', '.join(fields)}), found {found}"
         case "dict_type":
             return f"expected a section, found {found}"
     return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, found {found}"
 
 
-def _no_choice(expected: str, given: Any) -> str:
+def _unknown_choice(expected: str, value: Any) -> str:
     known = re.findall("'(.*?)'", expected)
-    trl = [name for name in known if name == trl_names.CHOICES.get(str(given))]
-    near = trl or difflib.get_close_matches(str(given), known, n=1, cutoff=_ALIKE)
-    meant = f"; did you mean `{near[0]}`?" if near else ""
-    if near and len(known) > _LISTED:
+    trl = [name for name in known if name == trl_names.CHOICES.get(str(value))]
+    suggestions = trl or difflib.get_close_matches(str(value), known, n=1, cutoff=_ALIKE)
+    suggestion = f"; did you mean `{suggestions[0]}`?" if suggestions else ""
+    if suggestions and len(known) > _LISTED:
         expected = f"one of {len(known)} names"
-    return f"expected {expected}, found {shown(given)}{meant}"
+    return f"expected {expected}, found {shown(value)}{suggestion}"
 
 
-def _unknown(name: str) -> str:
-    """A field there is not. What TRL calls so was meant; or what has this name in the same section, or nearly, or anywhere."""
+def _unknown_field(name: str) -> str:
+    """Return the message for an unknown field, with TRL's equivalent, or the same or a similar name in the recipe."""
     section, _, field = name.rpartition(".")
     if field in trl_names.ABSENT:
         return f"there is no such field: {trl_names.ABSENT[field]}"
     known = _section(section)
     elsewhere = [path for path in _paths(Recipe) if path.endswith(f".{field}") and not section.startswith(path)]
-    below = [path for path in elsewhere if path.startswith(f"{section}.")]
+    inner = [path for path in elsewhere if path.startswith(f"{section}.")]
     trl = [trl_names.FIELDS[field]] if field in trl_names.FIELDS else []
-    near = trl or below or difflib.get_close_matches(field, known, n=1) or sorted(elsewhere, key=lambda p: p.count("."))
-    meant = f"did you mean `{near[0]}`?" if near else f"expected one of {', '.join(known)}"
-    return f"there is no such field; {meant}"
+    suggestions = (
+        trl or inner or difflib.get_close_matches(field, known, n=1) or sorted(elsewhere, key=lambda p: p.count("."))
+    )
+    suggestion = f"did you mean `{suggestions[0]}`?" if suggestions else f"expected one of {', '.join(known)}"
+    return f"there is no such field; {suggestion}"
 
 
 def _section(name: str) -> list[str]:
-    """The names of the fields of the section called `name`; of a variant's those of the recipe."""
+    """Return the names of the fields of the section `name`; a variant has the recipe's."""
     path = name.split(".") if name else []
     return _fields(Recipe, path[2:]) if path[:1] == ["variants"] and len(path) > 1 else _fields(RecipeDocument, path)
 
 
 def _fields(kind: Any, path: Sequence[str]) -> list[str]:
-    """The fields of the section at `path`, which may be one of several types, or in a list."""
+    """Return the fields of the section at `path`, even if it has one of several types or is in a list."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         if not path:
             return list(kind.model_fields)
@@ -137,7 +139,7 @@ def _fields(kind: Any, path: Sequence[str]) -> list[str]:
 
 
 def _paths(section: type[BaseModel], above: str = "") -> Iterator[str]:
-    """Every field of a section and of those in it, by its dotted name. What is in a list has none."""
+    """Yield the dotted name of every field of a section and its subsections, except those in lists."""
     for name, field in section.model_fields.items():
         yield f"{above}{name}"
         for kind in (field.annotation, *get_args(field.annotation)):

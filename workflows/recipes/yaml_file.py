@@ -1,7 +1,6 @@
-"""A recipe's file as YAML: what stops it from being read, told with its line, and what YAML lets pass.
+"""Read a recipe's file as YAML: report errors with their line, also those ignored by YAML.
 
-YAML's readers take the last of two equal keys without a word, so that a field somebody sees in the file is not the one that
-counts. Here that is an error like any other.
+YAML readers silently take the last of two equal keys. The visible field is then not the effective one, so we raise an error.
 """
 
 import errno
@@ -23,8 +22,8 @@ RECIPE_FILE = "defs.yaml"
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 _FIELDS = ("type", "attributes")
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
-# Spellings of YAML 1.1 that are gone from 1.2, by what the reader takes them for.
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+# Number formats of YAML 1.1 without that meaning in 1.2, by the reader's tag.
 _OLD_NUMBERS = {
     "tag:yaml.org,2002:int": re.compile("[-+]?0[0-7_]|.*:"),
     "tag:yaml.org,2002:float": re.compile(".*:"),
@@ -32,67 +31,74 @@ _OLD_NUMBERS = {
 
 
 def holds_recipe(folder: Path) -> bool:
-    """Whether a recipe's file lies in `folder`. Raises UsageError where that cannot be seen."""
+    """Return whether `folder` holds a recipe's file. Raises UsageError if it cannot be read."""
     try:
         return stat.S_ISREG((folder / RECIPE_FILE).stat().st_mode)
     except OSError as error:
         if error.errno in _NOT_THERE:
             return False
         raise UsageError(
-            f"{folder}: whether there is a recipe in it cannot be seen: {error.strerror}; let this user enter it, or "
-            "move it elsewhere"
+            f"{folder}: cannot check for a recipe: {error.strerror}; let this user enter the folder, or move it elsewhere",
+            "unreadable-folder",
         ) from error
 
 
 def recipes_in(folder: Path) -> dict[Path, UsageError | None]:
-    """The folders in `folder` that hold a recipe, by name, and those of which that cannot be seen, with the reason.
+    """Return the folders in `folder` with a recipe, by name, and unreadable folders, each with its error or None.
 
-    Raises UsageError where `folder` cannot be listed. (A glob ends without a word at the first that may not be entered.)
+    Raises UsageError if `folder` cannot be listed. (A glob would silently end at the first unreadable folder.)
     """
     try:
-        places = sorted(folder.iterdir())
+        paths = sorted(folder.iterdir())
     except OSError as error:
         if error.errno in _NOT_THERE:
             return {}
-        raise UsageError(f"{folder}: its recipes cannot be listed: {error.strerror}") from error
-    found: dict[Path, UsageError | None] = {}
-    for place in places:
+        raise UsageError(
+            f"{folder}: its recipes cannot be listed: {error.strerror}; let this user read the folder",
+            "unreadable-folder",
+        ) from error
+    recipes: dict[Path, UsageError | None] = {}
+    for path in paths:
         try:
-            if holds_recipe(place):
-                found[place] = None
+            if holds_recipe(path):
+                recipes[path] = None
         except UsageError as fault:
-            if place.name != "lost+found":  # the file system's own
-                found[place] = fault
-    return found
+            if path.name != "lost+found":  # made by the file system
+                recipes[path] = fault
+    return recipes
 
 
 def check_name(folder: Path) -> None:
-    """Raises RecipeError where a folder's name cannot be that of a pipeline."""
+    """Raise RecipeError if a folder's name cannot be the name of a pipeline."""
     if not NAME.fullmatch(folder.name):
         raise RecipeError(
-            f"the folder {folder.name!r} gives the pipeline its name; expected letters, digits, _ and - only"
+            f"the folder {folder.name!r} gives the pipeline its name; expected letters, digits, _ and - only: rename it",
+            "wrong-folder-name",
         )
 
 
 def check_one_recipe(file: Path) -> None:
-    """Raises RecipeError unless exactly one document of the file is a recipe: one of another type, or none, is told so."""
+    """Raise RecipeError unless exactly one document of the file is a recipe. The message has the types found."""
     types = types_in(file)
     if types.count(TYPE) == 1:
         return
-    found = f"holds {types.count(TYPE)} of them" if TYPE in types else f"has {', '.join(types) or 'nothing in it'}"
-    raise RecipeError(f"{file}: expected one document with `type: {TYPE}` and the recipe in `attributes:`; it {found}")
+    content = f"holds {types.count(TYPE)} of them" if TYPE in types else f"has {', '.join(types) or 'nothing in it'}"
+    raise RecipeError(
+        f"{file}: expected one document with `type: {TYPE}` and the recipe in `attributes:`; it {content}",
+        "not-one-recipe",
+    )
 
 
 def types_in(file: Path) -> list[str]:
-    """The `type` of each document, or what says that it has none. Raises RecipeError where the file cannot be read."""
-    return [_type(document) for document in _documents(file)]
+    """Return the `type` of each document, or a note if it has no type. Raises RecipeError if the file cannot be read."""
+    return [_type_of(document) for document in _documents(file)]
 
 
 def check_no_foreign_parts(file: Path) -> None:
-    """Raises RecipeError where there is more in a recipe's file than one document with `type` and `attributes`.
+    """Raise RecipeError if a recipe's file has more than one document with `type` and `attributes`.
 
-    `pedigree` would not look at it, and Dagster's web server would run it: Jinja in other fields and in documents of other
-    types, and modules that they name.
+    `pedigree` would ignore other parts, but Dagster's web server would execute them: Jinja in other fields and documents, and
+    modules they name.
     """
     documents = [document for document in _documents(file) if isinstance(document, yaml.MappingNode)]
     fields = [(key, value) for document in documents for key, value in document.value]
@@ -101,55 +107,58 @@ def check_no_foreign_parts(file: Path) -> None:
     foreign = [(key, f"`{key.value}`") for key, _ in fields if key.value not in _FIELDS]
     foreign += [(document, "another document") for document in documents[1:]]
     if foreign:
-        node, what = foreign[0]
+        node, part = foreign[0]
         raise RecipeError(
-            f"{file}:{node.start_mark.line + 1}: there is more here than a recipe: {what}; expected one document with `type` "
-            "and `attributes` alone: remove it"
+            f"{file}:{node.start_mark.line + 1}: {part} does not belong to a recipe; expected one document with only `type` "
+            "and `attributes`: remove it",
+            "foreign-content",
         )
 
 
 def check_unique_keys(file: Path) -> None:
-    """Raises RecipeError with the lines of a key that stands twice in one section."""
+    """Raise RecipeError with the lines of a key that is repeated in one section."""
     for document in _documents(file):
-        for first, second in _repeated(document):
+        for first, second in _repeated_keys(document):
             lines = f"{first.start_mark.line + 1} and {second.start_mark.line + 1}"
             raise RecipeError(
-                f"{file}: `{first.value}` stands on the lines {lines}; only the last would count: remove one"
+                f"{file}: `{first.value}` is on lines {lines}; only the last would count: remove one", "duplicate-field"
             )
 
 
 def check_no_lone_surrogates(file: Path) -> None:
-    r"""Raises RecipeError with the line of a text that is no Unicode: JSON's "\ud83d\ude00" is two halves of one to YAML."""
+    r"""Raise RecipeError with the line of a lone surrogate: YAML reads JSON's "\ud83d\ude00" as two of them."""
     for document in _documents(file):
         for node in _nodes(document):
-            if isinstance(node, yaml.ScalarNode) and (half := _HALF_CHARACTER.search(node.value)):
+            if isinstance(node, yaml.ScalarNode) and (surrogate := _LONE_SURROGATE.search(node.value)):
                 raise RecipeError(
-                    f"{file}:{node.start_mark.line + 1}: \\u{ord(half[0]):04x} is half of a character, as JSON writes those "
-                    "beyond \\uffff; write the character itself, or its number as in \\U0001f600"
+                    f"{file}:{node.start_mark.line + 1}: \\u{ord(surrogate[0]):04x} is a lone surrogate, as in JSON's form of "
+                    "characters beyond \\uffff; write the character itself, or its number as in \\U0001f600",
+                    "lone-surrogate",
                 )
 
 
 def check_no_yaml11_numbers(file: Path) -> None:
-    """Raises RecipeError with the line of a number that is another one than people see: 1:30 is 90, and 010 is 8."""
+    """Raise RecipeError with the line of a surprising number: YAML reads 1:30 as 90, and 010 as 8."""
     for document in _documents(file):
         for node in _nodes(document):
             if node.tag in _OLD_NUMBERS and _OLD_NUMBERS[node.tag].match(node.value):
                 raise RecipeError(
                     f"{file}:{node.start_mark.line + 1}: YAML reads {node.value} as {yaml.safe_load(node.value)} (1:30 in "
-                    f"sixties, 010 in eights); write the number in full, or '{node.value}' in quotes if it is text"
+                    f"base 60, 010 in base 8); write the number in full, or '{node.value}' in quotes if it is text",
+                    "ambiguous-number",
                 )
 
 
 def variant_names(file: Path) -> tuple[str, ...]:
-    """The variants that another recipe's file names; none where that cannot be read, which is told when it is loaded."""
+    """Return the variants in another recipe's file; nothing if it is unreadable: loading that recipe reports it."""
     try:
-        found = file.stat()
+        stat_result = file.stat()
     except OSError:
         return ()
-    return _variant_names(file, found.st_mtime_ns, found.st_size)
+    return _variant_names(file, stat_result.st_mtime_ns, stat_result.st_size)
 
 
-@lru_cache(maxsize=4096)  # each recipe asks for those of all others
+@lru_cache(maxsize=4096)  # each recipe needs the variants of all others
 def _variant_names(file: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
     try:
         return tuple(str(name) for name in yaml.safe_load(file.read_text(encoding="utf-8"))["attributes"]["variants"])
@@ -158,7 +167,7 @@ def _variant_names(file: Path, mtime_ns: int, size: int) -> tuple[str, ...]:
 
 
 def cause_in(file: Path, error: BaseException) -> str:
-    """The root cause of `error`, which loading `file` raised, as lines that each name their place."""
+    """Return the root cause of `error`, raised by loading `file`, as lines with their place."""
     while error.__cause__ is not None and not isinstance(error, (ValidationError, RecipeError)):
         error = error.__cause__
     if isinstance(error, ValidationError):
@@ -168,42 +177,47 @@ def cause_in(file: Path, error: BaseException) -> str:
 
 
 def _documents(file: Path) -> list[yaml.Node]:
-    """Raises RecipeError where the file may not be read, and with the line where it is no UTF-8, or no YAML."""
+    """Return the documents of the file.
+
+    Raises RecipeError if it is unreadable, and with the line if it is not UTF-8 or not YAML.
+    """
     try:
         content = file.read_bytes()
     except OSError as error:
-        raise RecipeError(f"{file}: it cannot be read: {error.strerror}") from error
+        raise RecipeError(f"{file}: it cannot be read: {error.strerror}", "unreadable-file") from error
     try:
-        return _composed(content)
+        return _parse_documents(content)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise RecipeError(
-            f"{file}:{line}: byte {content[error.start]:#04x} is no UTF-8: save the file as that"
+            f"{file}:{line}: byte {content[error.start]:#04x} is not UTF-8: save the file as UTF-8", "not-utf-8"
         ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{file}:{mark.line + 1}" if mark else str(file)
         tabs = " (YAML is indented with spaces)" if "\\t" in str(error.problem) else ""
-        raise RecipeError(f"{place}: this is no YAML: {error.problem or error.context}{tabs}") from None
+        raise RecipeError(f"{place}: this is not YAML: {error.problem or error.context}{tabs}", "not-yaml") from None
     except ReaderError as error:
         line = content.decode().count("\n", 0, error.position) + 1
-        raise RecipeError(f"{file}:{line}: this is no YAML: it has the character U+{error.character:04X}") from None
+        raise RecipeError(
+            f"{file}:{line}: this is not YAML: it has the character U+{error.character:04X}; remove it", "not-yaml"
+        ) from None
     except RecursionError:
-        raise RecipeError(f"{file}: its lists or sections lie too deep in each other to be read") from None
+        raise RecipeError(f"{file}: its lists or sections are nested too deep", "nested-too-deep") from None
 
 
-@lru_cache(maxsize=8)  # of one file several questions are asked in a row
-def _composed(content: bytes) -> list[yaml.Node]:
+@lru_cache(maxsize=8)  # several checks in a row read one file
+def _parse_documents(content: bytes) -> list[yaml.Node]:
     return [node for node in yaml.compose_all(content.decode(), Loader=yaml.SafeLoader) if node is not None]
 
 
-def _type(document: yaml.Node) -> str:
+def _type_of(document: yaml.Node) -> str:
     entries = document.value if isinstance(document, yaml.MappingNode) else []
     return next((str(value.value) for key, value in entries if key.value == "type"), "no `type`")
 
 
 def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
-    """Every node of a document once, however many aliases lead to it."""
+    """Yield every node of a document once, even if several aliases lead to it."""
     waiting, seen = [root], set[int]()
     while waiting:
         if id(node := waiting.pop()) in seen:
@@ -211,13 +225,13 @@ def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
         seen.add(id(node))
         yield node
         if isinstance(node, yaml.MappingNode):
-            waiting += [each for entry in reversed(node.value) for each in reversed(entry)]
+            waiting += [part for entry in reversed(node.value) for part in reversed(entry)]
         elif isinstance(node, yaml.SequenceNode):
             waiting += reversed(node.value)
 
 
-def _repeated(document: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
-    """Every key that is repeated in its mapping, and its repetition."""
+def _repeated_keys(document: yaml.Node) -> Iterator[tuple[yaml.ScalarNode, yaml.ScalarNode]]:
+    """Yield every repeated key of a mapping, with its repetition."""
     for node in _nodes(document):
         if isinstance(node, yaml.MappingNode):
             seen: dict[str, yaml.ScalarNode] = {}
