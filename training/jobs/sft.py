@@ -1,8 +1,8 @@
-"""The `sft` job: supervised tuning on the chosen responses of the train split, which makes the reference model.
+"""The `sft` job: supervised tuning on the chosen responses of the train split. It makes the reference model.
 
-The loss is the mean negative log-prob over all response tokens of the global batch, so long responses weigh more than
-short ones, as everywhere in language modelling. Stepping, resuming and saving are those of preference tuning. An item is
-the pair that carries a chosen response; a response that several pairs share is trained on as often.
+The loss is the mean negative log-prob over all response tokens of the global batch. So long responses weigh more than short
+ones, as is usual in language modelling. Steps, resuming and saving are those of preference tuning. An item is a pair. If several
+pairs share a chosen response, it is trained on that often.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from transformers import PreTrainedModel
 
 from training.contract.config.recipe import SupervisedTuning
 from training.contract.protocol.events import EventWriter
-from training.contract.protocol.input_files import check_inputs_unchanged
 from training.contract.protocol.job import Job
 from training.contract.store.store import JobResult
 from training.data.tokenization.batch_sampler import BatchSampler, MicroBatch, Positions, TokenCounts, train_items
 from training.data.tokenization.pair_dataset import Pairs
 from training.distributed import Group
+from training.loop.callbacks import CheckInputs
 from training.loop.model_io import load_for_training, write_trained
 from training.loop.objective import Objective
 from training.loop.run_state import RunState
@@ -38,7 +38,7 @@ class ResponseObjective(Objective[CollatedRows]):
         self._tokens = pairs.trained_lengths("chosen")
 
     def count(self, items: Positions) -> int:
-        """Response tokens. None of them is the first of its sequence: every prompt has a token."""
+        """Return the number of response tokens. All count, since every prompt has a token before them."""
         return int(self._tokens[items].sum())
 
     def prepare(self, model: PreTrainedModel, batch: Positions, parts: Sequence[MicroBatch]) -> None:
@@ -57,28 +57,28 @@ class ResponseObjective(Objective[CollatedRows]):
 
 
 def run(job: Job, group: Group, events: EventWriter) -> JobResult:
-    """Tune the base model and write it into `job.staging`. Raises TrainingError where the run must not go on."""
+    """Tune the base model and write it into `job.staging`. Raise TrainingError if the run must not go on."""
     settings = SupervisedTuning.model_validate(job.settings)
     base = job.inputs["base_model"]
     pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
-    record = RunState(job, group, events, ("loss",))
+    state = RunState(job, group, events, ("loss",))
     events.phase("loading the base model")
     balance = ExpertBalance(settings.router_aux_loss_coef, group) if settings.router_aux_loss_coef else None
-    with record.timed("loading"):
+    with state.timed("loading"):
         trainable = TrainModelSpec(base.folder, settings.precision)
         routing = "reference.sft" if balance else None
-        masters = load_for_training(trainable, job.compute, group, events, routing)
-    pairs.check_known_tokens(text_config(masters.model).vocab_size)
-    check_positions(masters.model, pairs.longest, events)
-    check_trainable(masters.model, job.recipe)
+        params = load_for_training(trainable, job.compute, group, events, routing)
+    pairs.check_known_tokens(text_config(params.model).vocab_size)
+    check_positions(params.model, pairs.longest, events)
+    check_trainable(params.model, job.recipe)
     lengths_I = pairs.lengths("chosen")
     batches = BatchSampler(
         train_items(pairs), TokenCounts(lengths_I, lengths_I), settings.batch_size, settings.micro_tokens, settings.seed
     )
     steps = settings.epochs * batches.steps_per_epoch
-    stepper = TrainStep(masters, ResponseObjective(pairs, balance), batches, settings, steps)
-    Trainer(job, events, stepper, record).run(lambda step: check_inputs_unchanged())
+    train_step = TrainStep(params, ResponseObjective(pairs, balance), batches, settings, steps)
+    Trainer(job, events, train_step, state, [CheckInputs()]).run()
     events.phase("saving the reference model")
-    with record.timed("saving"):
-        fingerprint = write_trained(job, masters, base)
-    return JobResult(fingerprint, record.facts | {"pairs": len(batches.items), "world": group.world})
+    with state.timed("saving"):
+        fingerprint = write_trained(job, params, base)
+    return JobResult(fingerprint, state.facts | {"pairs": len(batches.items), "world": group.world})

@@ -56,7 +56,7 @@ def test_a_run_that_goes_on_proves_nothing_again(tiny_world, champion):
     shift_reference(tiny_world, 0, 0.5)
     again = tune(job).details
     assert again["seconds"]["proof"] == before["seconds"]["proof"] > 0
-    assert [e["phase"] for e in told(job, "phase")].count("proof of step 0") == 1
+    assert [e["phase"] for e in told(job, "phase")].count("reference check") == 1
     shutil.rmtree(job.checkpoints)
     with pytest.raises(TrainingError, match="row 100"):
         tune(job)
@@ -98,8 +98,8 @@ def test_a_champion_that_holds_the_model_alone_is_refused_if_it_lacks_tokens(tin
     config = AutoConfig.from_pretrained(tiny_world.model, vocab_size=VOCABULARY - 1)
     AutoModelForCausalLM.from_config(config).save_pretrained(champion[0])
     job = starting_from(tiny_world, champion)
-    says = rf"up to the number 63, and the champion in {champion[0]} has 63 tokens: .*`training.start_from: reference`"
-    with pytest.raises(TrainingError, match=says):
+    message = rf"up to 63, and the champion in {champion[0]} has 63 tokens: .*`training.start_from: reference`"
+    with pytest.raises(TrainingError, match=message + r".* \[champion-tokenizer\]$"):
         tune(job)
     assert told(job, "eval") == []
 

@@ -32,7 +32,7 @@ from training.contract.protocol.job import Failure
 from training.contract.store.logprob_table import LogProbTable
 from training.data.tokenization.batch_sampler import Positions, epoch_order
 from training.distributed import ALONE
-from training.jobs.policy import _PolicyJob
+from training.jobs.policy import prepare
 from training.loop.objective import CollatedPairs, PreferenceObjective
 from training.loop.rank_sync import Flags
 from training.model.load import load_model
@@ -89,7 +89,7 @@ def test_held_out_metrics_between_steps_cost_at_most_a_tenth_of_them(tiny_world,
 
     Here the tokens that one look runs are counted by hand, a prompt once for both responses.
     """
-    monkeypatch.setattr("training.jobs.policy._EVALUATE_EVERY", least)
+    monkeypatch.setattr("training.loop.policy_data._EVALUATE_EVERY", least)
     train, held_out = (
         [sum(len(e[f"{side}_ids"]) for side in SIDES) - e["prompt_length"] for e in tiny_world.split(name)]
         for name in ("train", "validation")
@@ -194,26 +194,26 @@ def test_errors_that_cancel_in_the_mean_are_found(tiny_world):
 
 def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is(tiny_world):
     """The hinge of a margin of minus infinity is infinite, and its slope is beta as anywhere below the corner."""
-    tuning = _PolicyJob(tiny_world.job("policy", settings(loss={"type": "hinge"})), ALONE, EventWriter(None))
-    stepper, row = tuning.stepper, int(tuning.batches.batch(1)[3])
-    tuning.reference.logprobs_P2[row, 0] = np.inf
+    prepared = prepare(tiny_world.job("policy", settings(loss={"type": "hinge"})), ALONE, EventWriter(None))
+    train_step, row = prepared.trainer.train_step, int(prepared.data.batches.batch(1)[3])
+    prepared.data.table.logprobs_P2[row, 0] = np.inf
     with pytest.raises(
         TrainingError, match=rf"step 1: the loss .* is not finite \(rank 0, rows {100 + row}\); no weight"
     ):
-        stepper.step(1, Flags())
-    assert stepper.masters.norm().isfinite()
+        train_step.step(1, Flags())
+    assert train_step.masters.norm().isfinite()
 
 
 def test_a_gradient_of_which_only_the_norm_is_not_finite_stops_the_run(tiny_world):
     """Numbers around 1e30 are float32; the sum of their squares is none. The weights are then still those of the file."""
     loss = {"type": "mixture", "beta": BETA, "of": [{"type": "sigmoid", "weight": 1e30}]}
     job = tiny_world.job("policy", settings(loss=loss))
-    tuning = _PolicyJob(job, ALONE, EventWriter(job.events))
+    prepared = prepare(job, ALONE, EventWriter(job.events))
     with pytest.raises(TrainingError, match="step 1: the norm of the gradient is inf on all 1 ranks together"):
-        tuning.trainer.run(tuning.observe)
+        prepared.trainer.run()
     assert told(job) == []
     before = load_file(tiny_world.model / "model.safetensors")
-    assert all(torch.equal(parameter, before[name]) for name, parameter in tuning.masters.parameters.items())
+    assert all(torch.equal(parameter, before[name]) for name, parameter in prepared.params.parameters.items())
 
 
 def test_bfloat16_learns_like_float32(tiny_world):
@@ -279,7 +279,7 @@ def test_compiled_it_learns_the_same(tmp_path):
         [e["eval/loss"] for e in told(usual, "eval")], abs=1e-5
     )
     phases = [e["phase"] for e in told(compiled, "phase")]
-    assert phases.index("compiling") < phases.index("proof of step 0") < phases.index("training")
+    assert phases.index("compiling") < phases.index("reference check") < phases.index("training")
 
 
 def test_a_head_of_eight_bits_is_refused_on_a_device_without(tiny_world):
@@ -300,9 +300,9 @@ def test_a_table_in_another_dtype_is_told_with_what_it_costs(tiny_world, precisi
     else:
         apart = details["step0_apart"]
         assert 1e-3 < apart < 1.0
-        assert [f"before training they are {apart:.2g} nats a response apart" in text for text in notes] == [True]
+        assert [f"before training they differ by {apart:.2g} nats a response" in text for text in notes] == [True]
         phases = [e["phase"] for e in told(job, "phase")]
-        assert phases.index("proof of step 0") < phases.index("loading the model that becomes the policy")
+        assert phases.index("reference check") < phases.index("loading the model that becomes the policy")
 
 
 @pytest.mark.parametrize(("row", "where"), [(40, "held-out pairs"), (0, "row 100")])

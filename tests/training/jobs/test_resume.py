@@ -11,11 +11,12 @@ import pytest
 
 from tests.training.runs import published, timeless, told, tune
 from tests.training.worlds import build_world
+from training.checkpoint.async_saver import AsyncSaver
 from training.contract.config.recipe import Training
 from training.contract.protocol.job import Job
 from training.contract.store.manifest import read_manifest
 from training.contract.store.store import Artifact
-from training.jobs.policy import _PolicyJob
+from training.loop.policy_callbacks import EvaluateHeldOut
 
 pytestmark = pytest.mark.slow
 STEPS = 20
@@ -154,17 +155,23 @@ def test_killed_in_an_evaluation_it_goes_on_from_the_checkpoint_of_that_step(
 ):
     """A long one outlasts the grace of a run that is asked to stop; its event may be told already, and then comes once."""
     job = world.job("policy", SETTINGS, f"evaluating-{told_before}", **(COMPUTE | {"checkpoint_every": 7}))
-    evaluate = _PolicyJob._evaluate
+    evaluate, start = EvaluateHeldOut.evaluate, AsyncSaver.start
+    savers: list[AsyncSaver] = []
 
-    def killed(tuning: _PolicyJob, step: int) -> None:
+    def started(saver: AsyncSaver, *state: Any) -> None:
+        savers.append(saver)
+        start(saver, *state)
+
+    def killed(callback: EvaluateHeldOut, step: int) -> None:
         if step == 0 or told_before:
-            evaluate(tuning, step)
+            evaluate(callback, step)
         if step == 7:
-            tuning.trainer._saver.finish()
+            savers[-1].finish()
             raise Killed
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(_PolicyJob, "_evaluate", killed)
+        patched.setattr(AsyncSaver, "start", started)
+        patched.setattr(EvaluateHeldOut, "evaluate", killed)
         tune(job)
     found = published(job, forker.run(job))
     assert "resumed from the checkpoint of step 7" in [note["text"] for note in told(found, "note")]

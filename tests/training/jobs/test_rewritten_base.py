@@ -174,7 +174,7 @@ MOMENTS: dict[str, Moment | None] = {
     "reading": phase("reading pairs"),
     "looking up": phase("look up"),
     "loading": phase("loading"),
-    "proof": phase("proof of step 0"),
+    "proof": phase("reference check"),
     "scoring": phase("score "),
     "progress": lambda event: event["event"] == "progress",
     "step 3": step(3),

@@ -22,7 +22,7 @@ from training.contract.errors import TrainingError
 from training.contract.protocol.events import EventWriter
 from training.contract.store.store import Artifact
 from training.distributed import Group
-from training.jobs.policy import _PolicyJob
+from training.jobs.policy import prepare
 from training.loop.rank_sync import Flags
 
 pytestmark = pytest.mark.slow
@@ -195,13 +195,13 @@ def test_a_copy_that_runs_for_company_blames_nobody_else(tmp_path: Path):
     job = build_world(tmp_path).job("policy", settings(micro_tokens=1, batch_size=5), parallel="fsdp")
 
     def work(group: Group) -> tuple[list[int], int, str]:
-        tuning = _PolicyJob(job, group, EventWriter(None))
-        batch = tuning.batches.batch(1)
-        shortest = int(batch[tuning.batches.lengths.run_I[batch].argmin()])
-        tuning.reference.logprobs_P2[shortest, 0] = np.nan
-        own = [int(part.items[0]) for part in tuning.batches.micro_batches(1, group.rank, group.world)]
+        prepared = prepare(job, group, EventWriter(None))
+        batch = prepared.data.batches.batch(1)
+        shortest = int(batch[prepared.data.batches.lengths.run_I[batch].argmin()])
+        prepared.data.table.logprobs_P2[shortest, 0] = np.nan
+        own = [int(part.items[0]) for part in prepared.data.batches.micro_batches(1, group.rank, group.world)]
         with pytest.raises(TrainingError) as refused:
-            tuning.stepper.step(1, Flags())
+            prepared.trainer.train_step.step(1, Flags())
         return own, shortest, str(refused.value)
 
     (own_0, shortest, said_0), (own_1, _, said_1) = on_two_ranks(tmp_path, work)
@@ -214,12 +214,12 @@ def test_where_only_a_gradient_is_not_finite_all_rows_of_its_rank_are_named(tmp_
     job = build_world(tmp_path).job("policy", settings(batch_size=5), parallel="ddp")
 
     def work(group: Group) -> tuple[list[int], str]:
-        tuning = _PolicyJob(job, group, EventWriter(None))
+        prepared = prepare(job, group, EventWriter(None))
         if group.rank == 1:
-            next(iter(tuning.masters.model.parameters())).register_hook(lambda gradient: gradient * np.nan)
-        parts = tuning.batches.micro_batches(1, group.rank, group.world)
+            next(iter(prepared.params.model.parameters())).register_hook(lambda gradient: gradient * np.nan)
+        parts = prepared.data.batches.micro_batches(1, group.rank, group.world)
         with pytest.raises(TrainingError) as refused:
-            tuning.stepper.step(1, Flags())
+            prepared.trainer.train_step.step(1, Flags())
         return sorted(100 + int(item) for part in parts for item in part.items), str(refused.value)
 
     (_, said_0), (rows, said_1) = on_two_ranks(tmp_path, work)

@@ -1,0 +1,74 @@
+"""The data of a `policy` job: settings, pairs, batches, and the table of reference log-probs."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from training.contract.config.recipe import TrainingSpec
+from training.contract.protocol.events import EventWriter
+from training.contract.protocol.job import Job
+from training.contract.store.logprob_table import LogProbTable
+from training.data.tokenization.batch_sampler import BatchSampler, Positions, train_items
+from training.data.tokenization.pair_dataset import Pairs
+from training.distributed import Group
+from training.loop.objective import pair_tokens
+from training.scoring.logprob_tails import read_table
+from training.scoring.pairs import ScoredPairs, score_pairs
+
+# The default number of steps between evaluations. It grows until evaluations cost at most this share of the steps. A step costs
+# three forward passes, because a backward pass makes twice as many products as a forward pass.
+_EVALUATE_EVERY = 50
+_EVALUATION_SHARE = 0.1
+_PASSES_OF_A_STEP = 3
+
+
+@dataclass(frozen=True)
+class PolicyData:
+    """What the run reads. `held_out` are positions in `pairs`; `steps` is the length of the run."""
+
+    settings: TrainingSpec
+    pairs: Pairs
+    held_out: Positions
+    batches: BatchSampler
+    steps: int
+    evaluate_every: int
+    table: LogProbTable
+
+    @property
+    def starts_as_reference(self) -> bool:
+        """Whether the policy, before the first step, is the model that made the table, in the same dtype."""
+        return self.settings.champion is None and self.settings.precision == self.table.dtype
+
+    def score(self, model: PreTrainedModel, positions: Positions, group: Group) -> ScoredPairs:
+        """Return the pairs under `model` as it is now. Progress is not reported: it would hide that of the training."""
+        model.eval()
+        return score_pairs(model, self.pairs, positions, self.table, self.settings.loss, group, EventWriter(None))
+
+
+def read_data(job: Job, group: Group, events: EventWriter) -> PolicyData:
+    settings = TrainingSpec.model_validate(job.settings)
+    pairs = Pairs.open(job.inputs["tokenized_pairs"].folder)
+    held_out = pairs.indices("validation")
+    items, tokens = train_items(pairs), pair_tokens(pairs)
+    batches = BatchSampler(items, tokens, settings.batch_size, settings.micro_tokens, settings.seed)
+    steps = settings.max_steps or settings.epochs * batches.steps_per_epoch
+    evaluate_every = job.compute.evaluate_every or _affordable_interval(batches, held_out, steps, events)
+    table = read_table(job, pairs, np.arange(len(pairs)), settings.loss, group, events)
+    return PolicyData(settings, pairs, held_out, batches, steps, evaluate_every, table)
+
+
+def _affordable_interval(batches: BatchSampler, held_out: Positions, steps: int, events: EventWriter) -> int:
+    """Return the number of steps between evaluations; note it if it is more than the default."""
+    run_I = batches.lengths.run_I
+    passes = _PASSES_OF_A_STEP * min(batches.batch_size, len(batches.items))
+    tokens_of_a_step = passes * float(run_I[batches.items].mean())
+    affordable = math.ceil(int(run_I[held_out].sum()) / (_EVALUATION_SHARE * tokens_of_a_step))
+    if affordable > _EVALUATE_EVERY and steps > _EVALUATE_EVERY:
+        interval = f"every {affordable:,} of {steps:,} steps" if affordable < steps else "at both ends of the run"
+        events.note(
+            f"held-out metrics are computed {interval}, so that they cost at most a tenth of the steps; "
+            "`compute.evaluate_every` sets another number"
+        )
+    return max(_EVALUATE_EVERY, affordable)
