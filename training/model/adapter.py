@@ -1,16 +1,15 @@
-"""Low-rank adaptation (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685): a policy that is its base and little more.
+"""Low-rank adaptation (LoRA, Hu et al. 2021, https://arxiv.org/abs/2106.09685).
 
     y = W x + b + alpha / rank * B A dropout(x)         in every targeted linear layer
 
-W and b are frozen. A (rank x in) starts random and B (out x rank) zero, so before the first step the policy equals its base
-to the last bit; gradients, optimizer state and checkpoints are those of A and B alone.
+W and b are frozen. A (rank x in) starts random and B (out x rank) zero: before the first step the policy equals its base
+to the last bit. Only A and B have gradients, optimizer state and checkpoints.
 
-peft makes these layers, in place. So the model keeps its class, its config and the names of its parts, which attention,
-head and self-check rely on; a PeftModel would wrap them all.
+peft injects these layers in place. A PeftModel would wrap the model, but attention, head and self-check rely on the
+model's class, config and module names.
 
-A finished adapter is either merged: `W + alpha / rank * B A`, summed in float32 and rounded once to the dtype of W, is a
-plain model; or written by itself in peft's format. It is only ever loaded onto the weights it was trained on, whose
-fingerprint is part of its own.
+A finished adapter is merged or saved in peft's format. Merging sums `W + alpha / rank * B A` in float32 and rounds once to
+the dtype of W. An adapter is only loaded onto the weights it was trained on: their fingerprint is part of its fingerprint.
 """
 
 import contextlib
@@ -42,15 +41,16 @@ from training.contract.protocol.job import Input
 from training.model.backbone import takes_only_text, text_modules
 from training.model.load import load_model, save_model
 
-# peft's name of a model's one adapter, part of its parameters' names; and the prefix of their names in files.
+# peft's name of a model's only adapter, a part of parameter names; and the prefix of these names in files.
 _NAME, _FILE_PREFIX = "default", "base_model.model."
 _LINEAR = (torch.nn.Linear.forward, Conv1D.forward)
 
 
 def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: bool = False) -> None:
-    """Freeze `model` and add a new adapter, initialized from `seed`. Raises ModelError for targets it does not have.
+    """Freeze `model` and add a new adapter, initialized from `seed`. Raise ModelError for unknown targets.
 
-    It has the dtype of its layers; with `float32` it stays as it was drawn, as the masters of a rounded copy do.
+    The adapter has the dtype of its layers. With `float32` it keeps the float32 values drawn: these are the master weights
+    of a rounded copy.
     """
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -60,20 +60,21 @@ def add_adapter(model: PreTrainedModel, settings: Adapter, seed: int, float32: b
         target_modules=targets(model, settings),
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
     )
-    asked = {name.rsplit(".", 1)[-1] for name in config.target_modules}
-    with _seen_in_float32(model) if float32 else contextlib.nullcontext():
+    requested = {name.rsplit(".", 1)[-1] for name in config.target_modules}
+    with _report_float32(model) if float32 else contextlib.nullcontext():
         _inject(model, config, seed)
-    if config.target_parameters:  # peft takes names of layers of older transformers for what replaced them
+    if config.target_parameters:  # peft maps layer names of older transformers to the expert tensors that replaced them
         kept = {name.rsplit(".", 1)[-1] for name in config.target_modules}
         raise ModelError(
-            f"peft puts an adapter on {', '.join(sorted(asked - kept))} of {type(model).__name__} into its experts, which lie "
-            f"in one tensor together, and not into these layers: leave them out, "
-            f"`training.adapter.target_modules: [{', '.join(sorted(kept))}]`"
+            f"peft adapts the fused experts of {type(model).__name__} instead of the layers "
+            f"{', '.join(sorted(requested - kept))}: leave these out, "
+            f"`training.adapter.target_modules: [{', '.join(sorted(kept))}]`",
+            "adapter-in-experts",
         )
 
 
 def train_mode(model: PreTrainedModel, own_dropout: bool) -> None:
-    """Have `model` draw the dropout of its adapter and, with `own_dropout`, that of its config, until it is set to `eval`."""
+    """Enable the dropout of the adapter and, with `own_dropout`, the dropout of the config, until `model.eval()`."""
     model.train(own_dropout)
     for module in model.modules():
         if isinstance(module, LoraLinear):
@@ -81,7 +82,7 @@ def train_mode(model: PreTrainedModel, own_dropout: bool) -> None:
 
 
 def merge_adapter(model: PreTrainedModel) -> None:
-    """Merge the adapter into the weights of `model`, in place. A head that had one is no longer tied to the embeddings."""
+    """Merge the adapter into the weights of `model`, in place. Untie an adapted head from the embeddings."""
     head = model.get_output_embeddings()
     if isinstance(head, LoraLinear) and head.weight is model.get_input_embeddings().weight:
         head.get_base_layer().weight = Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -94,7 +95,7 @@ def merge_adapter(model: PreTrainedModel) -> None:
 
 
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: Path) -> None:
-    """Write the adapter of `model` as peft does, from the model's `weights`; the path of the base model is not recorded."""
+    """Write the adapter of `model` in peft's format, from the model's `weights`. The base model's path is not recorded."""
     tensors = {_file_name(name): weights[name].detach().contiguous() for name in adapter_parameters(model)}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = copy.copy(model.peft_config[_NAME])
@@ -103,9 +104,9 @@ def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: 
 
 
 def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The policy, ready to score: a whole model, or an adapter on `base`, the model it was trained from.
+    """Return the policy in evaluation mode: a full model, or an adapter on `base`, the model it was trained from.
 
-    Raises ModelError where either cannot be loaded, or the adapter was trained on other weights.
+    Raise ModelError if either cannot be loaded, or if the adapter was trained on other weights.
     """
     if not (policy.folder / ADAPTER_CONFIG).is_file():
         return load_model(policy.folder, dtype, device)
@@ -113,8 +114,9 @@ def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.dev
     with reading(policy.folder):
         if adapter_fingerprint(policy.folder, base.fingerprint) != policy.fingerprint:
             raise ModelError(
-                f"the policy {short(policy.fingerprint)} is an adapter that was not trained on the {base.kind} "
-                f"{short(base.fingerprint)}, and means nothing on other weights; materialize policy again"
+                f"the policy {short(policy.fingerprint)} is an adapter trained on other weights than the {base.kind} "
+                f"{short(base.fingerprint)}: materialize policy again",
+                "adapter-base",
             )
         model = load_model(base.folder, dtype, device)
         _inject(model, LoraConfig.from_pretrained(str(policy.folder)), seed=0)
@@ -123,12 +125,12 @@ def load_policy(policy: Input, base: Input | None, dtype: str, device: torch.dev
 
 
 def write_merged(policy: Input, base: Input, folder: Path) -> str:
-    """Merge the adapter `policy` into `base` and write the model, of the adapter's dtype, into `folder`; its fingerprint.
+    """Merge the adapter `policy` into `base`, write the model to `folder` in the adapter's dtype, return its fingerprint.
 
-    Always on the CPU, so that the result does not depend on where the adapter was trained. Raises ModelError.
+    This runs on the CPU, so that the result does not depend on the device of the training. Raise ModelError.
     """
-    # On a layer that a bfloat16 model keeps in float32 (training.model.load) the adapter is float32, too.
-    dtypes = {tensor.dtype for tensor in _read(policy.folder / ADAPTER_WEIGHTS).values()}
+    # A bfloat16 model keeps some layers in float32 (training.model.load). Their adapter is float32, too.
+    dtypes = {tensor.dtype for tensor in _read_tensors(policy.folder / ADAPTER_WEIGHTS).values()}
     dtype = str(min(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.")
     model = load_policy(policy, base, dtype, torch.device("cpu"))
     merge_adapter(model)
@@ -137,8 +139,8 @@ def write_merged(policy: Input, base: Input, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _seen_in_float32(model: PreTrainedModel) -> Iterator[None]:
-    """Within the block the weights look like float32, taking no memory: peft rounds a new adapter to the dtype of its layer."""
+def _report_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Let the weights look like float32 within the block, without memory: peft rounds a new adapter to its layer's dtype."""
     values = {parameter: parameter.data for parameter in model.parameters()}
     for parameter in values:
         parameter.data = torch.zeros((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
@@ -155,30 +157,32 @@ def _inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
         try:
             inject_adapter_in_model(config, model, _NAME)
         except ValueError as error:
-            raise ModelError(f"peft cannot put this adapter into {type(model).__name__}: {error}") from error
+            raise ModelError(f"peft cannot adapt {type(model).__name__}: {error}", "adapter-unsupported") from error
 
 
 def _load_weights(model: PreTrainedModel, file: Path) -> None:
-    """Copy the tensors of `file` into the adapter of `model`. Raises ModelError unless the names are the same."""
-    found, own = _read(file), adapter_parameters(model)
-    expected = {_file_name(name): tensor for name, tensor in own.items()}
-    if wrong := sorted(expected.keys() ^ found.keys()):
+    """Copy the tensors of `file` into the adapter of `model`. Raise ModelError unless the names match."""
+    stored = _read_tensors(file)
+    expected = {_file_name(name): tensor for name, tensor in adapter_parameters(model).items()}
+    if unmatched := sorted(expected.keys() ^ stored.keys()):
         raise ModelError(
-            f"{file} does not fit its {ADAPTER_CONFIG}: {', '.join(wrong[:5])} in only one of them ({len(wrong)})"
+            f"{file} does not fit its {ADAPTER_CONFIG}: only one of them has {', '.join(unmatched[:5])} "
+            f"({len(unmatched)} tensors differ); materialize policy again",
+            "adapter-tensors",
         )
     with torch.no_grad():
         for name, tensor in expected.items():
-            tensor.copy_(found[name])
+            tensor.copy_(stored[name])
 
 
-def _read(file: Path) -> dict[str, Tensor]:
-    """The tensors of a small file, in memory of their own."""
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a small file. They do not map the file."""
     tensors: dict[str, Tensor] = load(file.read_bytes())
     return tensors
 
 
 def adapter_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of the adapter of `model` by their names in it; none where it has no adapter."""
+    """Return the adapter's tensors by their names in `model`; an empty dict without an adapter."""
     return {name: p for name, p in model.named_parameters() if f".{_NAME}." in name}
 
 
@@ -187,9 +191,9 @@ def _file_name(parameter: str) -> str:
 
 
 def targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
-    """Names for peft: of all linear layers but the head, or the given ones. Raises ModelError for one that matches none.
+    """Return target names for peft: all linear layers except the head, or those of `settings`.
 
-    Experts that share one tensor are not linear layers, and get no adapter.
+    Raise ModelError for a name that matches no linear layer. Fused experts are not linear layers and get no adapter.
     """
     modules = text_modules(model)
     linear = {name for name, module in modules.items() if type(module).forward in _LINEAR}
@@ -197,23 +201,23 @@ def targets(model: PreTrainedModel, settings: Adapter) -> list[str]:
         head = model.get_output_embeddings()
         return sorted(linear - {name for name, module in modules.items() if module is head})
     for target in settings.target_modules:
-        fitting = {name: module for name, module in modules.items() if _fits(name, target)}
-        if not fitting or fitting.keys() - linear:
-            raise ModelError(_wrong_target(model, target, fitting, linear))
+        matching = {name: module for name, module in modules.items() if _matches(name, target)}
+        if not matching or matching.keys() - linear:
+            raise ModelError(_describe_wrong_target(model, target, matching, linear), "adapter-target")
     if takes_only_text(model):
         return list(settings.target_modules)
-    # A short name fits layers for images as well, which often are called the same.
-    return sorted(name for name in linear if any(_fits(name, target) for target in settings.target_modules))
+    # A short name also matches the layers for images, which often have the same names.
+    return sorted(name for name in linear if any(_matches(name, target) for target in settings.target_modules))
 
 
-def _fits(name: str, target: str) -> bool:
+def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _wrong_target(model: PreTrainedModel, target: str, fitting: dict[str, Module], linear: set[str]) -> str:
-    kinds = ", ".join(sorted({type(module).__name__ for module in fitting.values()}))
-    found = f"these are of type {kinds}" if fitting else "there is no layer of that name"
+def _describe_wrong_target(model: PreTrainedModel, target: str, matching: dict[str, Module], linear: set[str]) -> str:
+    kinds = ", ".join(sorted({type(module).__name__ for module in matching.values()}))
+    mismatch = f"has layers of type {kinds} there" if matching else "has no such layer"
     return (
-        f"`training.adapter.target_modules` names {target!r}, and in {type(model).__name__} {found}; expected "
-        f"`all-linear` or names of linear layers, which here are {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"
+        f"`training.adapter.target_modules` names {target!r}, but {type(model).__name__} {mismatch}; expected "
+        f"`all-linear` or names of linear layers: {', '.join(sorted({n.rsplit('.', 1)[-1] for n in linear}))}"
     )

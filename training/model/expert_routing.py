@@ -1,15 +1,14 @@
-"""How a mixture of experts spreads tokens, and the loss that asks for an even spread.
+"""The routing of a mixture of experts, and its load-balancing loss.
 
-Fedus et al. 2022, "Switch Transformers", equations 4 to 6, as transformers computes it: over the tokens of all layers
-together, E times the sum over experts of the share of tokens sent to an expert times its mean probability. Where routing is
-even that is the number of experts a token is sent to, and more where experts are both chosen often and probable. The shares
-are constants to the gradient.
+The loss is equations 4 to 6 of Fedus et al. 2022, "Switch Transformers", as in transformers. Over the tokens of all layers:
+E times the sum over experts of (share of tokens sent to the expert) x (mean probability of the expert). Even routing gives
+the number of experts per token; uneven routing gives more. The shares are constants to the gradient.
 
-With shares of the whole batch, known before its micro-batches run, the loss is linear in the probabilities: each expert has a
-price, and a micro-batch adds price times probability, summed over its tokens. So it depends on neither micro-batches nor ranks,
-and asks for balance over the batch, not within every few sequences (Qiu et al. 2025, "Demons in the Detail").
+We measure the shares of the global batch before its micro-batches run. The loss is then linear in the probabilities: each
+expert has a price, and a micro-batch adds price times probability, summed over its tokens. So the loss does not depend on
+micro-batches or ranks. It balances over the batch, not within a few sequences (Qiu et al. 2025, "Demons in the Detail").
 
-Legend: E experts, T tokens of a row.
+Legend: E experts, T tokens of a row, K experts per token, I items of a micro-batch, M values per item.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,10 +23,10 @@ from training.distributed import Group
 from training.model.backbone import architecture, text_config
 
 
-class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a tuple, and not in a dataclass
-    """Of some tokens in all layers: `sent_E` counts those sent to an expert, `probabilities_E` sums its probabilities.
+class Routing(NamedTuple):  # FSDP finds the tensors of a forward's output in a tuple, but not in a dataclass
+    """Routing of some tokens, summed over layers: `sent_E` tokens per expert and the sum `probabilities_E`.
 
-    A token counts once for each sequence that it is part of. Float64; gradients flow through the probabilities alone.
+    A token counts once per sequence it is part of. Float64. Only the probabilities have gradients.
     """
 
     sent_E: Tensor
@@ -35,61 +34,74 @@ class Routing(NamedTuple):  # FSDP finds the tensors of what a pass returns in a
 
 
 class NoRouting(ModelError):
-    """Passes of a model cannot tell where its tokens went: it has no experts that a loss could balance, or others."""
+    """The model reports no routing: it has no experts, or none with a load-balancing loss."""
+
+    code = "no-routing"
 
 
 def check_experts(model: PreTrainedModel) -> None:
-    """Raise NoRouting if the configuration of `model` knows of no experts that are balanced by a loss."""
+    """Raise NoRouting if the config of `model` lacks experts or `router_aux_loss_coef`."""
     config = text_config(model)
     if not (hasattr(config, "router_aux_loss_coef") and _experts(config)):
-        raise _refused(model, "its configuration has no `router_aux_loss_coef`, or no experts")
+        raise _no_routing(model, "its config has no `router_aux_loss_coef`, or no experts")
 
 
 def routing_of(model: PreTrainedModel, layers: Sequence[Tensor], sequences_T: Tensor) -> Routing:
-    """The routing of a row, from its router's logits, T x E in each layer; `sequences_T` as in `Row`. Raises NoRouting."""
+    """Return the routing of a row from the router logits, T x E per layer; `sequences_T` as in `PackedRow`.
+
+    Raise NoRouting if the logits have another shape.
+    """
     config, shapes = text_config(model), {tuple(logits_TE.shape) for logits_TE in layers}
-    if shapes != {(len(sequences_T), _experts(config))}:
-        told = " and ".join(map(str, sorted(shapes))) or "nothing"
-        raise _refused(model, f"of {len(sequences_T)} tokens and {_experts(config)} experts its layers report {told}")
-    each, weights_T, parts = int(config.num_experts_per_tok), sequences_T.double(), []
+    expected = (len(sequences_T), _experts(config))
+    if shapes != {expected}:
+        reported = " and ".join(map(str, sorted(shapes))) or "nothing"
+        raise _no_routing(model, f"its layers report {reported} as tokens x experts, expected {expected}")
+    experts_per_token, weights_T, parts = int(config.num_experts_per_tok), sequences_T.double(), []
     for logits_TE in layers:
         probabilities_TE = logits_TE.softmax(-1, dtype=torch.float32)
-        sent_TE = torch.zeros_like(probabilities_TE).scatter_(1, probabilities_TE.topk(each).indices, 1.0)
+        chosen_TK = probabilities_TE.topk(experts_per_token).indices
+        sent_TE = torch.zeros_like(probabilities_TE).scatter_(1, chosen_TK, 1.0)
         parts.append(Routing(weights_T @ sent_TE.double(), weights_T @ probabilities_TE.double()))
     return total(parts)
 
 
 def total(parts: Sequence[Routing]) -> Routing:
-    return Routing(*(torch.stack(of_parts).sum(0) for of_parts in zip(*parts, strict=True)))
+    return Routing(*(torch.stack(tensors).sum(0) for tensors in zip(*parts, strict=True)))
 
 
 class ExpertBalance:
-    """The loss of the global batch that asks for an even spread, times `coefficient`, beside an objective's own loss."""
+    """The load-balancing loss of the global batch, added to an objective's loss with weight `coefficient`."""
 
     def __init__(self, coefficient: float, group: Group) -> None:
         self._coefficient, self._group = coefficient, group
         self._prices_E = torch.zeros(0)
 
     def measure(self, model: PreTrainedModel, parts: Iterable[Routing | None], count: int) -> None:
-        """Set the prices from this rank's micro-batches of a batch whose losses are divided by `count`. Every rank calls it."""
+        """Set the prices from the routing of this rank's micro-batches. Collective.
+
+        `count` is the number by which the losses of the batch are divided.
+        """
         config = text_config(model)
         sent_E = torch.zeros(_experts(config), dtype=torch.float64, device=self._group.device)
         for routing in parts:
-            assert routing is not None, "routing was not asked for"
+            assert routing is not None, "requires routing"
             sent_E += routing.sent_E
         sent_E = self._group.sum_(sent_E)
         tokens = sent_E.sum() / config.num_experts_per_tok
         self._prices_E = count * len(sent_E) * sent_E / tokens**2
 
     def added(self, values_IM: Tensor, routing: Routing | None) -> Tensor:
-        """The values of a micro-batch with its part of the loss, shared out evenly: in the first column, and as the last."""
-        assert routing is not None, "routing was not asked for"
+        """Return the values with the micro-batch's part of the loss, spread evenly over items.
+
+        It is added to the first column and appended, unweighted, as the last one.
+        """
+        assert routing is not None, "requires routing"
         part_I1 = (self._prices_E @ routing.probabilities_E / len(values_IM)).expand(len(values_IM), 1)
         return torch.cat([values_IM[:, :1] + self._coefficient * part_I1, values_IM[:, 1:], part_I1], dim=1)
 
 
-def _refused(model: PreTrainedModel, why: str) -> NoRouting:
-    return NoRouting(f"{architecture(model)} is no mixture of experts with a load-balancing loss ({why})")
+def _no_routing(model: PreTrainedModel, reason: str) -> NoRouting:
+    return NoRouting(f"{architecture(model)} is not a mixture of experts with a load-balancing loss ({reason})")
 
 
 def _experts(config: Any) -> int:

@@ -1,12 +1,11 @@
-"""Loading and saving causal language models, refusing whatever transformers would only warn about.
+"""Loading and saving causal language models.
 
-A checkpoint with a missing tensor loads with random weights and a warning; a `.bin` file would be unpickled; `auto_map`
-runs code from the model's folder. None of these is accepted here.
+We raise errors where transformers is lenient. It fills a missing tensor with random values and a warning, unpickles `.bin`
+files, and runs code that `auto_map` names.
 
-Nor do the weights stay in their file. By itself transformers maps it privately: where a tensor keeps its dtype, the model
-would be trained in that map. Who truncates the file, as `cp` does to what it overwrites, takes even the changed pages away,
-and the model goes on with whatever is in the file by then. So the values are read into memory of the model's own, with all
-else that is needed of the folder, which is never opened again.
+Weights are copied out of their file. transformers maps the file privately, and a tensor that keeps its dtype would be
+trained in that map. If the file is truncated, as by a `cp` onto it, even modified pages change to the new file's bytes. So
+all needed files are read into memory, and the folder is never opened again.
 """
 
 import contextlib
@@ -40,19 +39,19 @@ _ORIGIN = "_pedigree_origin"
 
 @dataclass(frozen=True)
 class WeightsOrigin:
-    """What was read with a model's weights: the names of the tensors in its files, and its processors' files."""
+    """The tensor names in a model's weight files, and the contents of its processor files."""
 
     tensors: tuple[str, ...] = ()
     processors: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def load_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    """The model in `folder`, in evaluation mode; on the meta device without values, and no file of weights is read.
+    """Return the model in `folder`, in evaluation mode. The meta device gives no values and reads no weight file.
 
-    In bfloat16 some tensors of some architectures stay in float32, as transformers keeps them.
+    With bfloat16, transformers keeps some tensors of some architectures in float32.
 
-    Raises ModelError for missing or surplus tensors, tensors of another shape, weights that are not whole safetensors
-    files, models that need code of their own, and files that change while they are read.
+    Raise ModelError for missing or surplus tensors, wrong shapes, damaged or non-safetensors weights, models with custom
+    code, and files that change during the read.
     """
     with reading(folder):
         model = _read_model(folder, dtype, device)
@@ -68,46 +67,50 @@ def _read_model(folder: Path, dtype: str, device: torch.device) -> PreTrainedMod
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         if device.type == "meta":
             return without_values(config, DTYPES[dtype])
-        with _values_are_read():
+        with _read_without_mapping():
             model, info = loader(config).from_pretrained(
                 folder,
                 dtype=DTYPES[dtype],
                 use_safetensors=True,
                 trust_remote_code=False,
-                ignore_mismatched_sizes=True,  # refused below, by name
+                ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
-    except Exception as error:  # transformers passes on whatever a config or a missing package makes its code raise
-        raise ModelError(f"the model in {folder} {_why_not(error)}") from error
-    problems = {name: sorted(map(str, info[name])) for name in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    if found := {name: keys for name, keys in problems.items() if keys}:
-        shown = "; ".join(
-            f"{name.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)})" for name, keys in found.items()
-        )
-        raise ModelError(f"the weights in {folder} do not fit its config.json: {shown}")
+    except Exception as error:  # a bad config or a missing package raises any type in transformers
+        raise _load_error(folder, error) from error
+    keys_by_problem = {
+        problem: sorted(map(str, info[problem])) for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")
+    }
+    listed = [
+        f"{problem.replace('_', ' ')}: {', '.join(keys[:5])} ({len(keys)})"
+        for problem, keys in keys_by_problem.items()
+        if keys
+    ]
+    if listed:
+        raise ModelError(f"the weights in {folder} do not fit its config.json: {'; '.join(listed)}", "weights-mismatch")
     return model
 
 
 @contextlib.contextmanager
-def _values_are_read() -> Iterator[None]:
-    """Within the block transformers reads the values of tensors one by one, and maps no file: one copy is in memory at most.
+def _read_without_mapping() -> Iterator[None]:
+    """Let transformers read tensors one by one within the block, instead of mapping the file.
 
-    It has a setting for this, by which all bytes of a file would be in memory twice.
+    This keeps at most one copy in memory. transformers' own setting for it holds all bytes of a file twice.
     """
-    opening = modeling_utils.safe_open
+    safe_open = modeling_utils.safe_open
 
-    def open_to_read(file: Any, *given: Any, **how: Any) -> Any:
-        return opening(file, *given, **{**how, "backend": "pread"})
+    def open_to_read(file: Any, *args: Any, **kwargs: Any) -> Any:
+        return safe_open(file, *args, **{**kwargs, "backend": "pread"})
 
     modeling_utils.safe_open = open_to_read
     try:
         yield
     finally:
-        modeling_utils.safe_open = opening
+        modeling_utils.safe_open = safe_open
 
 
 def own_values(model: PreTrainedModel, folder: Path) -> None:
-    """Copy the values of `model` out of the files in `folder`, if any of these is mapped; tied tensors stay tied."""
+    """Copy the values of `model` if a weight file in `folder` is mapped. Tied tensors stay tied."""
     maps = _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     files = {str(file.resolve()) for file in weight_files(folder)}
     if files.isdisjoint(line.split(maxsplit=5)[-1] for line in maps):
@@ -117,73 +120,78 @@ def own_values(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _read_origin(folder: Path) -> WeightsOrigin:
-    names = [place.name for file in weight_files(folder) for place in read_places(file)]
+    names = [tensor.name for file in weight_files(folder) for tensor in read_places(file)]
     return WeightsOrigin(tuple(names), {file.name: file.read_bytes() for file in sorted(folder.glob(PROCESSORS))})
 
 
 def _origin_of(model: PreTrainedModel) -> WeightsOrigin:
-    """Nothing for a model that was built from a config, as on most ranks."""
+    """Return the origin; an empty one for a model built from a config, as on most ranks."""
     origin: WeightsOrigin = getattr(model, _ORIGIN, WeightsOrigin())
     return origin
 
 
-def _why_not(error: Exception) -> str:
-    """The message of transformers, without its advice to run the code of a repository."""
+def _load_error(folder: Path, error: Exception) -> ModelError:
+    """Return the error, without transformers' advice to run the code of a repository."""
     if "trust_remote_code" in str(error):
-        return (
-            "needs code of its own (`auto_map` in its config.json), which is never run; expected an architecture that "
-            "transformers has"
+        return ModelError(
+            f"the model in {folder} needs custom code (`auto_map` in its config.json), which is never run; expected an "
+            "architecture of transformers: use another base model",
+            "custom-code",
         )
-    said = " ".join(str(error).split())
-    if unknown := re.match(r"Unrecognized configuration class <class '.*\.(\w+)'>", said):  # and a list of 190 others
-        return f"cannot be loaded: transformers has no causal language model for {unknown[1]}; use another base model"
-    return f"cannot be loaded: {type(error).__name__}: {said}"
+    message = " ".join(str(error).split())
+    # The rest of this message lists 190 other classes.
+    if unknown := re.match(r"Unrecognized configuration class <class '.*\.(\w+)'>", message):
+        return ModelError(
+            f"the model in {folder} cannot be loaded: transformers has no causal language model for {unknown[1]}; use "
+            "another base model",
+            "unsupported-architecture",
+        )
+    return ModelError(f"the model in {folder} cannot be loaded: {type(error).__name__}: {message}", "model-load")
 
 
 def loader(config: PreTrainedConfig) -> Any:
-    """The class of transformers that loads all of the model: of Qwen 3.5, for one, it also has a part without images."""
-    whole = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    is_whole = whole is not None and whole in (config.architectures or [whole])
-    return AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
+    """Return the auto class that loads all parts: Qwen 3.5, for example, also has a class without images."""
+    multimodal = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    has_all_parts = multimodal is not None and multimodal in (config.architectures or [multimodal])
+    return AutoModelForMultimodalLM if has_all_parts else AutoModelForCausalLM
 
 
 def without_values(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that `config` describes, on the meta device, with the dtypes of one that was loaded in `dtype`."""
+    """Return the model of `config` on the meta device, with the dtypes of a model loaded in `dtype`."""
     with torch.device("meta"):
         model: PreTrainedModel = loader(config).from_config(config, dtype=dtype, trust_remote_code=False)
-    kept = [part.replace("*", ".*") for part in model._get_dtype_plan(dtype)]  # in float32, as `from_pretrained` does
+    float32_names = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]  # as in `from_pretrained`
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if any(re.search(part, name) for part in kept):
+        if any(re.search(pattern, name) for pattern in float32_names):
             tensor.data = tensor.data.float()
     return model.eval()
 
 
 def named_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers; tied ones by each of their names."""
+    """Return parameters and buffers; tied tensors once per name."""
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def left_out(model: PreTrainedModel) -> list[str]:
-    """The tensors in the files of a loaded model that transformers has no use for, so they are not saved again."""
+    """Return the names of tensors in the model's files that transformers ignores. They are not saved again."""
     patterns = model._keys_to_ignore_on_load_unexpected or ()
-    prefix = f"{model.base_model_prefix}."  # which the names of a published body may lack
-    # Below an adapter peft's name of the layer stands between.
-    own = {name.removeprefix(prefix).replace(".base_layer.", ".") for name in model.state_dict()}
-    others = [name for name in _origin_of(model).tensors if name.removeprefix(prefix) not in own]
-    return [name for name in others if any(re.search(pattern, name) for pattern in patterns)]
+    prefix = f"{model.base_model_prefix}."  # names of a published body may lack it
+    # peft inserts `.base_layer.` into the names of adapted layers.
+    loaded = {name.removeprefix(prefix).replace(".base_layer.", ".") for name in model.state_dict()}
+    unloaded = [name for name in _origin_of(model).tensors if name.removeprefix(prefix) not in loaded]
+    return [name for name in unloaded if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def save_model(
     model: PreTrainedModel, folder: Path, weights: dict[str, Tensor] | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Write `weights` of `dtype`, by default the model's own, as safetensors, with the config of `model`.
+    """Write `weights` as safetensors, with the config of `model` and its processor files for images or sound.
 
-    With them goes what a model that takes images or sound needs beside weights and tokenizer. The folder it was loaded from is
-    not recorded.
+    `weights` and their `dtype` default to the model's. The source folder is not recorded.
     """
     model.config._name_or_path = ""
     model.save_pretrained(folder, state_dict=weights)
-    # Saving wrote `model.dtype`, which for a sharded model is that of its masters.
+    # `save_pretrained` wrote `model.dtype`, for a sharded model the dtype of its master weights.
     model.config.dtype = dtype or model.dtype
     model.config.save_pretrained(folder)
     for name, content in _origin_of(model).processors.items():

@@ -1,17 +1,17 @@
-"""Preparing a loaded model for training: faster or smaller, with the same log-probs.
+"""Preparing a loaded model for training: less time or memory, same log-probs.
 
-Activation checkpointing (Chen et al. 2016) keeps only the inputs of each layer, and runs the layer again in the backward
-pass. By then the model's forward pass has returned, so the attention implementation is set once more for the second run;
-dropout is drawn again from the generator's earlier state.
+Activation checkpointing (Chen et al. 2016) keeps only the inputs of each layer and runs the layer again in the backward pass.
+The model's forward pass has returned by then, so the attention implementation is set again for the second run. Dropout is
+drawn again from the generator's earlier state.
 
-Compiling makes fused kernels of a layer, which all layers share: attention is left out (its plan is plain Python), lengths of
-rows are symbolic, and dropout is drawn as it would be without. The head (logprob_tiles.py) is compiled too. Kernels
-are made at the first call, the best for sizes like those of that call, so a small batch is run before the first step, forward
-and backward, and once without gradients as held-out pairs are. This warm-up changes nothing: its loss is multiplied by zero,
-and random generators, mode and buffers of the model are restored.
+Compiling fuses the kernels of a layer; all layers share them. Attention is left out (its plan is plain Python), row lengths
+are symbolic, and dropout is drawn as without compiling. The head (logprob_tiles.py) is compiled too. Kernels are compiled at
+the first call, and chosen for sizes like those of this call. So a small batch runs before the first step: forward and
+backward, and once without gradients, as for held-out pairs. This warm-up changes nothing: its loss is multiplied by zero, and
+the model's random generators, mode and buffers are restored.
 
-Both replace `forward` of the layers' instances, below any FSDP hooks; checkpointing goes around the compiled code. No
-parameter is renamed, so a saved model does not differ.
+Both replace `forward` of the layer instances, below any FSDP hooks. Checkpointing wraps the compiled code. Parameter names,
+and thus saved models, stay the same.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from training.contract.config.recipe import Adapter, Compute
-from training.contract.errors import ModelError, TrainingError
+from training.contract.errors import ModelError, TrainingError, without_code
 from training.contract.protocol.events import EventWriter
 from training.model.adapter import add_adapter, train_mode
 from training.model.attention.packed_attention import use_attention
@@ -40,20 +40,20 @@ from training.model.logprobs.logprob_tiles import COMPILE_OPTIONS, compile_tiles
 from training.model.logprobs.response_logprobs import response_logprobs
 from training.model.logprobs.self_check import LONGEST, tiny_groups
 
-# Draw dropout as without compiling: the compiler's own random numbers would change the run. And fuse no reductions of two
-# orders on a GPU: whether that pays depends on the number of tokens (torch/_inductor/scheduler.py, `MixOrderReduction`), so a
-# graph would be compiled again for batches of other sizes.
+# `fallback_random` draws dropout as without compiling: the compiler's random numbers would change the run. Mixed-order
+# reductions depend on the number of tokens (torch/_inductor/scheduler.py, `MixOrderReduction`): a GPU would compile a graph
+# again for batches of other sizes.
 _LAYER_OPTIONS = {**COMPILE_OPTIONS, "fallback_random": True, "triton.mix_order_reduction": False}
-# How much longer than the self-check's are the sequences of the warm-up: kernels for 36 tokens are slow ones for thousands.
-# An odd number, so that a row is as long as no size of a model: the compiler takes equal sizes for one.
+# The warm-up's sequences are so many times longer than the self-check's: kernels chosen for 36 tokens are slow for thousands.
+# The number is odd, so that no row is as long as a dimension of a model: the compiler would take equal sizes for one.
 _TIMES = 31
 
 
 def check_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
-    """Raise ModelError or TrainingError where training by `recipe` would: for jobs before it, which may take long.
+    """Raise ModelError or TrainingError if training by `recipe` would. Long jobs before the training call this.
 
-    It puts the adapter into a copy without values, looks for layers to checkpoint or compile, and for float8 on the device;
-    it runs a few tokens to see which experts they go to, and compiles the tiles of the head, to see whether this machine can.
+    It adds the adapter to a copy without values, and checks layers, experts, float8 and the compiler. The checks run a few
+    tokens and compile the tiles of the head.
     """
     training, compute = recipe.get("training", {}), recipe.get("compute", {})
     if compute.get("activation_checkpointing") or compute.get("compile"):
@@ -65,7 +65,7 @@ def check_trainable(model: PreTrainedModel, recipe: Mapping[str, Any]) -> None:
     if training.get("router_aux_loss_coef"):
         _check_routing(model, "training")
     if compute.get("compile"):
-        with _compiler_explained():
+        with _explain_compiler_errors():
             compile_tiles(model.device, model.dtype)
 
 
@@ -77,11 +77,10 @@ def prepare_for_training(
     float8_head: bool = False,
     routing: str | None = None,
 ) -> None:
-    """Make `model` run as `compute` says; `own_dropout`: whether it will draw what its config asks for.
+    """Apply the settings `compute` to `model`. `own_dropout`: whether training draws the dropout of its config.
 
-    `routing`: the section of the recipe for which the passes of training will tell where their tokens went, if any does. Raises
-    ModelError where the model has no layers to prepare, or then no experts, or where the device has no float8; TrainingError
-    where torch cannot compile.
+    `routing`: the section of the recipe that needs the routing of training passes, if any. Raise ModelError if the model
+    lacks layers to prepare or experts, or if the device lacks float8. Raise TrainingError if torch cannot compile.
     """
     if routing is not None:
         _check_routing(model, routing)
@@ -98,7 +97,7 @@ def prepare_for_training(
                 checkpoint, layer.forward, use_reentrant=False, context_fn=partial(_same_attention, model)
             )
     if compute.compile:
-        with _compiler_explained():
+        with _explain_compiler_errors():
             _warm_up(model, own_dropout, routing is not None)
 
 
@@ -106,8 +105,9 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     layers = [module for module in body_of(model).modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
-            f"{architecture(model)} has no layers that `compute.activation_checkpointing` and `compute.compile` could "
-            f"work on (transformers' GradientCheckpointingLayer): leave both false"
+            f"{architecture(model)} has no layers for `compute.activation_checkpointing` and `compute.compile`; expected "
+            "transformers' GradientCheckpointingLayer: set both to false",
+            "no-layers",
         )
     return layers
 
@@ -115,44 +115,46 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
 def _same_attention(
     model: PreTrainedModel,
 ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Contexts for a layer's first run, which needs none, and for its second, which uses the same attention."""
+    """Return contexts for a layer's first run (empty) and second run (sets the current attention)."""
     return contextlib.nullcontext(), use_attention(model, body_of(model).config._attn_implementation)
 
 
 @contextlib.contextmanager
-def _compiler_explained() -> Iterator[None]:
-    """Raise TrainingError where torch's compiler raises; the log gets all that the compiler said."""
+def _explain_compiler_errors() -> Iterator[None]:
+    """Turn exceptions of torch's compiler into TrainingError. The log gets the full traceback."""
     try:
         yield
     except TorchDynamoException as error:
         traceback.print_exception(error)
-        said = str(error)
-        complaint = next((line for line in said.splitlines() if " error: " in line), None)
-        telling = complaint or " ".join(said.partition("\n\n")[0].split())
+        text = str(error)
+        error_line = next((line for line in text.splitlines() if " error: " in line), None)
+        summary = error_line or " ".join(text.partition("\n\n")[0].split())
         raise TrainingError(
-            f"`compute.compile`: torch cannot compile on this machine: {telling}; install what is missing of a C++ compiler "
-            "and the headers of Python (on Debian: apt-get install -y g++ python3-dev), or set it to false"
+            f"`compute.compile`: torch cannot compile on this machine: {summary}; install a C++ compiler and the headers of "
+            "Python (on Debian: apt-get install -y g++ python3-dev), or set it to false",
+            "compiler",
         ) from error
 
 
 def _check_routing(model: PreTrainedModel, section: str) -> None:
-    """Raise ModelError unless passes can tell where their tokens went; some models have experts that do not."""
+    """Raise ModelError unless passes of `model` report their routing; some models have experts but report none."""
     try:
         check_experts(model)
         sequences, sizes = tiny_groups(text_config(model).vocab_size)
-        with _undisturbed(model), torch.no_grad():
+        with _restoring_state(model), torch.no_grad():
             model.eval()
             response_logprobs(model, sequences, sizes, routing=True)
     except NoRouting as error:
-        raise ModelError(f"`{section}.router_aux_loss_coef`: {error}: set it to 0") from error
+        message = f"`{section}.router_aux_loss_coef`: {without_code(str(error))}: set it to 0"
+        raise ModelError(message, error.code) from error
 
 
 def _warm_up(model: PreTrainedModel, own_dropout: bool, routing: bool) -> None:
-    """Run what a step and what an evaluation runs, on a thousand made-up tokens, or fewer where positions end before."""
+    """Run the passes of a step and of an evaluation, on about a thousand random tokens, or fewer if positions are limited."""
     config = text_config(model)
     positions = getattr(config, "max_position_embeddings", None) or _TIMES * LONGEST
     sequences, sizes = tiny_groups(config.vocab_size, max(1, min(_TIMES, positions // LONGEST)))
-    with _undisturbed(model):
+    with _restoring_state(model):
         train_mode(model, own_dropout)
         (0.0 * response_logprobs(model, sequences, sizes, routing).sums_S.sum()).backward()
         model.eval()
@@ -162,14 +164,14 @@ def _warm_up(model: PreTrainedModel, own_dropout: bool, routing: bool) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed(model: PreTrainedModel) -> Iterator[None]:
-    """Restore random generators, mode and buffers of `model`, and remove gradients that were not there before."""
+def _restoring_state(model: PreTrainedModel) -> Iterator[None]:
+    """Restore random generators, mode and buffers after the block, and remove new gradients."""
     mode, buffers = model.training, {name: buffer.clone() for name, buffer in model.named_buffers()}
-    without = [parameter for parameter in model.parameters() if parameter.grad is None]
+    without_gradient = [parameter for parameter in model.parameters() if parameter.grad is None]
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else []):
         yield
     model.train(mode)
-    for parameter in without:
+    for parameter in without_gradient:
         parameter.grad = None
     with torch.no_grad():
         for name, buffer in model.named_buffers():

@@ -1,7 +1,7 @@
-"""Which models may run several sequences in one row that share prefixes (packed_attention.py), and why others may not.
+"""The models that may run several sequences with shared prefixes in one row (packed_attention.py), and reasons against.
 
-`VERIFIED` are the architectures, of language models or of a larger model's language model, that the tests compare with plain
-transformers; every other one is refused.
+The tests compare the architectures in `VERIFIED` with plain transformers. Other architectures run without sharing. The names
+are types of language models, also of those inside multimodal models.
 """
 
 from typing import Any
@@ -83,34 +83,34 @@ VERIFIED = frozenset(
         "youtu",
     }
 )
-_SILENT = {"phimoe", "qwen2_moe"}  # their layers have windows that only transformers' own masks know of
+_SILENT = {"phimoe", "qwen2_moe"}  # only transformers' masks contain the sliding windows of their layers
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
 
 
 def why_not_shared(model: PreTrainedModel, training: bool) -> str | None:
-    """Why sequences must not share a row in `model`; None if they may."""
+    """Return why sequences must not share a row in `model`; None if they may."""
     body = body_of(model)
     config = body.config
     if config.model_type not in VERIFIED:
-        return f"models of type {config.model_type} are not among those verified to be exact with shared prefixes"
+        return f"models of type {config.model_type} are not verified to be exact with shared prefixes"
     if training and (dropout := _attention_dropout(config)):
         return f"attention dropout of {dropout} would not be drawn for each sequence"
     if not getattr(body, "_supports_attention_backend", False):
-        return f"{architecture(body)} does not let its attention be replaced"
+        return f"{architecture(body)} does not support another attention implementation"
     if unknown := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
         return f"layers of type {', '.join(sorted(unknown))} are not known"
     if _has_silent_window(config):
-        return "attention is not told of the sliding window that its layers have"
+        return "its layers do not pass their sliding window to the attention function"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         return "attention scores are capped (attn_logit_softcapping)"
-    if found := rope_by_length(model):
-        return f"rotary positions of type {found.pop()} depend on the longest sequence of a row"
+    if rope_types := rope_by_length(model):
+        return f"rotary positions of type {rope_types.pop()} depend on the longest sequence of a row"
     return None
 
 
 def rope_by_length(model: PreTrainedModel) -> set[str]:
-    """The types of the model's rotary positions that depend on how long a row is."""
+    """Return the model's types of rotary positions that depend on the row length."""
     return _rope_types(body_of(model).config) & _ROPE_BY_LENGTH
 
 
@@ -120,7 +120,7 @@ def _attention_dropout(config: Any) -> float:
 
 
 def _has_silent_window(config: Any) -> bool:
-    """Whether a layer's mask would have a window that the layer does not name when it calls for attention."""
+    """Return whether a layer has a sliding window in its mask only, and does not pass it to the attention function."""
     silent, kinds = config.model_type in _SILENT, getattr(config, "layer_types", None)
     if kinds is None:
         return silent and getattr(config, "sliding_window", None) is not None
@@ -128,7 +128,7 @@ def _has_silent_window(config: Any) -> bool:
 
 
 def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary positions, of the model or of each kind of its layers."""
+    """Return the types of rotary positions, of the model or of each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     return {part["rope_type"] for part in parts if isinstance(part.get("rope_type"), str)}

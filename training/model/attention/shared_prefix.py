@@ -1,11 +1,11 @@
-"""Sequences that share prompts in one row, in which each prompt appears once.
+"""Rows of sequences that share prompts: each prompt appears once.
 
-    P1 C1 R1 P2 C2 R2 ...        P the prefix of a group, C and R what its sequences add to it; no padding
+    P1 C1 R1 P2 C2 R2 ...        P the prefix of a group, C and R the remaining tokens of its sequences; no padding
 
-A group is any number of sequences, a pair for example; its prefix is the longest they have in common, found by comparing
-tokens, so it may reach into the responses. Each response attends to its prefix and to itself, and its positions go on from the
-end of the prefix: so its hidden states are those it would have alone. Tokens after the one that predicts the last response
-token are left out, since nothing attends to them.
+A group is any number of sequences, for example a pair. Its prefix is their longest common beginning. We find it by comparing
+tokens, so it may reach into the responses. Each response attends to its prefix and to itself, and its positions continue from
+the end of the prefix. So its hidden states are the same as in a row of its own. Tokens after the predictor of the last
+response token are left out, because nothing attends to them.
 
 Legend: T tokens of the row, N response tokens of all sequences, S sequences.
 """
@@ -22,7 +22,7 @@ from training.model.device_prefetch import to_device
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt with one response. `ids_T`: token ids, int64; `mask_T`: True where a token belongs to the response."""
+    """A prompt with one response. `ids_T`: token ids, int64; `mask_T`: True for the tokens of the response."""
 
     ids_T: Tensor
     mask_T: Tensor
@@ -30,7 +30,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """Consecutive tokens of the row. They attend to all of segment number `prefix`, and causally to themselves."""
+    """Consecutive tokens of the row. They attend to all of segment `prefix`, and causally to themselves."""
 
     start: int
     length: int
@@ -39,9 +39,9 @@ class PrefixSegment:
 
 @dataclass(frozen=True)
 class KVCopies:
-    """The R = 2 T keys and values of the row, keys first, gathered for each segment: G copies, those of keys first.
+    """Indices that gather the R = 2 T keys and values of the row (keys first) into G copies, segment after segment.
 
-    `rows_G`: which of the R each copies; `places_RC`: where the copies of each of the R are, G where one has fewer than C.
+    `rows_G`: the source of each copy; `places_RC`: the copies of each source, filled up with G to C columns.
     """
 
     rows_G: Tensor
@@ -50,9 +50,9 @@ class KVCopies:
 
 @dataclass(frozen=True)
 class VarlenLayout:
-    """The plan for one call of a kernel for sequences of unequal length: for each segment its queries and its keys.
+    """The bounds of each segment's queries and keys for one call of a kernel for sequences of unequal length.
 
-    `copies` is None if no segment has a prefix: then each sees only itself.
+    `copies` is None if no segment has a prefix: then each segment attends only to itself.
     """
 
     copies: KVCopies | None
@@ -63,7 +63,7 @@ class VarlenLayout:
 
 
 class PackedAttentionPlan:
-    """Which tokens of a row attend to which: its segments, in order and without gaps. It serves one forward pass."""
+    """The segments of a row, in order and without gaps. A plan serves one forward pass."""
 
     def __init__(self, segments: tuple[PrefixSegment, ...], device: torch.device) -> None:
         self.segments, self.device = segments, device
@@ -72,14 +72,14 @@ class PackedAttentionPlan:
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def before(self, number: int) -> int:
-        """How many tokens come before segment `number` in its own sequence."""
+        """Return the number of tokens before segment `number` in its sequence."""
         prefix = self.segments[number].prefix
         return 0 if prefix is None else self.segments[prefix].length
 
     def mask(self, number: int, window: int | None) -> Tensor | None:
-        """Which keys (its prefix, then itself) segment `number` attends to; None where that is plain causal attention.
+        """Return the mask of segment `number` over its keys (prefix, then itself); None for plain causal attention.
 
-        Query i has position `before + i`; with a window it attends to that position and to the `window - 1` before.
+        Query i has position `before + i`. With a window it attends to this position and the `window - 1` before it.
         """
         before, length = self.before(number), self.segments[number].length
         if not window or window >= before + length:
@@ -102,13 +102,13 @@ class PackedAttentionPlan:
         )
 
     def _copies(self) -> KVCopies:
-        """Each segment's keys and values: those of its prefix, if it has one, and its own."""
+        """Return the copies for each segment: keys and values of its prefix, if any, and of itself."""
         rows: list[Tensor] = []
         for segment in self.segments:
-            seen = [segment] if segment.prefix is None else [self.segments[segment.prefix], segment]
-            rows += [torch.arange(part.start, part.start + part.length) for part in seen]
-        of_keys = torch.cat(rows)
-        rows_G = torch.cat([of_keys, of_keys + sum(self.lengths)])
+            attended = [segment] if segment.prefix is None else [self.segments[segment.prefix], segment]
+            rows += [torch.arange(part.start, part.start + part.length) for part in attended]
+        key_rows = torch.cat(rows)
+        rows_G = torch.cat([key_rows, key_rows + sum(self.lengths)])
         counts_R = rows_G.bincount()
         order_G, ends_R = rows_G.argsort(stable=True), counts_R.cumsum(0)
         places_RC = torch.full((len(counts_R), int(counts_R.max())), len(rows_G))
@@ -119,10 +119,10 @@ class PackedAttentionPlan:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Tokens to run, with their positions; those at `predictors_N` predict the response tokens `targets_N`.
+    """Tokens to run, with their positions. The tokens at `predictors_N` predict the response tokens `targets_N`.
 
-    Both are sequence after sequence, `counts_S` of each; the last token of a prefix may predict for several sequences.
-    `sequences_T`: of how many sequences each token is part.
+    Both go sequence by sequence, `counts_S` tokens each. The last token of a prefix may predict for several sequences.
+    `sequences_T`: the number of sequences that contain each token.
     """
 
     ids_T: Tensor
@@ -135,16 +135,19 @@ class PackedRow:
 
 
 def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device, whole: bool = False) -> PackedRow:
-    """One row of all groups, on `device`: for each group its prefix, then what each of its sequences adds to it.
+    """Return one row of all groups on `device`: each group's prefix, then the remaining tokens of its sequences.
 
-    With `whole` the tokens stay that nothing attends to: the length of a sequence may matter where they do not.
+    `whole` keeps the tokens that nothing attends to, for models whose results depend on the length of a sequence.
     """
     segments: list[PrefixSegment] = []
     ids, positions, sequences, predictors, targets, counts = [], [], [], [], [], []
     end = 0  # of the row so far
     for group in groups:
-        predicted = [_predicted(sequence) for sequence in group]
-        runs = [sequence.ids_T[: None if whole else _needed(p)] for sequence, p in zip(group, predicted, strict=True)]
+        predicted = [_target_indices(sequence) for sequence in group]
+        runs = [
+            sequence.ids_T[: None if whole else _run_length(indices)]
+            for sequence, indices in zip(group, predicted, strict=True)
+        ]
         shared = common_prefix(runs)
         prefix, prefix_start = (len(segments) if shared else None), end
         if shared:
@@ -153,38 +156,38 @@ def build_row(groups: Sequence[Sequence[TokenSequence]], device: torch.device, w
             positions.append(torch.arange(shared))
             sequences.append(torch.full((shared,), len(group)))
             end += shared
-        for sequence, run, places in zip(group, runs, predicted, strict=True):
-            before = places - 1  # each is predicted by the token before it, in the prefix or in its own segment
+        for sequence, run, indices in zip(group, runs, predicted, strict=True):
+            before = indices - 1  # the token before a target predicts it, in the prefix or in the same segment
             predictors.append(torch.where(before < shared, prefix_start + before, end - shared + before))
-            targets.append(sequence.ids_T[places])
-            counts.append(len(places))
+            targets.append(sequence.ids_T[indices])
+            counts.append(len(indices))
             if len(run) > shared:
                 segments.append(PrefixSegment(end, len(run) - shared, prefix))
                 ids.append(run[shared:])
                 positions.append(torch.arange(shared, len(run)))
                 sequences.append(torch.ones(len(run) - shared, dtype=torch.int64))
                 end += len(run) - shared
-    of_tokens = (torch.cat(parts) for parts in (ids, positions, sequences, predictors, targets))
-    ids_T, positions_T, sequences_T, predictors_N, targets_N = (to_device(tensor, device) for tensor in of_tokens)
+    tensors = (torch.cat(parts) for parts in (ids, positions, sequences, predictors, targets))
+    ids_T, positions_T, sequences_T, predictors_N, targets_N = (to_device(tensor, device) for tensor in tensors)
     counts_S, plan = to_device(torch.tensor(counts), device), PackedAttentionPlan(tuple(segments), device)
     return PackedRow(ids_T, positions_T, sequences_T, plan, predictors_N, targets_N, counts_S)
 
 
 def common_prefix(runs: Sequence[Tensor]) -> int:
-    """How many tokens all of `runs` begin with."""
+    """Return the length of the common beginning of all `runs`."""
     shortest = min(len(run) for run in runs)
     same = torch.stack([run[:shortest] for run in runs]).eq(runs[0][:shortest]).all(dim=0)
     return int(same.long().cumprod(0).sum())
 
 
-def _predicted(sequence: TokenSequence) -> Tensor:
-    """The places of the response tokens; nothing predicts the first token of a sequence."""
-    places = sequence.mask_T.bool().nonzero()[:, 0]
-    return places[places > 0]
+def _target_indices(sequence: TokenSequence) -> Tensor:
+    """Return the indices of the response tokens, except index 0: nothing predicts the first token."""
+    indices = sequence.mask_T.bool().nonzero()[:, 0]
+    return indices[indices > 0]
 
 
-def _needed(predicted: Tensor) -> int:
-    """Tokens up to the one that predicts the last response token; at least one."""
+def _run_length(predicted: Tensor) -> int:
+    """Return the number of tokens up to the predictor of the last response token; at least one."""
     return int(predicted[-1]) if len(predicted) else 1
 
 

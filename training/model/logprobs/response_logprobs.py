@@ -1,17 +1,17 @@
-"""Log-probabilities of responses under a model: the one place where a model's forward pass is called.
+"""Log-probs of responses under a model. Only this module calls a model's forward pass.
 
 Legend: S sequences, N response tokens of all sequences together, T tokens of a row, H hidden size.
 
-    collate     sequences become one row without padding, in which a shared prompt appears once         (shared_prefix.py)
-    run         the model's body over the row, each response attending to its prompt and itself         (packed_attention.py)
-    select      the hidden states that predict a response token: only these go through the head
+    collate     sequences become one row without padding; a shared prompt appears once                  (shared_prefix.py)
+    run         the model's body over the row; each response attends to its prompt and itself           (packed_attention.py)
+    select      the hidden states that predict a response token; only these go through the head
     score       head and log-softmax, the vocabulary in tiles                                           (logprob_tiles.py)
 
-A mixture of experts also reports how it routed the row's tokens, if it is asked to (expert_routing.py).
+On request a mixture of experts also returns its routing of the row's tokens (expert_routing.py).
 
-Policy and reference, training and evaluation all come through here, so that in a reward, a difference of two log-probs,
-systematic errors cancel. A model that cannot share prefixes runs each sequence in a row of its own, with its usual
-attention: slower, with the same result.
+Policy and reference, training and evaluation all use this code. So systematic errors cancel in a reward, the difference of
+two log-probs. A model that cannot share prefixes runs each sequence in a row of its own, with its usual attention. This is
+slower and gives the same result.
 """
 
 from collections.abc import Sequence
@@ -40,10 +40,10 @@ _HOOKED = "_pedigree_tokens"
 
 @dataclass(frozen=True)
 class LogProbs:
-    """`tokens_N`: the log-prob in nats of every response token, sequence after sequence; `counts_S`: how many each has.
+    """`tokens_N`: the log-prob in nats of each response token, sequence after sequence; `counts_S`: tokens per sequence.
 
-    `collisions_N`, if asked for: the logarithm of the sum of squared probabilities of the vocabulary in the token's place.
-    `routing`, if asked for: that of all tokens that were run.
+    On request, `collisions_N`: the logarithm of the sum of squared probabilities over the vocabulary, for each token; and
+    `routing`: the routing of all tokens that ran.
     """
 
     tokens_N: Tensor
@@ -53,35 +53,35 @@ class LogProbs:
 
     @property
     def sums_S(self) -> Tensor:
-        """Summed log-probs, a sequence each, differentiable, in float64: the sum of 100 tokens in float32 is 1e-4 off."""
-        return self._summed(self.tokens_N.double())
+        """Return the sum of each sequence, differentiable, in float64: a float32 sum of 100 tokens is off by 1e-4."""
+        return self._sum_by_sequence(self.tokens_N.double())
 
     def tails_S(self, starts_S: Tensor) -> Tensor:
-        """The part of each sum that belongs to the response's tokens number `starts_S[s]`, counted from 0, and after."""
+        """Return the sum of each response's tokens from number `starts_S[s]` on, counted from 0."""
         begins_S = self.counts_S.cumsum(0) - self.counts_S
         numbers_N = torch.arange(len(self.tokens_N), device=self.tokens_N.device) - begins_S[self._owners_N]
-        return self._summed(self.tokens_N.double() * (numbers_N >= starts_S[self._owners_N]))
+        return self._sum_by_sequence(self.tokens_N.double() * (numbers_N >= starts_S[self._owners_N]))
 
     @property
     def typicality_S(self) -> Tensor:
-        """exp of the mean of log-prob minus collision: 1 where the model's own samples are as probable; no gradient."""
-        assert self.collisions_N is not None, "collisions were not asked for"
+        """Return exp of the mean of log-prob minus collision, without gradient: 1 for a response as typical as samples."""
+        assert self.collisions_N is not None, "requires collisions"
         excess_N = (self.tokens_N.detach() - self.collisions_N).double()
-        return (self._summed(excess_N) / self.counts_S.clamp(min=1)).exp()
+        return (self._sum_by_sequence(excess_N) / self.counts_S.clamp(min=1)).exp()
 
     @cached_property
     def _owners_N(self) -> Tensor:
         owners_S = torch.arange(len(self.counts_S), device=self.tokens_N.device)
         return torch.repeat_interleave(owners_S, self.counts_S, output_size=len(self.tokens_N))
 
-    def _summed(self, values_N: Tensor) -> Tensor:
+    def _sum_by_sequence(self, values_N: Tensor) -> Tensor:
         zeros_S = torch.zeros(len(self.counts_S), dtype=torch.float64, device=values_N.device)
         return zeros_S.index_add(0, self._owners_N, values_N)
 
 
 @dataclass(frozen=True)
 class CollatedRows:
-    """Sequences on the device of their model: all in one row, `sharing` their prefixes, or each in a row of its own."""
+    """Sequences on their model's device: all in one row if `sharing` prefixes, else one row each."""
 
     rows: list[PackedRow]
     sharing: bool
@@ -93,20 +93,20 @@ def response_logprobs(
     sizes: Sequence[int] | None = None,
     routing: bool = False,
 ) -> LogProbs:
-    """Log-probs of the response tokens of `sequences`, in their order; gradients flow unless they are switched off."""
+    """Return the log-probs of the response tokens of `sequences`, in their order, differentiable."""
     return logprobs_of(model, collate(model, sequences, sizes), routing=routing)
 
 
 def collate(
     model: PreTrainedModel, sequences: Sequence[TokenSequence], sizes: Sequence[int] | None = None
 ) -> CollatedRows:
-    """Lay `sequences` out for a pass of `model` in its present mode, on its device.
+    """Lay out `sequences` for a pass of `model` in its current mode, on its device.
 
-    `sizes` are those of the groups of consecutive sequences that share a prompt; by default each is alone. What a group really
-    has in common is found by comparing tokens, so a wrong group costs time and is not an error.
+    `sizes`: sizes of the groups of consecutive sequences with the same prompt; by default 1 each. The shared prefix is found
+    by comparing tokens, so a wrong group costs only time.
 
-    Raises ModelError for a sequence that is too long for `dynamic` rotary positions: beyond those of training, transformers
-    lets them depend on the rows that were run before.
+    Raise ModelError for a sequence too long for `dynamic` rotary positions: beyond the trained length, transformers makes
+    them depend on earlier rows.
     """
     device = next(model.parameters()).device
     sharing = why_not_shared(model, model.training) is None
@@ -122,32 +122,33 @@ def collate(
 def _check_length(limit: int, sequences: Sequence[TokenSequence]) -> None:
     if (longest := max((len(sequence.ids_T) for sequence in sequences), default=0)) > limit:
         raise ModelError(
-            f"a sequence has {longest:,} tokens, and the model's dynamic rotary positions were trained for {limit:,}: "
-            f"what transformers computes of longer ones depends on those before; set `tokenization.max_length: {limit}`"
+            f"a sequence has {longest:,} tokens, but the model's dynamic rotary positions are exact only up to {limit:,}: "
+            f"set `tokenization.max_length: {limit}`",
+            "sequence-too-long",
         )
 
 
 def logprobs_of(
     model: PreTrainedModel, collated: CollatedRows, collisions: bool = False, routing: bool = False
 ) -> LogProbs:
-    """The log-probs of sequences that were collated for `model`."""
-    run = getattr(model, _HOOKED, partial(_tokens, model))
+    """Return the log-probs of sequences collated for `model`."""
+    run = getattr(model, _HOOKED, partial(_score_tokens, model))
     tokens_N, collisions_N, routed = run(collated.rows, collated.sharing, collisions, routing)
     return LogProbs(tokens_N, torch.cat([row.counts_S for row in collated.rows]), collisions_N, routed)
 
 
 def register_fsdp_forward(model: PreTrainedModel, group: Group) -> None:
-    """Register the pass with FSDP, which wraps `model`, as one of its forward passes: FSDP gathers weights for those alone."""
-    setattr(model, _HOOKED, partial(_tokens, model, lockstep=group))
+    """Register the pass of a sharded `model` as a forward method: FSDP gathers weights only for these."""
+    setattr(model, _HOOKED, partial(_score_tokens, model, lockstep=group))
     register_fsdp_forward_method(model, _HOOKED)
 
 
 def is_collective(model: PreTrainedModel) -> bool:
-    """Whether the weights of `model` are sharded: then every pass is collective, and all ranks must run the same number."""
+    """Return whether the weights of `model` are sharded. Then all ranks must run the same number of passes."""
     return hasattr(model, _HOOKED)
 
 
-def _tokens(
+def _score_tokens(
     model: PreTrainedModel,
     rows: Sequence[PackedRow],
     sharing: bool,
@@ -155,26 +156,26 @@ def _tokens(
     routing: bool,
     lockstep: Group | None = None,
 ) -> tuple[Tensor, Tensor | None, Routing | None]:
-    """The log-prob of each response token; its collision and the routing if asked for: all of the pass that reads weights.
+    """Return each response token's log-prob, its collision and the routing on request. All reads of weights are in here.
 
-    In `lockstep` all ranks run the same number of rows: one with fewer runs its first again, and discards the result.
+    With `lockstep` all ranks run the same number of rows. A rank with fewer repeats its first row and discards the result.
     """
-    missing = 0 if sharing or lockstep is None else _most(len(rows), lockstep) - len(rows)
-    parts = [_body(model, row, sharing, routing) for row in rows]
-    discarded = [_body(model, rows[0], sharing, routing)[0][:0] for _ in range(missing)]
+    missing = 0 if sharing or lockstep is None else _max_over_ranks(len(rows), lockstep) - len(rows)
+    parts = [_run_body(model, row, sharing, routing) for row in rows]
+    discarded = [_run_body(model, rows[0], sharing, routing)[0][:0] for _ in range(missing)]
     targets_N, head = torch.cat([row.targets_N for row in rows]), head_of(model)
     hidden_NH = torch.cat([hidden_NH for hidden_NH, _ in parts] + discarded)
-    hidden_NH = hidden_NH.to(head.weight_VH.dtype)  # mamba's are float32; its own head rounds them too
-    routed = total([of_row for _, of_row in parts if of_row is not None]) if routing else None
+    hidden_NH = hidden_NH.to(head.weight_VH.dtype)  # mamba's hidden states are float32; its own head rounds them too
+    routed = total([row_routing for _, row_routing in parts if row_routing is not None]) if routing else None
     return *token_logprobs(hidden_NH, targets_N, head, collisions), routed
 
 
-def _most(count: int, group: Group) -> int:
+def _max_over_ranks(count: int, group: Group) -> int:
     return int(group.gather_rows(torch.tensor([count], device=group.device)).max())
 
 
-def _body(model: PreTrainedModel, row: PackedRow, sharing: bool, routing: bool) -> tuple[Tensor, Routing | None]:
-    """The hidden states that predict response tokens, N x H, of the model without its head; the row's routing if asked for."""
+def _run_body(model: PreTrainedModel, row: PackedRow, sharing: bool, routing: bool) -> tuple[Tensor, Routing | None]:
+    """Return the body's hidden states that predict response tokens, N x H, and the row's routing on request."""
     inputs: dict[str, Any] = {"input_ids": row.ids_T[None], "position_ids": row.positions_T[None], "use_cache": False}
     if routing:
         inputs["output_router_logits"] = True

@@ -1,12 +1,12 @@
-"""The self-check: before a job relies on them, a model's log-probs must be those of plain transformers.
+"""The self-check: at the start of a job, a model's log-probs must equal those of plain transformers.
 
-Two tiny groups of random tokens go through `response_logprobs` and, one sequence at a time, through the model's own
-forward pass and a log-softmax of all its logits. What a new architecture or a new version of a library changes in the
-head, the positions or the attention shows here, in a fraction of a second, and not in a wrong policy.
+Two tiny groups of random tokens go through `response_logprobs`, and one sequence at a time through the model's own forward
+pass and a log-softmax of all logits. If a new architecture or library version changes the head, the positions or the
+attention, the job fails within a fraction of a second.
 
-The two differ by rounding: a root mean square of 0.001 nats a token is allowed in float32. In bfloat16 it is 0.5, since real
-weights spread what is rounded far more than random ones: in SmolLM2-135M-Instruct the two differed by 0.085, and by up to 0.13
-where the sums of one were taken in another order, as kernels of a GPU take them.
+Rounding may cause a root mean square difference of 0.001 nats per token in float32, and of 0.5 in bfloat16: real weights
+amplify rounding errors far more than random ones. For SmolLM2-135M-Instruct in bfloat16 we measured 0.085, and up to 0.13
+with sums in another order, as in kernels of a GPU.
 """
 
 import torch
@@ -28,36 +28,38 @@ LONGEST = max(prompt + max(responses) for prompt, responses in _GROUPS)
 def check_exact(
     model: PreTrainedModel, events: EventWriter, dtype: torch.dtype | None = None, training: bool = False
 ) -> None:
-    """Raise ModelError unless the log-probs of `model` are exact; say so if it cannot share prompts among responses.
+    """Raise ModelError unless the log-probs of `model` are exact. Write a note if it cannot share prompts.
 
-    `dtype`: in which it computes, if not that of its weights. `training`: whether the model will also run in training mode,
-    in which some models cannot share prompts.
+    `dtype`: the dtype of its computations, by default of its weights. `training`: whether it will also run in training mode:
+    some models cannot share prompts then.
     """
     if reason := why_not_shared(model, training):
-        events.note(f"each sequence is run in a row of its own, so every prompt more than once: {reason}")
+        events.note(f"each sequence runs in a row of its own, without sharing its prompt: {reason}")
     sequences, sizes = tiny_groups(text_config(model).vocab_size)
     mode = model.training
     with torch.no_grad():
         model.eval()
-        found_N = response_logprobs(model, sequences, sizes).tokens_N
-        plain_N = torch.cat([_plain(model, sequence) for sequence in sequences])
+        logprobs_N = response_logprobs(model, sequences, sizes).tokens_N
+        expected_N = torch.cat([_plain_logprobs(model, sequence) for sequence in sequences])
     model.train(mode)
-    error = float((found_N - plain_N).square().mean().sqrt())
+    error = float((logprobs_N - expected_N).square().mean().sqrt())
     dtype = dtype or model.dtype
     allowed = _RMS_NATS[dtype]
-    if bool(plain_N.isfinite().all()) and not error <= allowed:  # a job that meets NaN in real data can name the rows
+    # With NaN in the expected log-probs the job goes on: it meets NaN in real data too, and can name the rows.
+    if bool(expected_N.isfinite().all()) and not error <= allowed:
         raise ModelError(
-            f"the log-probs of {architecture(model)} ({model.config.model_type}) differ from those of its own forward "
-            f"pass by {error:.3g} nats a token, expected at most {allowed:g} in {dtype}: from {found_N[0]:.4f} and "
-            f"{plain_N[0]:.4f} in the first one. This model's head or attention is not what its config says: use another "
-            f"base model, or the version of transformers this program was tested with"
+            f"the log-probs of {architecture(model)} ({model.config.model_type}) differ from its own forward pass by "
+            f"{error:.3g} nats per token, expected at most {allowed:g} in {dtype} (first token: {logprobs_N[0]:.4f}, own "
+            f"pass {expected_N[0]:.4f}). The model's head or attention does not match its config: use another base model, "
+            "or the tested version of transformers",
+            "self-check",
         )
 
 
 def tiny_groups(vocabulary: int, times: int = 1) -> tuple[list[TokenSequence], list[int]]:
-    """Sequences of random tokens, and how many consecutive ones share each prompt; the same ones every time.
+    """Return fixed sequences of random tokens, and the numbers of consecutive sequences with the same prompt.
 
-    Each is `times` as long as it need be; the longest then has `times * LONGEST` tokens.
+    `times` multiplies all lengths: the longest sequence has `times * LONGEST` tokens.
     """
     random = torch.Generator().manual_seed(0)
     sequences = []
@@ -70,7 +72,7 @@ def tiny_groups(vocabulary: int, times: int = 1) -> tuple[list[TokenSequence], l
     return sequences, [len(responses) for _, responses in _GROUPS]
 
 
-def _plain(model: PreTrainedModel, sequence: TokenSequence) -> Tensor:
+def _plain_logprobs(model: PreTrainedModel, sequence: TokenSequence) -> Tensor:
     ids_T, mask_T = sequence.ids_T.to(model.device), sequence.mask_T.to(model.device)
     logits_TV = model(input_ids=ids_T[None], use_cache=False).logits[0, :-1].float()
     return logits_TV.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0][mask_T[1:]]
