@@ -1,1 +1,1 @@
-"""Log-probs of pairs without gradients, and checks of them."""
+"""Scoring: log-probs without gradients, and checks of them."""

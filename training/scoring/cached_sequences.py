@@ -1,10 +1,10 @@
-"""Scoring the sequences that the memo lacks, each distinct one once, divided among the ranks.
+"""Score the sequences that the log-prob cache lacks, divided among the ranks.
 
-Pairs share responses and data sets share pairs, so the work is over distinct sequences, by their keys. The missing ones are
-cut into batches, all responses to a prompt together, and the ranks take turns at the batches: disjoint parts of nearly
-equal cost. Each rank commits shards of its own every half minute, so a killed pass loses no more than that.
+Pairs share responses and data sets share pairs, so each distinct sequence is scored once, by its key. A batch holds all
+responses to a prompt. The ranks take the batches in turn, so their parts are disjoint and cost nearly the same. Each rank
+commits its own shards every half minute, so a killed job loses no more than that.
 
-Legend: P pairs, S distinct sequences, M missing ones.
+Legend: P pairs, S distinct sequences, M missing ones, K bytes of a key.
 """
 
 import time
@@ -34,8 +34,8 @@ _COMMIT_TOKENS = 1 << 24  # 64 MiB of log-probs
 class DistinctSequences:
     """The distinct sequences of all pairs, in the order of their keys.
 
-    The 2P responses have places: the chosen ones of all pairs, then the rejected ones. `first_S` is the first place of each
-    sequence, `sequence_2P` the sequence at each place.
+    The 2P responses have places: first the chosen responses of all pairs, then the rejected ones. `first_S` is the first place
+    of each sequence, `sequence_2P` the sequence at each place.
     """
 
     pairs: Pairs
@@ -47,8 +47,8 @@ class DistinctSequences:
     @classmethod
     def of(cls, pairs: Pairs) -> "DistinctSequences":
         keys_2PK = np.concatenate([pairs.keys(side) for side in SIDES])
-        whole_2P = keys_2PK.view(np.dtype((np.void, KEY_BYTES)))[:, 0]  # one comparison a key, not one a byte
-        _, first_S, sequence_2P = np.unique(whole_2P, return_index=True, return_inverse=True)
+        keys_2P = keys_2PK.view(np.dtype((np.void, KEY_BYTES)))[:, 0]  # one comparison per key, not per byte
+        _, first_S, sequence_2P = np.unique(keys_2P, return_index=True, return_inverse=True)
         lengths_2P = np.concatenate([pairs.lengths(side) for side in SIDES])
         return cls(pairs, keys_2PK[first_S], lengths_2P[first_S], first_S, sequence_2P)
 
@@ -56,7 +56,7 @@ class DistinctSequences:
         return len(self.keys_SK)
 
     def where(self, sequence: int) -> tuple[int, Side]:
-        """The first pair that has this sequence, and on which side."""
+        """Return the first pair with this sequence, and its side."""
         side, pair = divmod(int(self.first_S[sequence]), len(self.pairs))
         return pair, SIDES[side]
 
@@ -64,7 +64,7 @@ class DistinctSequences:
         return self.pairs.sequence(*self.where(sequence))
 
     def prompts(self, some_M: npt.NDArray[np.int64]) -> Prompts:
-        """The prompt of each of these sequences, from the first pair that has it."""
+        """Return the prompt of each of these sequences, from its first pair."""
         pairs_M = self.first_S[some_M] % len(self.pairs)
         return Prompts(self.pairs.prompt_numbers(pairs_M), self.pairs.prompt_lengths[pairs_M].astype(np.int64))
 
@@ -75,12 +75,12 @@ class DistinctSequences:
 
 @dataclass
 class _Shards:
-    """Collects scores, and adds them to the memo as a shard once there are many, or some time has passed.
+    """Collects scores and commits them to the cache as a shard, after many tokens or `COMMIT_SECONDS`.
 
-    A shard stays for good, so what was scored is first compared with what was hashed.
+    A shard is permanent, so each commit first checks that the input files are unchanged.
     """
 
-    memo: LogprobCache
+    cache: LogprobCache
     _keys: list[npt.NDArray[np.uint8]] = field(default_factory=list)
     _scores: list[LogProbs] = field(default_factory=list)
     _tokens: int = 0
@@ -98,7 +98,7 @@ class _Shards:
             check_inputs_unchanged()
             counts_S = torch.cat([scores.counts_S for scores in self._scores]).numpy().astype(np.int32)
             tokens_N = torch.cat([scores.tokens_N for scores in self._scores]).numpy()
-            self.memo.add(np.concatenate(self._keys), counts_S, tokens_N)
+            self.cache.add(np.concatenate(self._keys), counts_S, tokens_N)
         self._keys, self._scores, self._tokens, self._committed = [], [], 0, time.monotonic()
 
 
@@ -106,15 +106,18 @@ def score_missing(
     model: PreTrainedModel,
     sequences: DistinctSequences,
     missing_M: npt.NDArray[np.int64],
-    memo: LogprobCache,
+    cache: LogprobCache,
     group: Group,
     events: EventWriter,
 ) -> None:
-    """Score this rank's part of `missing_M` into the memo, and wait for the others. Raises TrainingError."""
-    found = shared_batches(sequences.lengths_S[missing_M], sequences.prompts(missing_M))
-    batches = [Batch(missing_M[batch.positions], batch.sizes) for batch in found]
+    """Score this rank's part of `missing_M` into the cache, and wait for the other ranks.
+
+    Raises TrainingError for a non-finite log-prob.
+    """
+    batches_of_M = shared_batches(sequences.lengths_S[missing_M], sequences.prompts(missing_M))
+    batches = [Batch(missing_M[batch.positions], batch.sizes) for batch in batches_of_M]
     progress = Progress(events, int(sequences.lengths_S[missing_M].sum()), "tokens")
-    shards = _Shards(memo)
+    shards = _Shards(cache)
     for scored in score_in_rounds(model, batches, sequences.read, group):
         if scored.own is not None:
             batch, scores = scored.own
@@ -130,6 +133,7 @@ def _check_finite_scores(scores: LogProbs, batch: npt.NDArray[np.int64], sequenc
     if bad_N.any():
         sequence = int(np.repeat(batch, scores.counts_S.numpy())[bad_N][0])
         raise TrainingError(
-            f"the reference model gives {int(bad_N.sum())} tokens of {len(bad_N)} a log-prob that is not finite, first "
-            f"in {sequences.name(sequence)}; its weights are broken or `reference.dtype` is too narrow: try float32"
+            f"the reference model gives non-finite log-probs to {int(bad_N.sum())} of {len(bad_N)} tokens, first in "
+            f"{sequences.name(sequence)}; check its weights, or set `reference.dtype: float32`",
+            "non-finite-logprob",
         )

@@ -1,10 +1,9 @@
-"""The reference's log-probs beyond the common length of each pair: a loss with `ld_alpha` needs them besides the sums.
+"""Tails: the reference log-probs of the tokens after the common length of a pair's responses, for losses with `ld_alpha`.
 
-They are sums over some of a response's tokens. The table has sums over all tokens only, since no other option needs more;
-single tokens are in the memo. The memo is a cache: sequences that it lacks (collected, broken, or scored by another
-version) are scored again.
+The table has sums over all tokens only, because no other option needs more. Single tokens are in the log-prob cache. Sequences
+that the cache lacks (removed, corrupt, or scored by another version) are scored again.
 
-Legend: P pairs, V those asked for. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
+Legend: P pairs, V selected pairs, K bytes of a key. The 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
 
 import gc
@@ -34,16 +33,16 @@ Floats = npt.NDArray[np.float64]
 def read_table(
     job: Job, pairs: Pairs, positions_V: npt.NDArray[np.int64], loss: Loss, group: Group, events: EventWriter
 ) -> LogProbTable:
-    """The table that `job` was given; if `loss` needs them, with `tails_P2` of the pairs at `positions_V`, NaN elsewhere.
+    """Return the job's table of reference log-probs.
 
-    Raises TrainingError.
+    If `loss` needs tails, the table has `tails_P2` for the pairs at `positions_V`, and NaN for the others. Raises TrainingError.
     """
     table = LogProbTable.read(job.inputs["reference_logprobs"].folder, len(pairs))
     if not loss.needs_token_logprobs:
         return table
     weights = job.inputs["reference_model"]
-    memo = LogprobCache(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
-    tails = _Tails(memo, table, pairs, positions_V, group)
+    cache = LogprobCache(Store(job.store), scoring_rule(weights.fingerprint, table.dtype), events.note)
+    tails = _Tails(cache, table, pairs, positions_V, group)
     tails_2V = tails.read()
     if len(missing := np.flatnonzero(np.isnan(tails_2V))):
         tails.score(missing, InferenceModelSpec(weights, table.dtype), job.compute.parallel, events)
@@ -51,7 +50,8 @@ def read_table(
     if not np.isfinite(tails_2V).all():
         raise TrainingError(
             f"{int(np.isnan(tails_2V).sum())} of {len(tails_2V)} responses have no log-probs of single tokens after "
-            f"scoring, which `training.loss.ld_alpha` needs; the store lost shards meanwhile: run again"
+            "scoring, and `training.loss.ld_alpha` needs them; the store lost cache shards during the job: run again",
+            "cache-shards-lost",
         )
     tails_P2 = np.full((len(pairs), len(SIDES)), np.nan)
     tails_P2[positions_V] = by_pair(tails_2V)
@@ -60,33 +60,33 @@ def read_table(
 
 @dataclass(frozen=True)
 class _Tails:
-    """The tails of the 2V responses at `positions_V`, in the memo."""
+    """The tails of the 2V responses at `positions_V`, in the log-prob cache."""
 
-    memo: LogprobCache
+    cache: LogprobCache
     table: LogProbTable
     pairs: Pairs
     positions_V: npt.NDArray[np.int64]
     group: Group
 
     def read(self) -> Floats:
-        """What the memo has, the same on every rank: rank 0 alone reads the shards (and sets broken ones aside)."""
+        """Return the cached tails, the same on every rank. Only rank 0 reads the shards and sets corrupt ones aside."""
         tails_2V = torch.zeros(2 * len(self.positions_V), dtype=torch.float64)
         if self.group.is_main:
             keys_2VK = np.concatenate([self.pairs.keys(side)[self.positions_V] for side in SIDES])
             common_V = self.table.tokens_P2[self.positions_V].min(axis=1).astype(np.int64)
-            tails_2V = torch.from_numpy(self.memo.tail_sums(keys_2VK, np.tile(common_V, 2)))
-        found: Floats = self.group.broadcast_(tails_2V.to(self.group.device)).cpu().numpy()
-        return found
+            tails_2V = torch.from_numpy(self.cache.tail_sums(keys_2VK, np.tile(common_V, 2)))
+        result: Floats = self.group.broadcast_(tails_2V.to(self.group.device)).cpu().numpy()
+        return result
 
     def score(
         self, missing: npt.NDArray[np.int64], frozen: InferenceModelSpec, parallel: Parallel, events: EventWriter
     ) -> None:
-        """Score the sequences at these of the 2V places into the memo; the reference model is freed afterwards."""
-        side, at = np.divmod(missing, len(self.positions_V))
+        """Score the sequences at the `missing` of the 2V places into the cache. Free the reference model afterwards."""
+        side, index_V = np.divmod(missing, len(self.positions_V))
         sequences = DistinctSequences.of(self.pairs)
-        wanted = np.unique(sequences.sequence_2P[side * len(self.pairs) + self.positions_V[at]])
-        events.note(f"the memo no longer knows the tokens of {len(wanted):,} sequences: scoring them again")
+        missing_M = np.unique(sequences.sequence_2P[side * len(self.pairs) + self.positions_V[index_V]])
+        events.note(f"the log-prob cache lacks the tokens of {len(missing_M):,} sequences: scoring them again")
         model = load_frozen(frozen, parallel, self.group, events)
-        score_missing(model, sequences, wanted, self.memo, self.group, events)
+        score_missing(model, sequences, missing_M, self.cache, self.group, events)
         del model
-        gc.collect()  # its parts form cycles, and the next model needs the memory
+        gc.collect()  # the model is in reference cycles, and the next one needs the memory

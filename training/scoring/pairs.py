@@ -1,11 +1,10 @@
-"""Scoring pairs with a policy, without gradients: log-probs, loss and rewards of each pair, and their means.
+"""Score pairs with a policy, without gradients: log-probs, loss and rewards of each pair, and their means.
 
-It serves the evaluation of held-out pairs, the proof of step 0, and `pedigree verify`. The pairs are one batch: a loss that
-couples pairs couples all of them, and bco_pair subtracts their own mean reward. So the outcome is a function of policy, table
-and pairs, not of the training that led there. Weights of pairs (WPO) are left out: they depend on the policy, which could
-lower a weighted loss by making its responses improbable.
+The evaluation, the reference check and `pedigree verify` use it. All pairs form one batch: a loss that couples pairs couples
+all of them, and bco_pair subtracts their mean reward. So the result depends on policy, table and pairs only, not on the history
+of the training. Weights of pairs (WPO) are left out: a policy could lower a weighted loss by making its responses improbable.
 
-Legend: V pairs. Their 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
+Legend: V pairs, S sequences of a batch. The 2V responses have places: the chosen ones 0..V-1, then the rejected ones.
 """
 
 from collections.abc import Mapping
@@ -48,13 +47,13 @@ class ScoredPairs:
     def metrics(self) -> dict[str, float]:
         columns = self.outcome.metrics(self.logprobs.policy_B2)
         means = {f"eval/{name}": float(values_B.mean()) for name, values_B in columns.items()}
-        by_length = {f"eval/accuracies/{name}": found.share for name, found in self.accuracy_by_length().items()}
-        found = self.accuracy()
-        prompts = {"eval/prompts": found.prompts} if found.prompts < found.pairs else {}
-        return means | by_length | {"eval/pairs": found.pairs} | prompts
+        by_length = {f"eval/accuracies/{name}": value.share for name, value in self.accuracy_by_length().items()}
+        overall = self.accuracy()
+        prompts = {"eval/prompts": overall.prompts} if overall.prompts < overall.pairs else {}
+        return means | by_length | {"eval/pairs": overall.pairs} | prompts
 
     def metrics_of(self, kind_V: Tensor) -> dict[str, float]:
-        """Means over the pairs of a kind, and their number. Their losses stay what they are in the batch of all."""
+        """Return the means over the pairs of a kind, and their number. The losses are those in the batch of all pairs."""
         outcome, accuracy = self.outcome, self.accuracy_of(kind_V)
         return {
             "pairs": accuracy.pairs,
@@ -70,10 +69,10 @@ class ScoredPairs:
         return accuracy(self.outcome.accuracies_B[kind_V].bool().numpy(), self._prompts_V[kind_V.numpy()])
 
     def accuracy_by_length(self) -> dict[str, Accuracy]:
-        """The accuracy where the chosen response has more tokens, fewer, or as many; kinds without a pair are left out.
+        """Return the accuracy of pairs whose chosen response has more, fewer or as many tokens. Omit empty kinds.
 
-        A policy that took length for preference is right in the first and wrong in the second (Park et al. 2024,
-        "Disentangling Length from Quality in Direct Preference Optimization").
+        A policy that learned only length is right in the first kind and wrong in the second (Park et al. 2024, "Disentangling
+        Length from Quality in Direct Preference Optimization").
         """
         chosen_B, rejected_B = self.logprobs.tokens_B2.unbind(dim=1)
         kinds = {
@@ -84,7 +83,7 @@ class ScoredPairs:
         return {name: self.accuracy_of(kind_B) for name, kind_B in kinds.items() if kind_B.any()}
 
     def columns(self) -> dict[str, list[Any]]:
-        """A row a pair, for a comparison with another policy on the same pairs."""
+        """Return one row per pair, to compare with another policy on the same pairs."""
         numbers: Mapping[str, Tensor] = {
             "loss": self.outcome.losses_B,
             "reward_chosen": self.outcome.rewards_B2[:, 0],
@@ -95,7 +94,7 @@ class ScoredPairs:
             "reference_chosen_logprob": self.logprobs.reference_B2[:, 0],
             "reference_rejected_logprob": self.logprobs.reference_B2[:, 1],
         }
-        tokens = {f"{side}_tokens": self.logprobs.tokens_B2[:, at].tolist() for at, side in enumerate(SIDES)}
+        tokens = {f"{side}_tokens": self.logprobs.tokens_B2[:, column].tolist() for column, side in enumerate(SIDES)}
         keys = {f"{side}_key": [k.tobytes().hex() for k in self.pairs.keys(side)[self.positions_V]] for side in SIDES}
         rows = {"row": self.pairs.rows[self.positions_V].tolist()}
         return rows | keys | tokens | {name: values.tolist() for name, values in numbers.items()}
@@ -110,9 +109,9 @@ def score_pairs(
     group: Group,
     events: EventWriter,
 ) -> ScoredPairs:
-    """Score the pairs at `positions_V` with the policy, every rank its part; all ranks get the whole outcome, on the CPU.
+    """Score the pairs at `positions_V` with the policy. Each rank scores a part; all ranks return all pairs, on the CPU.
 
-    Raises TrainingError for a log-prob that is not finite, CorruptArtifact where the table counted other tokens.
+    Raises TrainingError for a non-finite log-prob, CorruptArtifact if the table has other token counts.
     """
     tokens_V2 = reference.tokens_P2[positions_V]
     scores = _score_places(policy, pairs, positions_V, tokens_V2.min(axis=1), group, events)
@@ -137,17 +136,17 @@ def _score_places(
     group: Group,
     events: EventWriter,
 ) -> npt.NDArray[np.float64]:
-    """For each of the 2V places: number of response tokens, their summed log-prob, and that of the tokens after `common_V`."""
+    """Return for each of the 2V places: token count, summed log-prob, and log-prob of the tokens after `common_V`."""
     lengths_2V = np.concatenate([pairs.lengths(side)[positions_V] for side in SIDES])
-    of_prompts = (pairs.prompt_numbers(positions_V), pairs.prompt_lengths[positions_V].astype(np.int64))
-    batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in of_prompts)))
+    prompts = (pairs.prompt_numbers(positions_V), pairs.prompt_lengths[positions_V].astype(np.int64))
+    batches = shared_batches(lengths_2V, Prompts(*(np.tile(column_V, 2) for column_V in prompts)))
     progress = Progress(events, 2 * len(positions_V), "sequences")
     common_2V = torch.from_numpy(common_V).tile(2)
     rows = [torch.empty(0, 4, dtype=torch.float64)]
 
     def read(place: int) -> TokenSequence:
-        side, at = divmod(place, len(positions_V))
-        return pairs.sequence(int(positions_V[at]), SIDES[side])
+        side, index = divmod(place, len(positions_V))
+        return pairs.sequence(int(positions_V[index]), SIDES[side])
 
     for scored in score_in_rounds(policy, batches, read, group):
         if scored.own is not None:
@@ -167,11 +166,13 @@ def _check_finite_pairs(
     rows_2V = np.tile(pairs.rows[positions_V], 2)
     if len(bad := np.flatnonzero(~np.isfinite(scores[:, 1]))):
         raise TrainingError(
-            f"the policy gives {len(bad)} of {len(scores)} held-out responses a log-prob that is not finite, first one "
-            f"of row {rows_2V[bad[0]]}; its training diverged: lower training.optimizer.learning_rate"
+            f"the model gives non-finite log-probs to {len(bad)} of {len(scores)} responses, first in row "
+            f"{rows_2V[bad[0]]}; if its training diverged, lower training.optimizer.learning_rate",
+            "non-finite-logprob",
         )
     if len(bad := np.flatnonzero(scores[:, 0] != counts)):
         raise CorruptArtifact(
-            f"the reference log-prob of a response of row {rows_2V[bad[0]]} is over {counts[bad[0]]} tokens, "
-            f"its mask trains {scores[bad[0], 0]:.0f}; `pedigree rescore RECIPE` sets it aside, and the next run makes it anew"
+            f"the reference log-prob of a response of row {rows_2V[bad[0]]} is over {counts[bad[0]]} tokens, but its mask "
+            f"has {scores[bad[0], 0]:.0f}; run `pedigree rescore RECIPE` to set the table aside; the next run recomputes it",
+            "wrong-token-count",
         )
