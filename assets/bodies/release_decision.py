@@ -1,0 +1,59 @@
+"""The gate's decision about a registered version, compared with the champion."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from assets.bodies.candidate import Candidate
+from assets.comparison.champion import compared
+from assets.comparison.paired_metrics import measured, rows_by_pair
+from model_registry.gate import Decision, Measure, PairedScores, decide
+from model_registry.model_version import Version
+
+REASONS_TAG = "pedigree.reasons"
+# The specs that may differ between two versions of one policy.
+_SPECS_OF_A_POLICY = {
+    "tokenization_spec": "tokenizer or chat template",
+    "release_spec": "release spec (files of the tokenizer, generation settings or processors)",
+}
+
+
+def decide_release(candidate: Candidate, version: Version, champion: Version | None) -> Decision:
+    """Return the gate's decision about `version`."""
+    if champion is not None and champion.number == version.number:
+        return Decision(True, [version.tags.get(REASONS_TAG, "it is the champion already")], {})
+    evaluation = candidate.artifacts["evaluation"]
+    metrics, gate = evaluation.details["metrics"], candidate.context.pipeline.recipe.release.gate
+    if champion is None:
+        losses = measured(Measure.LOSS, rows_by_pair(evaluation), {})
+        decision = decide(PairedScores(Measure.LOSS, losses), metrics, gate)
+    else:
+        pairs = compared(candidate.context, evaluation, candidate.lineage["raw_preferences"], champion)
+        decision = decide(pairs, metrics, gate)
+        if version.weights == champion.weights and not decision.promote:
+            decision = replace(decision, reasons=[*decision.reasons, *_same_policy_reasons(version, champion)])
+    return _keep_rolled_back(candidate, version, decision)
+
+
+def _same_policy_reasons(version: Version, champion: Version) -> Iterator[str]:
+    """Say how to use a candidate that has the champion's policy: no held-out pair can prefer it."""
+    changed = [
+        name
+        for kind, name in _SPECS_OF_A_POLICY.items()
+        if version.fingerprint_of(kind) != champion.fingerprint_of(kind)
+    ]
+    if changed:
+        yield (
+            f"its policy is the champion's, with another {changed[0]}: to use it, point the alias champion at it in MLflow"
+        )
+
+
+def _keep_rolled_back(candidate: Candidate, version: Version, decision: Decision) -> Decision:
+    """Keep a policy that was rolled back from being promoted as another version, for example after an edit of the evaluation.
+
+    The policy is recognized by its weights.
+    """
+    earlier = candidate.registry.rolled_back(version)
+    if earlier is None:
+        return decision
+    reason = f"its policy is that of version {earlier}, which was rolled back"
+    return replace(decision, promote=False, reasons=[reason, *decision.reasons])
