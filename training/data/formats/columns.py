@@ -1,7 +1,6 @@
-"""The names that a source has for fields and roles, as its recipe maps them to ours.
+"""Map the columns and roles of a source to the fields and roles that the formats know.
 
-`data.sources[].columns` maps fields to the columns that hold them. `data.sources[].roles` maps the roles of its messages to
-ours.
+`data.sources[].columns` maps fields to the columns that hold them. `data.sources[].roles` maps the roles of messages.
 """
 
 from collections.abc import Mapping
@@ -13,68 +12,67 @@ from training.data.formats.quarantine import Row
 
 
 class ColumnMapping:
-    """Gives fields and roles the names that formats know.
-
-    Remembers which columns were there, and which fields a format asked for.
-    """
+    """Renames the columns and roles of rows. It records the columns that rows have, and the fields that a format reads."""
 
     def __init__(self, source: int, columns: Mapping[str, str | None], roles: Mapping[str, str] | None = None) -> None:
-        self._place = f"`data.sources.{source}.columns`"
+        self._setting = f"`data.sources.{source}.columns`"
         self._column_of = {field: column for field, column in columns.items() if column is not None}
         self._roles = roles or {}
         self._replaced = {*columns, *self._column_of.values()}
         self._unseen = set(self._column_of.values())
-        self._first: list[str] = []
-        self._asked: set[str] = set()
+        self._first_columns: list[str] = []
+        self._read: set[str] = set()
 
     def renamed(self, row: Row) -> Row:
-        """Return `row` with our names for fields and roles, without the fields that are in no column."""
-        named = self._with_fields(row) if self._replaced else row
-        return with_roles(named, self._roles) if self._roles else named
+        """Return `row` with mapped fields and roles, without the fields that are mapped to null."""
+        mapped = self._map_fields(row) if self._replaced else row
+        return with_roles(mapped, self._roles) if self._roles else mapped
 
-    def _with_fields(self, row: Row) -> Row:
-        self._first = self._first or list(row)
+    def _map_fields(self, row: Row) -> Row:
+        self._first_columns = self._first_columns or list(row)
         self._unseen -= row.keys()
-        others = {name: value for name, value in row.items() if name not in self._replaced}
-        return others | {field: row[column] for field, column in self._column_of.items() if column in row}
+        unmapped = {name: value for name, value in row.items() if name not in self._replaced}
+        return unmapped | {field: row[column] for field, column in self._column_of.items() if column in row}
 
     def watched(self, row: Row) -> Row:
-        """`row` renamed, for the format that reads it."""
+        """Return `row` renamed, as a mapping that records the fields that a format reads."""
         renamed = self.renamed(row)
-        return _FieldAccessRecorder(renamed, self._asked) if self._replaced else renamed
+        return _FieldAccessRecorder(renamed, self._read) if self._replaced else renamed
 
     def check_columns_seen(self, rows: str) -> None:
-        """Raises DataError for a column that no row had so far; `rows` says which rows these are."""
+        """Raise DataError if no row so far has a mapped column. `rows` names the rows in the message."""
         for field, column in self._column_of.items():
-            if column in self._unseen and self._first:
+            if column in self._unseen and self._first_columns:
                 raise DataError(
-                    f"{self._place} says that `{field}` is in the column {column!r}, and none of {rows} has one; the columns "
-                    f"of the first are {', '.join(map(repr, self._first))}"
+                    f"{self._setting} maps `{field}` to the column {column!r}, but {rows} lack it; the columns of the first "
+                    f"row are {', '.join(map(repr, self._first_columns))}",
+                    "unknown-column",
                 )
 
     def check_columns_read(self) -> None:
-        """Raises DataError for a column whose field no row was asked for, since the format reads others."""
+        """Raise DataError if the format read no mapped field, because other fields came first."""
         for field, column in self._column_of.items():
-            if field not in self._asked:
+            if field not in self._read:
                 raise DataError(
-                    f"{self._place} says that `{field}` is in the column {column!r}, but the rows were read without it, from "
-                    f"{', '.join(sorted(self._asked))}: set what stands in its way to null, as in `instruction: null`, or name "
-                    "the `format` of the source"
+                    f"{self._setting} maps `{field}` to the column {column!r}, but the format reads only "
+                    f"{', '.join(sorted(self._read))}: set the field that it reads instead to null, as in "
+                    "`instruction: null`, or set the `format` of the source",
+                    "unread-column",
                 )
 
 
 class _FieldAccessRecorder(dict[str, Any]):
-    """A row that notes which of its fields are asked for by name."""
+    """A row that records the fields that are read by name."""
 
-    def __init__(self, row: Row, asked: set[str]) -> None:
+    def __init__(self, row: Row, read: set[str]) -> None:
         super().__init__(row)
-        self._asked = asked
+        self._read = read
 
     def __getitem__(self, name: str) -> Any:
-        self._asked.add(name)
+        self._read.add(name)
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
         if name in self:
-            self._asked.add(name)
+            self._read.add(name)
         return super().get(name, default)

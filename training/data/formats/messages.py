@@ -1,8 +1,7 @@
-"""Messages and preference pairs, and the rules for every pair, whatever format it came in.
+"""Messages and preference pairs, with the rules that pairs of every format keep.
 
-A pair is one prompt (messages, the last from the user or a tool) and two different answers of the assistant. An answer is a
-message, which may be a call, or several with the results of their calls between them. A row that breaks the rules goes to
-quarantine.
+A prompt is a list of messages. The last one is from the user or a tool. The two responses differ. A response is one message of
+the assistant, or several with the results of tool calls between them. A row that breaks a rule goes to quarantine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +21,18 @@ from training.data.formats.quarantine import (
 )
 from training.data.formats.tools import calls_text
 
-# `role` and `content`; of an assistant, where given, `reasoning_content` and `tool_calls`; of a tool `tool_call_id` and `name`.
+# All messages have `role` and `content`. The assistant's may have `reasoning_content` and `tool_calls`, a tool's `tool_call_id`
+# and `name`.
 Message = dict[str, str]
 
 _ROLES: tuple[Role, ...] = get_args(Role)
 INSTRUCTING: tuple[Role, ...] = ("system", "developer")
 _MAY_BE_EMPTY, _ASKING = (*INSTRUCTING, "tool"), ("user", "tool")
 ANSWERING = ("assistant", "tool")
-_OF_RESULTS = ("tool_call_id", "name")
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names for one thing, as in transformers' chat templates
-_ONLY_OF = {"tool_call_id": "tool", **dict.fromkeys(("tool_calls", *_REASONING), "assistant")}
-# Fields of a message that change what the model would have seen: leaving them out trains on another conversation.
+_RESULT_FIELDS = ("tool_call_id", "name")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms, as in transformers' chat templates
+_ROLE_OF_FIELD = {"tool_call_id": "tool", **dict.fromkeys(("tool_calls", *_REASONING), "assistant")}
+# Fields that the model would see. Without them, it would be trained on another conversation.
 _UNSUPPORTED_FIELDS = (
     *("function_call", "function_calls", "functions"),
     *("image", "images", "video", "videos", "audio", "audios"),
@@ -44,13 +44,13 @@ class Pair:
     prompt: tuple[Message, ...]
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
-    tools: str = ""  # JSON text, as the next
-    chat_template_kwargs: str = ""
+    tools: str = ""  # JSON text
+    chat_template_kwargs: str = ""  # JSON text
 
 
 @dataclass(frozen=True)
 class MessageStyle:
-    """How a format spells a message: the names of its two fields, and of the roles; of one of these the content is calls."""
+    """The layout of a format's messages: names of the two fields and of the roles. `calling` is the role of tool calls."""
 
     role: str
     content: str
@@ -75,45 +75,47 @@ def message(role: str, content: str) -> Message:
 
 
 _ROLE_FIELDS = (OPENAI_STYLE.role, SHAREGPT_STYLE.role)
-_NOT_SAID = ("tools", "chat_template_kwargs")
+_FIELDS_WITHOUT_MESSAGES = ("tools", "chat_template_kwargs")
 
 
 def with_roles(row: Row, roles: Mapping[str, str]) -> Row:
-    """Return `row` with each role of a message that is one of `roles` replaced by the role that it stands for."""
-    return {name: value if name in _NOT_SAID else _with_roles(value, roles) for name, value in row.items()}
+    """Return `row` with the roles of its messages replaced as `roles` maps them."""
+    return {
+        name: value if name in _FIELDS_WITHOUT_MESSAGES else _map_roles(value, roles) for name, value in row.items()
+    }
 
 
-def _with_roles(value: Any, roles: Mapping[str, str]) -> Any:
-    """Return the same for a field: a message, a list of them, or an object with such a list in `messages`."""
+def _map_roles(value: Any, roles: Mapping[str, str]) -> Any:
+    """Replace the roles in a field: a message, a list of messages, or an object with such a list in `messages`."""
     if isinstance(value, list | tuple):
-        return [_renamed(item, roles) for item in value]
+        return [_map_role(item, roles) for item in value]
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list | tuple):
-        return {**value, "messages": [_renamed(item, roles) for item in value["messages"]]}
-    return _renamed(value, roles)
+        return {**value, "messages": [_map_role(item, roles) for item in value["messages"]]}
+    return _map_role(value, roles)
 
 
-def _renamed(item: Any, roles: Mapping[str, str]) -> Any:
+def _map_role(item: Any, roles: Mapping[str, str]) -> Any:
     if not isinstance(item, Mapping):
         return item
-    given = {name: item[name] for name in _ROLE_FIELDS if isinstance(item.get(name), str)}
-    return {**item, **{name: roles.get(role, role) for name, role in given.items()}}
+    present = {name: item[name] for name in _ROLE_FIELDS if isinstance(item.get(name), str)}
+    return {**item, **{name: roles.get(role, role) for name, role in present.items()}}
 
 
 def messages_of(row: Row, name: str, style: MessageStyle = OPENAI_STYLE) -> tuple[Message, ...]:
-    """The messages in a field: a list of them, or one alone."""
-    found = field_of(row, name)
-    listed = [found] if isinstance(found, Mapping) else found
-    if not isinstance(listed, Sequence) or isinstance(listed, str):
+    """Return the messages in a field, which holds a list or a single message. Raises Quarantined."""
+    value = field_of(row, name)
+    items = [value] if isinstance(value, Mapping) else value
+    if not isinstance(items, Sequence) or isinstance(items, str):
         raise Quarantined(
-            QuarantineReason.WRONG_TYPE, f"`{name}` is {type(found).__name__}, expected a list of messages"
+            QuarantineReason.WRONG_TYPE, f"`{name}` is {type(value).__name__}, expected a list of messages"
         )
-    return tuple(_message(item, f"{name}[{index}]", style) for index, item in enumerate(listed))
+    return tuple(_message(item, f"{name}[{index}]", style) for index, item in enumerate(items))
 
 
 def make_pair(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
-    """The pair, if it keeps the rules; raises Quarantined for the first it breaks."""
+    """Return the pair. Raise Quarantined for the first rule that it breaks."""
     if not prompt:
-        raise Quarantined(QuarantineReason.EMPTY_PROMPT, "the prompt has no message")
+        raise Quarantined(QuarantineReason.EMPTY_PROMPT, "the prompt has 0 messages")
     for index, turn in enumerate(prompt):
         if turn["role"] not in _MAY_BE_EMPTY and _is_empty(turn):
             raise Quarantined(
@@ -126,12 +128,12 @@ def make_pair(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Se
     _check_response(chosen, "chosen")
     _check_response(rejected, "rejected")
     if list(chosen) == list(rejected):
-        raise Quarantined(QuarantineReason.IDENTICAL, "both responses are the same text")
+        raise Quarantined(QuarantineReason.IDENTICAL, "both responses are the same")
     return Pair(tuple(prompt), tuple(chosen), tuple(rejected))
 
 
 def pair_of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]) -> Pair:
-    """Return the pair in two whole conversations, which may differ only in what follows the last question."""
+    """Return the pair in two conversations, which may differ only after the last question. Raises Quarantined."""
     if list(chosen) == list(rejected):
         raise Quarantined(QuarantineReason.IDENTICAL, "both conversations are the same")
     shared = 0
@@ -139,35 +141,36 @@ def pair_of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]
         shared += 1
     start = shared
     while start and chosen[start - 1]["role"] == "assistant":
-        start -= 1  # both say the same there, to which tools answer differently
+        start -= 1  # the same tool call in both, with different results after it
     differing = (*chosen[start:], *rejected[start:])
     if any(turn["role"] not in ANSWERING for turn in differing) or shared == min(len(chosen), len(rejected)):
         raise Quarantined(
             QuarantineReason.PROMPTS_DIFFER,
             f"the chosen conversation has {len(chosen)} messages and the rejected one {len(rejected)}; they differ after the "
-            f"first {shared}; only what follows the last question may differ",
+            f"first {shared}; only the messages after the last question may differ",
         )
     return make_pair(chosen[:start], chosen[start:], rejected[start:])
 
 
 def repeating_prompt(prompt: Sequence[Message], name: str, pair: Pair) -> Pair:
-    """Return `pair` if its prompt holds every message of `prompt`, which is in the field `name`."""
+    """Return `pair`. Raise Quarantined unless its prompt has every message of `prompt`, which is in the field `name`."""
     if any(turn not in pair.prompt for turn in prompt):
         raise Quarantined(
-            QuarantineReason.PROMPTS_DIFFER, f"`{name}` is not what the conversations in `chosen` begin with"
+            QuarantineReason.PROMPTS_DIFFER,
+            f"the conversation in `chosen` does not begin with the messages in `{name}`",
         )
     return pair
 
 
 def _check_response(response: Sequence[Message], side: str) -> None:
     if not response:
-        raise Quarantined(QuarantineReason.EMPTY_RESPONSE, f"`{side}` has no message")
+        raise Quarantined(QuarantineReason.EMPTY_RESPONSE, f"`{side}` has 0 messages")
     roles = [turn["role"] for turn in response]
-    outside = [role for role in (roles[0], roles[-1]) if role != "assistant"]
-    if others := outside + [role for role in roles if role not in ANSWERING]:
+    wrong_ends = [role for role in (roles[0], roles[-1]) if role != "assistant"]
+    if wrong := wrong_ends + [role for role in roles if role not in ANSWERING]:
         raise Quarantined(
             QuarantineReason.RESPONSE_ROLE,
-            f"`{side}` has a message from the {others[0]}, expected an answer of the assistant, with results of tools inside",
+            f"`{side}` has a message from the {wrong[0]}, expected messages of the assistant, with tool results between them",
         )
     if ("assistant", "assistant") in pairwise(roles):
         raise Quarantined(
@@ -181,51 +184,52 @@ def _is_empty(turn: Message) -> bool:
     return not turn["content"].strip() and "tool_calls" not in turn
 
 
-def _message(item: Any, place: str, style: MessageStyle) -> Message:
+def _message(item: Any, path: str, style: MessageStyle) -> Message:
     if not isinstance(item, Mapping):
-        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected a message")
-    check_supported(item, _UNSUPPORTED_FIELDS, place)
-    given = text_of(item, style.role, f"{place}.")
-    if given not in style.roles:
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{path}` is {type(item).__name__}, expected a message")
+    check_supported(item, _UNSUPPORTED_FIELDS, path)
+    speaker = text_of(item, style.role, f"{path}.")
+    if speaker not in style.roles:
         raise Quarantined(
             QuarantineReason.UNKNOWN_ROLE,
-            f"`{place}` is from {given[:40]!r}, expected one of {', '.join(style.roles)}; map it to one of "
-            f"{', '.join(_ROLES)} in `roles` of the source, as in `roles: {{{given[:40]!r}: user}}`",
+            f"`{path}` is from {speaker[:40]!r}, expected one of {', '.join(style.roles)}; map it to one of "
+            f"{', '.join(_ROLES)} in `roles` of the source, as in `roles: {{{speaker[:40]!r}: user}}`",
         )
-    role, others = style.roles[given], _others(item, place, style.roles[given])
-    if given == style.calling:
-        check_supported(item, ("tool_calls",), place)
-        text = text_of(item, style.content, f"{place}.")
-        return message(role, "") | others | _called(text, f"{place}.{style.content}")
-    only_calls = "tool_calls" in others and item.get(style.content) is None
-    content = "" if only_calls else _content(field_of(item, style.content, f"{place}."), f"{place}.{style.content}")
-    return message(role, content) | others
+    role = style.roles[speaker]
+    extras = _extra_fields(item, path, role)
+    if speaker == style.calling:
+        check_supported(item, ("tool_calls",), path)
+        text = text_of(item, style.content, f"{path}.")
+        return message(role, "") | extras | _calls_in_content(text, f"{path}.{style.content}")
+    only_calls = "tool_calls" in extras and item.get(style.content) is None
+    content = "" if only_calls else _content(field_of(item, style.content, f"{path}."), f"{path}.{style.content}")
+    return message(role, content) | extras
 
 
-def _called(text: str, place: str) -> Message:
-    """The calls that are the text of a message: JSON of a list of them, or of one alone."""
-    calls = calls_text(text if text.lstrip().startswith("[") else f"[{text}]", place)
+def _calls_in_content(text: str, path: str) -> Message:
+    """Return the calls in a message's text: JSON of a list of calls, or of one call."""
+    calls = calls_text(text if text.lstrip().startswith("[") else f"[{text}]", path)
     return {"tool_calls": calls} if calls else {}
 
 
-def _others(item: Row, place: str, role: str) -> Message:
-    """What a message holds beside its content: the assistant's reasoning and calls; which call a tool answers."""
-    check_supported(item, [name for name, whose in _ONLY_OF.items() if whose != role], place)
+def _extra_fields(item: Row, path: str, role: str) -> Message:
+    """Return the fields beside role and content: the assistant's reasoning and calls, or the id and name of a tool result."""
+    check_supported(item, [name for name, owner in _ROLE_OF_FIELD.items() if owner != role], path)
     if role == "tool":
-        return {name: text_of(item, name, f"{place}.") for name in _OF_RESULTS if item.get(name)}
-    given = next((name for name in _REASONING if item.get(name)), None)
-    reasoning = {"reasoning_content": text_of(item, given, f"{place}.")} if given else {}
-    calls = calls_text(item.get("tool_calls"), f"{place}.tool_calls")
+        return {name: text_of(item, name, f"{path}.") for name in _RESULT_FIELDS if item.get(name)}
+    name = next((name for name in _REASONING if item.get(name)), None)
+    reasoning = {"reasoning_content": text_of(item, name, f"{path}.")} if name else {}
+    calls = calls_text(item.get("tool_calls"), f"{path}.tool_calls")
     return reasoning | ({"tool_calls": calls} if calls else {})
 
 
-def _content(value: Any, place: str) -> str:
-    """Text, or the joined text of a list of {"type": "text", "text": ...} parts."""
+def _content(value: Any, path: str) -> str:
+    """Return a text, or the joined text of a list of {"type": "text", "text": ...} parts."""
     if not isinstance(value, list):
-        return clean_text(value, place)
+        return clean_text(value, path)
     parts = []
     for index, part in enumerate(value):
         if not isinstance(part, Mapping) or part.get("type") != "text":
-            raise Quarantined(QuarantineReason.UNSUPPORTED_FIELD, f"`{place}[{index}]` is not a part of type text")
-        parts.append(text_of(part, "text", f"{place}[{index}]."))
+            raise Quarantined(QuarantineReason.UNSUPPORTED_FIELD, f"`{path}[{index}]` is not a part of type text")
+        parts.append(text_of(part, "text", f"{path}[{index}]."))
     return "".join(parts)

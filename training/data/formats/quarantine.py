@@ -1,7 +1,4 @@
-"""Check the fields that a row needs to become a pair.
-
-A row that fails is neither repaired nor dropped. It goes to quarantine with a counted `QuarantineReason` and a detail.
-"""
+"""Check the fields of a row. A row that fails goes to quarantine, with a `QuarantineReason` and a detail."""
 
 import json
 from collections import Counter
@@ -11,8 +8,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-# Of one text: about a million tokens. A tokenizer needs 190 bytes for each character while it works, so a whole log file that
-# slipped into a row by mistake would exhaust the memory.
+# About a million tokens. A tokenizer needs 190 bytes a character, so a log file in a field would exhaust the memory.
 _MOST_CHARACTERS = 1 << 22
 
 
@@ -39,67 +35,67 @@ class QuarantineReason(StrEnum):
 
 
 class Quarantined(Exception):
-    """This row cannot become a pair: `reason` is counted, `detail` says what is wrong in it."""
+    """A row cannot become a pair. The reason is counted; the detail describes this row."""
 
     def __init__(self, reason: QuarantineReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail = reason, detail
 
 
-def field_of(row: Row, name: str, place: str = "") -> Any:
-    """The field `name` of a row, or of the part of one at `place`."""
-    if (found := row.get(name)) is None:
-        raise Quarantined(QuarantineReason.MISSING_FIELD, f"`{place}{name}` is missing")
-    return found
+def field_of(row: Row, name: str, path: str = "") -> Any:
+    """Return the field `name` of `row`, which is the part of a row at `path`. Raise Quarantined if it is missing."""
+    if (value := row.get(name)) is None:
+        raise Quarantined(QuarantineReason.MISSING_FIELD, f"`{path}{name}` is missing")
+    return value
 
 
-def text_of(row: Row, name: str, place: str = "") -> str:
-    return clean_text(field_of(row, name, place), f"{place}{name}")
+def text_of(row: Row, name: str, path: str = "") -> str:
+    return clean_text(field_of(row, name, path), f"{path}{name}")
 
 
 def optional_text(row: Row, name: str) -> str:
-    """The text of a field that may be absent or null: then the empty string."""
+    """Return the text of a field; an empty text if the field is missing or null."""
     return text_of(row, name) if row.get(name) is not None else ""
 
 
-def clean_text(value: Any, place: str) -> str:
-    """`value` if it is text that every tokenizer and file format here can hold."""
+def clean_text(value: Any, path: str) -> str:
+    """Return `value`. Raise Quarantined unless it is text that every tokenizer and file format here can hold."""
     if not isinstance(value, str):
-        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(value).__name__}, expected text")
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{path}` is {type(value).__name__}, expected text")
     if len(value) > _MOST_CHARACTERS:
         raise Quarantined(
             QuarantineReason.ENORMOUS,
-            f"`{place}` has {len(value):,} characters, at most {_MOST_CHARACTERS:,} are accepted",
+            f"`{path}` has {len(value):,} characters, expected at most {_MOST_CHARACTERS:,}",
         )
     if "\0" in value:
         raise Quarantined(
             QuarantineReason.NUL,
-            f"`{place}` has a NUL character at position {value.index(chr(0))}; take it out of the text",
+            f"`{path}` has a NUL character at position {value.index(chr(0))}; remove it from the text",
         )
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise Quarantined(QuarantineReason.BAD_UNICODE, f"`{place}` has a lone surrogate at {error.start}") from None
+        raise Quarantined(QuarantineReason.BAD_UNICODE, f"`{path}` has a lone surrogate at {error.start}") from None
     return value
 
 
-def check_supported(row: Row, names: Sequence[str], place: str) -> None:
-    """Raises Quarantined for a field that is not empty; some files write an empty list as text."""
+def check_supported(row: Row, names: Sequence[str], path: str) -> None:
+    """Raise Quarantined if one of the fields `names` is not empty. Some files write an empty list as text."""
     for name in names:
         if row.get(name) and row[name] != "[]":
-            raise Quarantined(QuarantineReason.UNSUPPORTED_FIELD, f"`{place}` has `{name}`, which is not supported")
+            raise Quarantined(QuarantineReason.UNSUPPORTED_FIELD, f"`{path}` has `{name}`, which is not supported")
 
 
 def strict_json(text: str) -> Any:
-    """What `text` says as JSON; NaN is none. Raises Quarantined for a key that appears twice, ValueError, RecursionError."""
+    """Parse JSON. Raise Quarantined for NaN, infinity or a repeated key, else ValueError or RecursionError."""
     return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_reject_constant)
 
 
 def _unique_keys(items: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(items)
     if len(unique) < len(items):
-        [(twice, _)] = Counter(key for key, _ in items).most_common(1)
-        raise Quarantined(QuarantineReason.DUPLICATE_KEY, f"the key {twice!r} appears twice")
+        [(repeated, _)] = Counter(key for key, _ in items).most_common(1)
+        raise Quarantined(QuarantineReason.DUPLICATE_KEY, f"the key {repeated!r} appears twice")
     return unique
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: two responses side by side and labels that say which is better.
+"""Choose the better of two responses by their labels.
 
     response1,  response2    annotator1.. | label | winner | preference | preferred: 1, 2 or 0 (tie), or a name
     response_1, response_2   the same
@@ -6,11 +6,11 @@
     response_0, response_1   better_response_id | label | winner ...: 0 or 1
     conversation_a, conversation_b   the same as response_a and response_b, with the prompt in both
 
-In `overall_preference` and `preference_strength`, of HelpSteer 3 and 2 (Wang et al. 2025, 2024), a number below 0 is for the
-first response, 0 a tie, and one above for the second.
+`overall_preference` of HelpSteer3 (Wang et al. 2025) and `preference_strength` of HelpSteer2 (Wang et al. 2024) are numbers:
+below 0 for the first response, 0 for a tie, above 0 for the second.
 
-Responses are text or messages. The answer named by more than half of the labels wins. A tie, or no majority, gives no pair:
-training on it would be training on noise.
+Responses are text or messages. More than half of the labels must name the better response. Else the row gives no pair, since
+a tie is noise to training.
 """
 
 import math
@@ -32,7 +32,7 @@ _BY_NAME = {"a": 1, "b": 2, "model_a": 1, "model_b": 2, **_TIES}
 
 @dataclass(frozen=True)
 class ResponseFields:
-    """The fields of two responses, and what each spelling of a label means: 1 first, 2 second, 0 tie."""
+    """The fields of two responses, and the verdict of each label: 1 first, 2 second, 0 tie."""
 
     first: str
     second: str
@@ -54,49 +54,53 @@ LAYOUTS = (
 
 
 RESPONSES = {name for layout in LAYOUTS for name in (layout.first, layout.second)}
-_TELLING_LABELS = 16  # where a tenth are ties, and the others 1 or 2 as often, so many lack a 2 once in 14,000 times
+# With a tenth of ties, and 1 and 2 equally often, this many labels lack a 2 with a probability of 1 in 14,000.
+_FEWEST_CHECKED_LABELS = 16
 
 
 def response_layout(row: Row) -> ResponseFields | None:
-    """The layout whose two responses the row has."""
-    has = {name for name, value in row.items() if value is not None}
-    return next((layout for layout in LAYOUTS if layout.first in has and layout.second in has), None)
+    """Return the layout whose two responses the row has."""
+    present = {name for name, value in row.items() if value is not None}
+    return next((layout for layout in LAYOUTS if layout.first in present and layout.second in present), None)
 
 
 def names_a_verdict(value: Any, layout: ResponseFields) -> bool:
-    """Whether `value` is no answer, but says which of the two responses is one."""
-    return _spelled(value) in layout.verdicts
+    """Return whether `value` is a label for one of the two responses instead of a response."""
+    return _normalize(value) in layout.verdicts
 
 
-def check_labels_from_1(rows: Sequence[Row], place: str) -> None:
-    """Raises DataError where responses are counted from 1 and their labels are 0 and 1 alone: 0 is hardly a tie then."""
-    counted = [row for row in rows if (layout := response_layout(row)) and layout.verdicts["0"] == 0]
-    labels = [_spelled(row[name]) for row in counted for name in row if _is_label(name) and name not in SIGNED_LABELS]
+def check_labels_from_1(rows: Sequence[Row], file: str) -> None:
+    """Raise DataError if the labels are only 0 and 1, but responses are numbered from 1: then 0 is hardly a tie."""
+    numbered = [row for row in rows if (layout := response_layout(row)) and layout.verdicts["0"] == 0]
+    labels = [
+        _normalize(row[name]) for row in numbered for name in row if _is_label(name) and name not in SIGNED_LABELS
+    ]
     numbers = [label for label in labels if label.isdecimal()]
-    if set(numbers) == {"0", "1"} and len(numbers) >= _TELLING_LABELS:
+    if set(numbers) == {"0", "1"} and len(numbers) >= _FEWEST_CHECKED_LABELS:
         raise DataError(
-            f"{place}: the labels of the first rows are 0 and 1 and never 2, but responses of these names are counted from 1, "
-            "and 0 is a tie. Say in `columns` of the source which response 0 and 1 are, as in `columns: {response_0: "
-            "response_a, response_1: response_b}`, or write ties as `tie`"
+            f"{file}: the labels of the first rows are 0 and 1, never 2; these columns expect 1 and 2, and 0 for a tie. "
+            "If 0 is the first response, rename the responses in `columns` of the source, as in `columns: "
+            "{response_0: response_a, response_1: response_b}`. If 0 is a tie, write it as `tie`",
+            "labels-from-0",
         )
 
 
 def winner_first(row: Row) -> tuple[str, str]:
-    """The names of the fields with the better and with the worse response."""
+    """Return the fields of the better and the worse response. Raise Quarantined for a tie or a wrong label."""
     layout = response_layout(row)
     if layout is None:
         expected = " or ".join(f"`{layout.first}` and `{layout.second}`" for layout in LAYOUTS)
-        raise Quarantined(QuarantineReason.MISSING_FIELD, f"two responses are missing, expected {expected}")
+        raise Quarantined(QuarantineReason.MISSING_FIELD, f"the responses are missing, expected {expected}")
     return (layout.first, layout.second) if _verdict(row, layout) == 1 else (layout.second, layout.first)
 
 
 def _verdict(row: Row, layout: ResponseFields) -> int:
-    """1 or 2, whichever response more than half of the labels name."""
+    """Return 1 or 2, the response that more than half of the labels name."""
     labels = {name: row[name] for name in row if _is_label(name) and row[name] is not None}
     if not labels:
         raise Quarantined(
             QuarantineReason.MISSING_FIELD,
-            f"there is no label: none of annotator1.., {', '.join(LABELS + SIGNED_LABELS)}",
+            f"the label is missing, expected one of annotator1.., {', '.join(LABELS + SIGNED_LABELS)}",
         )
     votes = Counter(_vote(name, value, layout) for name, value in labels.items())
     verdict, count = votes.most_common(1)[0]
@@ -109,17 +113,17 @@ def _verdict(row: Row, layout: ResponseFields) -> int:
 def _vote(name: str, value: Any, layout: ResponseFields) -> int:
     if name in SIGNED_LABELS:
         return _sign(name, value)
-    spelled = _spelled(value)
-    if spelled not in layout.verdicts:
+    label = _normalize(value)
+    if label not in layout.verdicts:
         expected = ", ".join(layout.verdicts)
         raise Quarantined(
             QuarantineReason.UNKNOWN_LABEL, f"`{name}` is {str(value)[:40]!r}, expected one of {expected}"
         )
-    return layout.verdicts[spelled]
+    return layout.verdicts[label]
 
 
-def _spelled(value: Any) -> str:
-    """A label as text, a number without `.0`, which it has from a table with gaps."""
+def _normalize(value: Any) -> str:
+    """Return a label in lower case. Remove `.0` from numbers, which tables with gaps add."""
     return str(value).strip().lower().removesuffix(".0")
 
 

@@ -1,17 +1,16 @@
-"""Tools that a conversation may use, calls of them by the assistant, their results, and what else a template is given.
+"""Tools of a conversation, tool calls, their results, and arguments of the chat template.
 
-    tools of a row    [{type: function, function: {name, description, parameters}}]; or without the outer object; or its text,
-                      or a list of the text of each
-    a call            tool_calls: [{id, type: function, function: {name, arguments}}]; or without the outer object
-    its result        a message of the role `tool`, which may have `tool_call_id` and `name`
-    what else         chat_template_kwargs of a row: an object, or its text
+    tools                  [{type: function, function: {name, description, parameters}}]; or without the outer object; or JSON
+                           text of the list or of each tool
+    tool_calls             [{id, type: function, function: {name, arguments}}]; or without the outer object
+    a result               a message of the role `tool`; it may have `tool_call_id` and `name`
+    chat_template_kwargs   an object, or its JSON text
 
-`arguments` are an object, or its JSON text, as in OpenAI's API; null or empty text is an empty object. Templates are written
-for objects, which servers make of that text as well (vLLM, entrypoints/chat_utils.py). What is null in an object is absent,
-since in a table every row has the fields of all; in text it is null.
+`arguments` are an object, or its JSON text as in OpenAI's API. Null and empty text are an empty object. Templates expect
+objects, and servers parse that text too (vLLM, entrypoints/chat_utils.py). A null field in an object is removed, since a table
+gives all rows the same fields. In JSON text it stays null.
 
-A message holds its calls, and a pair its tools and the rest, as JSON text in which keys have the order they came in: a template
-writes them in that order, so it is part of what they are.
+Pairs and messages keep all of this as JSON text with the keys in their original order, because templates write that order.
 """
 
 import json
@@ -25,95 +24,98 @@ from training.data.formats.quarantine import Quarantined, QuarantineReason, Row,
 
 Item = dict[str, Any]  # a tool or a call
 
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")  # as JSON writes it; not a backslash before the text u0000
+_NUL = re.compile(
+    r"(?<!\\)(?:\\\\)*\\u0000"
+)  # as JSON writes it; an escaped backslash before the text u0000 does not match
 
 
-def tools_text(given: Any, place: str) -> str:
-    """The tools in `given`, as JSON text; the empty string where there are none. Raises Quarantined."""
-    tools, is_text = _parsed(given, place, list), isinstance(given, str)
-    return _text([_tool(tool, f"{place}[{index}]", is_text) for index, tool in enumerate(tools)], place)
+def tools_text(value: Any, path: str) -> str:
+    """Return tools as JSON text; an empty text without tools. Raises Quarantined."""
+    tools, is_text = _parse(value, path, list), isinstance(value, str)
+    return _dump_json([_tool(tool, f"{path}[{index}]", is_text) for index, tool in enumerate(tools)], path)
 
 
-def template_kwargs_text(given: Any, place: str) -> str:
-    """The arguments for the template in `given`, as JSON text; the empty string where there are none. Raises Quarantined."""
-    found = _parsed(given if isinstance(given, str) else without_nulls(given), place, dict)
-    if taken := sorted(found.keys() & RESERVED):
+def template_kwargs_text(value: Any, path: str) -> str:
+    """Return arguments of the template as JSON text; an empty text without arguments. Raises Quarantined."""
+    arguments = _parse(value if isinstance(value, str) else without_nulls(value), path, dict)
+    if reserved := sorted(arguments.keys() & RESERVED):
         raise Quarantined(
-            QuarantineReason.UNSUPPORTED_FIELD, f"`{place}` has {', '.join(taken)}, which the template is given anyway"
+            QuarantineReason.UNSUPPORTED_FIELD,
+            f"`{path}` has {', '.join(reserved)}, which templates get in another way; remove it",
         )
-    return _text(found, place)
+    return _dump_json(arguments, path)
 
 
-def calls_text(given: Any, place: str) -> str:
-    """The calls in `given`, with their arguments as objects, as JSON text. Raises Quarantined."""
-    calls = _parsed(given, place, list)
-    is_text = isinstance(given, str)
-    return _text([_call(call, f"{place}[{index}]", is_text) for index, call in enumerate(calls)], place)
+def calls_text(value: Any, path: str) -> str:
+    """Return calls as JSON text, with their arguments as objects. Raises Quarantined."""
+    calls = _parse(value, path, list)
+    is_text = isinstance(value, str)
+    return _dump_json([_call(call, f"{path}[{index}]", is_text) for index, call in enumerate(calls)], path)
 
 
 def function_of(item: Mapping[str, Any]) -> Any:
-    """The function that a tool describes or a call names: in an object of its own, or not."""
+    """Return the function of a tool or a call: its field `function`, or the item itself."""
     return item.get("function") or item
 
 
 def with_function(item: Mapping[str, Any], **fields: Any) -> Item:
-    """`item` with other fields of its function."""
+    """Return `item` with these fields in its function."""
     function = {**function_of(item), **fields}
     return {**item, "function": function} if item.get("function") else function
 
 
-def _parsed(given: Any, place: str, kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
-    """`given` itself, or what it says as JSON text: a list or an object, empty where there is nothing."""
-    found = given
-    if isinstance(given, str) and given:
+def _parse(value: Any, path: str, kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
+    """Return a list or an object, parsed if `value` is JSON text. It is empty if `value` is null or empty."""
+    parsed = value
+    if isinstance(value, str) and value:
         try:
-            found = strict_json(given)
+            parsed = strict_json(value)
         except Quarantined as problem:
-            raise Quarantined(problem.reason, f"`{place}`: {problem.detail}") from None
+            raise Quarantined(problem.reason, f"`{path}`: {problem.detail}") from None
         except (ValueError, RecursionError) as error:
-            raise Quarantined(QuarantineReason.BAD_JSON, f"`{place}` is text that is no JSON: {error}") from None
-    if found is None or found == "" or found == []:  # a map of a table that is empty
-        found = kind()
-    if not isinstance(found, kind):
+            raise Quarantined(QuarantineReason.BAD_JSON, f"`{path}` is text, but not JSON: {error}") from None
+    if parsed is None or parsed == "" or parsed == []:  # an empty map of a table is a list
+        parsed = kind()
+    if not isinstance(parsed, kind):
         expected = "a list" if kind is list else "an object"
-        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(found).__name__}, expected {expected}")
-    return found
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{path}` is {type(parsed).__name__}, expected {expected}")
+    return parsed
 
 
-def _checked(item: Any, place: str) -> Row:
-    """What `item` says of the function, whose name is text."""
+def _check_function(item: Any, path: str) -> Row:
+    """Return the function of `item`. Raise Quarantined unless it is an object whose name is text."""
     if not isinstance(item, Mapping):
-        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` is {type(item).__name__}, expected an object")
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{path}` is {type(item).__name__}, expected an object")
     function = function_of(item)
     if not isinstance(function, Mapping):
         raise Quarantined(
-            QuarantineReason.WRONG_TYPE, f"`{place}.function` is {type(function).__name__}, expected an object"
+            QuarantineReason.WRONG_TYPE, f"`{path}.function` is {type(function).__name__}, expected an object"
         )
-    text_of(function, "name", f"{place}.")
+    text_of(function, "name", f"{path}.")
     return function
 
 
-def _tool(given: Any, place: str, in_text: bool) -> Any:
-    item = _parsed(given, place, dict) if isinstance(given, str) else given
-    _checked(item, place)
-    return item if in_text or isinstance(given, str) else without_nulls(item)
+def _tool(value: Any, path: str, in_text: bool) -> Any:
+    tool = _parse(value, path, dict) if isinstance(value, str) else value
+    _check_function(tool, path)
+    return tool if in_text or isinstance(value, str) else without_nulls(tool)
 
 
-def _call(given: Any, place: str, in_text: bool) -> Item:
-    if "arguments" not in _checked(given, place):
-        raise Quarantined(QuarantineReason.MISSING_FIELD, f"`{place}.arguments` is missing")
-    item = given if in_text else without_nulls(given)
-    arguments = _parsed(function_of(item).get("arguments"), f"{place}.arguments", dict)
-    return with_function(item, arguments=arguments)
+def _call(value: Any, path: str, in_text: bool) -> Item:
+    if "arguments" not in _check_function(value, path):
+        raise Quarantined(QuarantineReason.MISSING_FIELD, f"`{path}.arguments` is missing")
+    call = value if in_text else without_nulls(value)
+    arguments = _parse(function_of(call).get("arguments"), f"{path}.arguments", dict)
+    return with_function(call, arguments=arguments)
 
 
-def _text(values: Sequence[Any] | Mapping[str, Any], place: str) -> str:
+def _dump_json(values: Sequence[Any] | Mapping[str, Any], path: str) -> str:
     if not values:
         return ""
     try:
         text = json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{place}` holds what JSON cannot: {error}") from None
+        raise Quarantined(QuarantineReason.WRONG_TYPE, f"`{path}` holds a value that JSON lacks: {error}") from None
     if _NUL.search(text):
-        raise Quarantined(QuarantineReason.NUL, f"`{place}` has a NUL character")
-    return clean_text(text, place)
+        raise Quarantined(QuarantineReason.NUL, f"`{path}` has a NUL character")
+    return clean_text(text, path)

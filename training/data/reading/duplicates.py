@@ -1,4 +1,4 @@
-"""What a pair says, as an identity; pairs that repeat an earlier one, as overlapping exports do, or say the opposite of one."""
+"""Find pairs that repeat an earlier pair, as in overlapping exports, or that contradict one."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -13,9 +13,9 @@ _IDENTITY_BYTES = 16
 
 @dataclass(frozen=True)
 class PairIdentity:
-    """The identity of a pair, by all of its turns: prompt, chosen, rejected, tools, arguments of the template.
+    """The identity of a pair, from prompt, chosen, rejected, tools and template arguments.
 
-    `opposite` is that of the pair with chosen and rejected exchanged.
+    `opposite` is the identity of the pair with chosen and rejected exchanged.
     """
 
     identity: bytes
@@ -30,7 +30,7 @@ class PairIdentity:
 
 @dataclass
 class Duplicates:
-    """Counts them, and drops those that repeat where the recipe says so. Of every distinct pair it holds `_IDENTITY_BYTES`."""
+    """Counts repeated and contradicting pairs. It holds `_IDENTITY_BYTES` for each distinct pair."""
 
     are_dropped: bool
     count: int = 0
@@ -43,25 +43,25 @@ class Duplicates:
     def dropped(self) -> int:
         return self.count if self.are_dropped else 0
 
-    def drops(self, said: PairIdentity, place: str) -> bool:
-        """Count a pair, and say whether it is to be dropped."""
-        if said.identity in self._identities:
+    def drops(self, pair: PairIdentity, line: str) -> bool:
+        """Count a pair. Return whether to drop it, as a duplicate."""
+        if pair.identity in self._identities:
             self.count += 1
-            self.first = self.first or place
+            self.first = self.first or line
             return self.are_dropped
-        self._identities.add(said.identity)
-        if said.opposite in self._identities:
+        self._identities.add(pair.identity)
+        if pair.opposite in self._identities:
             self.conflicting += 1
-            self.first_conflicting = self.first_conflicting or place
+            self.first_conflicting = self.first_conflicting or line
         return False
 
     def notes(self) -> Iterator[str]:
-        """What a person should know of them."""
+        """Yield notes for the log."""
         if self.count:
-            fate = "dropped" if self.are_dropped else "kept, `data.duplicates: drop` would leave them out"
+            fate = "dropped" if self.are_dropped else "kept, `data.duplicates: drop` would drop them"
             yield f"pairs that repeat an earlier one: {self.count}, the first: {self.first}; they were {fate}"
         if self.conflicting:
-            yield f"pairs that say the opposite of an earlier one: {self.conflicting}, the first: {self.first_conflicting}"
+            yield f"pairs that contradict an earlier one: {self.conflicting}, the first: {self.first_conflicting}"
 
 
 def _identity(*digests: bytes) -> bytes:

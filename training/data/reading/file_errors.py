@@ -1,7 +1,6 @@
-"""Faults of a whole file: another encoding, another separator, or rows inside of an object.
+"""Detect errors of a whole file: another encoding, another separator, or rows inside an object.
 
-Spreadsheets and scripts export such files. A message about a single row would name a cell, a character or a bracket, but not
-the cause, which is the same for every row.
+Spreadsheets and scripts export such files. An error about a single row would hide the common cause.
 """
 
 import codecs
@@ -16,36 +15,38 @@ from training.contract.config.data_source import FieldName
 from training.contract.errors import DataError
 from training.contract.files.local_files import open_data
 
-# UTF-32 goes first: its mark for little endian begins with that of UTF-16.
+# UTF-32 comes first, since its little-endian mark begins with UTF-16's.
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# Which of the first four bytes are zero if a file without a mark begins with ASCII characters.
+# The zero bytes among the first four, if a file without a mark begins with ASCII characters.
 _ZEROS = {(1, 3): "UTF-16", (0, 2): "UTF-16", (1, 2, 3): "UTF-32", (0, 1, 2): "UTF-32"}
 _SEPARATORS = {";": "';'", "\t": "a tab", "|": "'|'"}
 _LONGEST_HEADER = 1 << 16
-_UNDECODED = re.compile("[\udc80-\udcff]")  # how a byte that is not UTF-8 is kept in text
+_UNDECODED = re.compile("[\udc80-\udcff]")  # `surrogateescape` decodes invalid bytes to these
 _SPEAKER_FIELDS = {"role", "from"}
 
 
 def check_encoding(path: Path) -> None:
-    """Raise DataError if the file begins as UTF-16 or UTF-32 does."""
+    """Raise DataError if the file begins like UTF-16 or UTF-32."""
     with open_data(path) as file:
         start = file.read(4)
     advice = "expected UTF-8: save it as UTF-8 (in Excel as `CSV UTF-8`)"
     for mark, name in _MARKS.items():
         if start.startswith(mark):
-            raise DataError(f"{path} begins with a {name} byte order mark, {advice}")
-    zeros = tuple(place for place, byte in enumerate(start) if byte == 0)
+            raise DataError(f"{path} begins with a {name} byte order mark, {advice}", "file-encoding")
+    zeros = tuple(index for index, byte in enumerate(start) if byte == 0)
     if len(start) == 4 and zeros in _ZEROS:
-        raise DataError(f"{path} begins with the bytes {start.hex(' ')}, as {_ZEROS[zeros]} does, {advice}")
+        raise DataError(
+            f"{path} begins with the bytes {start.hex(' ')}, like {_ZEROS[zeros]}, {advice}", "file-encoding"
+        )
 
 
 def check_separator(path: Path) -> None:
-    """Raise DataError if another separator than the comma makes several columns of the first line."""
+    """Raise DataError if a separator other than the comma splits the first line into columns."""
     with TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="backslashreplace", newline="") as file:
         line = file.readline(_LONGEST_HEADER)
     columns = {separator: _cells(line, separator) for separator in _SEPARATORS}
@@ -53,44 +54,47 @@ def check_separator(path: Path) -> None:
     if len(columns[best]) > 1:
         raise DataError(
             f"{path}: found the separator {_SEPARATORS[best]}, expected ','; with it the columns are "
-            f"{', '.join(map(repr, columns[best]))}: save the file with commas between them, or as JSON lines or Parquet"
+            f"{', '.join(map(repr, columns[best]))}: save the file with commas, or as JSON lines or Parquet",
+            "csv-separator",
         )
 
 
 def check_rows_outside(path: Path | str, value: Mapping[str, Any]) -> None:
-    """Raise DataError if `value`, the only object of the file, is not a row but holds lists of rows, such as splits."""
-    counts = {name: len(held) for name, held in value.items() if _holds_rows(held)}
+    """Raise DataError if `value`, the only object of the file, holds lists of rows, such as splits, instead of a row."""
+    counts = {name: len(rows) for name, rows in value.items() if _holds_rows(rows)}
     if not counts or not value.keys().isdisjoint(get_args(FieldName)):
         return
     fields = " and ".join(f"`{name}` holds a list of {count} rows" for name, count in counts.items())
-    files = "save that list" if len(counts) == 1 else "save one of these lists, or each in a file of its own"
+    files = "save that list" if len(counts) == 1 else "save each list as its own file"
     raise DataError(
-        f"{path} holds one object, in which {fields}; expected a JSON list of objects: {files}, or write the rows as JSON lines"
+        f"{path} holds one object, in which {fields}; expected a JSON list of objects: {files}, or write JSON lines",
+        "rows-in-object",
     )
 
 
-def check_names(place: str, row: Mapping[str, Any]) -> None:
+def check_names(file: str, row: Mapping[str, Any]) -> None:
     """Raise DataError if the name of a field is not UTF-8."""
     for name in row:
         if _UNDECODED.search(name):
-            raise DataError(f"{place}: {invalid_byte(_bytes(name) + b',', 'the name of a column')}")
+            byte = invalid_byte(_bytes(name) + b",", "the name of a column")
+            raise DataError(f"{file}: {byte}", "column-name-encoding")
 
 
-def invalid_byte(content: bytes, place: str) -> str:
-    """Describe the first byte of `content` that is not UTF-8; the empty string if all are."""
+def invalid_byte(content: bytes, part: str) -> str:
+    """Describe the first byte of `content` that is not UTF-8; an empty text without one. `part` names the content."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        at = error.start
-        looks = ", it looks like cp1252 or Latin-1" if _is_lone_letter(content, at) else ""
-        return f"byte 0x{content[at]:02x} at position {at} of {place} is not UTF-8{looks}: save the file as UTF-8"
+        position = error.start
+        guess = ", it looks like cp1252 or Latin-1" if _is_lone_letter(content, position) else ""
+        return f"byte 0x{content[position]:02x} at position {position} of {part} is not UTF-8{guess}: save the file as UTF-8"
     return ""
 
 
 def undecoded_byte(value: Mapping[str, Any], raw: str | None) -> str:
-    """Describe the first byte of a row that is not UTF-8; the empty string if all are.
+    """Describe the first byte of a row that is not UTF-8; an empty text without one.
 
-    In CSV it is in a cell, since `raw`, the text of the row, is None.
+    CSV rows have no `raw` text, so their cells are checked.
     """
     if raw is not None:
         return invalid_byte(_bytes(raw), "the row")
@@ -98,11 +102,11 @@ def undecoded_byte(value: Mapping[str, Any], raw: str | None) -> str:
     return next((invalid_byte(_bytes(cell) + b",", f"`{name}`") for name, cell in cells.items()), "")
 
 
-def _is_lone_letter(content: bytes, at: int) -> bool:
-    """Whether cp1252 has a character for a byte that stands between ASCII characters, as a letter with an accent does."""
-    neighbours = content[max(0, at - 1) : at] + content[at + 1 : at + 2]
-    is_followed = at + 1 < len(content)
-    return is_followed and neighbours.isascii() and bool(content[at : at + 1].decode("cp1252", "ignore"))
+def _is_lone_letter(content: bytes, position: int) -> bool:
+    """Return whether the byte stands between ASCII characters, like an accented letter, and cp1252 has it."""
+    neighbours = content[max(0, position - 1) : position] + content[position + 1 : position + 2]
+    is_followed = position + 1 < len(content)
+    return is_followed and neighbours.isascii() and bool(content[position : position + 1].decode("cp1252", "ignore"))
 
 
 def _bytes(text: str) -> bytes:
@@ -117,7 +121,7 @@ def _cells(line: str, separator: str) -> list[str]:
 
 
 def _holds_rows(value: Any) -> bool:
-    """Whether `value` is a list of objects that are no messages."""
+    """Return whether `value` is a list of objects other than messages."""
     return (
         isinstance(value, list) and bool(value) and isinstance(value[0], dict) and not _SPEAKER_FIELDS & value[0].keys()
     )

@@ -1,9 +1,9 @@
-"""The files of a data set of the hub: those of one config and one split of one commit, downloaded into the hub's cache.
+"""Download the files of one config and one split of a data set of the Hub, at one commit, into the Hub's cache.
 
-Which files belong to a config and a split is a convention of the library `datasets`: the `configs` of the repository's card
-decide, else the names of folders and files. So that library is asked, about a folder of empty files with the names of all
-files: this costs no download, no request, and no copy of the data in another format. The files themselves are read like
-local ones, which keeps the line of each row, and does not turn `null` or `NA` in a CSV file into a missing value.
+The library `datasets` decides which files belong to a config and a split, by the `configs` of the repository's card or by the
+names of folders and files. We call it on a folder of empty files with the same names. This needs no download, request or
+converted copy of the data. Then we read the files like local files: rows keep their line numbers, and `null` or `NA` in CSV
+stays text.
 """
 
 import glob
@@ -19,21 +19,22 @@ from training.contract.files.hub import CARD, CARD_FILES, Repository, check_file
 from training.contract.files.local_files import SUFFIXES, DataFile, is_readable
 from training.contract.protocol.events import EventWriter
 
-# What `datasets` reads to find configs and splits; the last is a format of old versions.
-_READ_TO_DIVIDE = (*CARD_FILES, "dataset_infos.json")
+# The files that `datasets` reads to find configs and splits. The last is from old versions.
+_CONFIG_FILES = (*CARD_FILES, "dataset_infos.json")
 _LONGEST_LIST = 20
 
 
 def hub_files(source: DataSource, events: EventWriter) -> list[DataFile]:
-    """The files of `source`, whose revision is a commit, in order. Raises DataError, and HubError where they cannot be had."""
+    """Return the files of `source` in order. Its revision is a commit. Raises DataError; HubError if a download fails."""
     assert source.hub is not None and source.revision is not None
     repository = Repository(source.hub, "dataset", source.revision)
     names = _names(source, repository)
     for name in names:
         if not is_readable(PurePath(name)):
             raise DataError(
-                f"{name} of the data set {source.hub} is none of {', '.join(SUFFIXES)}, plain or with .gz; download it, write "
-                f"it as one of these, and use `path`"
+                f"{name} of the data set {source.hub} cannot be read; expected {', '.join(SUFFIXES)}, plain or with .gz; "
+                "download it, write it as one of these, and use `path`",
+                "data-suffix",
             )
     folder = repository.fetch(source.revision, [glob.escape(name) for name in names], emit=events.emit)
     check_files([folder / name for name in names])
@@ -46,44 +47,51 @@ def _names(source: DataSource, repository: Repository) -> list[str]:
     script = f"{source.hub.rpartition('/')[2]}.py"
     if script in listed:
         raise DataError(
-            f"the data set {source.hub} is made by a script, {script}, and code of a repository is never run; use one that "
-            "holds its data as files, or download it and use `path`"
+            f"the data set {source.hub} is made by a script, {script}; Pedigree never runs code of a repository: use a data "
+            "set of files, or download the rows and use `path`",
+            "data-set-script",
         )
-    dividing = [name for name in _READ_TO_DIVIDE if name in listed]
-    downloaded = repository.fetch(source.revision, dividing) if dividing else Path()
-    with TemporaryDirectory() as place:
-        folder = Path(place).resolve() / "data"
+    config_files = [name for name in _CONFIG_FILES if name in listed]
+    downloaded = repository.fetch(source.revision, config_files) if config_files else Path()
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary).resolve() / "data"
         for name in listed:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes((downloaded / name).read_bytes() if name in dividing else b"")
-        found = _split(source, folder)
+            (folder / name).write_bytes((downloaded / name).read_bytes() if name in config_files else b"")
+        files = _files_of_split(source, folder)
     names = {str(folder / name): name for name in listed}
-    if other := [file for file in found if file not in names]:
+    if missing := [file for file in files if file not in names]:
         raise DataError(
-            f"{CARD} of the data set {source.hub} names {other[0].removeprefix(f'{folder}/')}, which is not in it; "
-            "download what you need and use `path`"
+            f"{CARD} of the data set {source.hub} names {missing[0].removeprefix(f'{folder}/')}, but the data set lacks it; "
+            "download the files you need and use `path`",
+            "data-set-file-missing",
         )
-    return [names[file] for file in found]
+    return [names[file] for file in files]
 
 
-def _split(source: DataSource, folder: Path) -> list[str]:
-    """The files of the split, as `datasets` finds them in `folder`."""
+def _files_of_split(source: DataSource, folder: Path) -> list[str]:
+    """Return the files of the split, as `datasets` finds them in `folder`."""
     try:
         configs = datasets.get_dataset_config_names(str(folder))
         config = source.config or datasets.get_dataset_default_config_name(str(folder))
-    except Exception as error:  # the library raises many kinds of errors: no file it knows, a broken card
+    except Exception as error:  # the library raises many kinds: unknown files, a broken card
         raise DataError(
-            f"the data set {source.hub} cannot be understood: {str(error).replace(str(folder), source.hub or '')}; look at its "
-            f"{CARD}, or download it and use `path`"
+            f"`datasets` finds no config in the data set {source.hub}: {str(error).replace(str(folder), source.hub or '')}; "
+            f"look at its {CARD}, or download it and use `path`",
+            "data-set-layout",
         ) from error
     if config is None or config not in configs:
-        wanted = f"has no config {source.config!r}" if source.config else "has several configs and no default"
-        raise DataError(f"the data set {source.hub} {wanted}; set `config` of the data source to {_one_of(configs)}")
+        problem = f"has no config {source.config!r}" if source.config else "has several configs and no default"
+        raise DataError(
+            f"the data set {source.hub} {problem}; set `config` of the data source to {_one_of(configs)}",
+            "data-set-config",
+        )
     files = datasets.load_dataset_builder(str(folder), config, cache_dir=str(folder.parent / "cache")).config.data_files
     if source.split not in files:
         raise DataError(
             f"the data set {source.hub} has no split {source.split!r} in its config {config!r}; set `split` of the data source "
-            f"to {_one_of(list(files))}"
+            f"to {_one_of(list(files))}",
+            "data-set-split",
         )
     return [str(file) for file in files[source.split]]
 

@@ -1,14 +1,13 @@
-"""What becomes of rows: pairs, each in its split, and quarantined rows, in two files as they come, and counts of both.
+"""Assign pairs to splits, write pairs and quarantined rows, and count both.
 
     preferences.parquet  row, prompt, chosen, rejected (messages), tools, chat_template_kwargs, split, source, line,
-                         source_name, identity (of what the pair says, in hexadecimal)
+                         source_name, identity (PairIdentity, in hexadecimal)
     quarantine.parquet   source, line, reason, detail, text (the row as it was read)
 
-Pairs with the same prompt are in the same split: validation if the prompt occurs in a source that is held out, which is why
-such sources are read first; else the split follows from the prompt's hash alone, and so does whether a fraction leaves it out:
-both stay as data grows.
+A prompt is in one split only. It is validation if the prompt occurs in a held-out source, so these sources are read first.
+Else the prompt's hash decides, so the split stays when data grows. The same holds for the `fraction` of a source.
 
-A pair that repeats an earlier one is kept too, unless the recipe says that duplicates are dropped.
+Duplicates are kept, unless the recipe drops them.
 """
 
 from collections import Counter
@@ -56,22 +55,22 @@ _QUARANTINE_EXAMPLES, _EXAMPLE_CHARACTERS, _PAIR_EXAMPLES = 20, 300, 3
 
 
 def split_of(prompt_sha256: bytes, validation_fraction: float) -> str:
-    """The split of a prompt: its sha256, read as a number in [0, 1), is compared with the fraction."""
+    """Return the split of a prompt: `validation` if its sha256, as a number in [0, 1), is below the fraction."""
     number = int.from_bytes(prompt_sha256, "big")
     return "validation" if number < int(validation_fraction * 2**256) else "train"
 
 
 def is_sampled(prompt_sha256: bytes, fraction: float) -> bool:
-    """Whether a prompt is in this fraction of its source, and so in every larger one.
+    """Return whether a prompt is in this fraction of its source. A larger fraction has it too.
 
-    By the second half of its sha256, since the first decides the split.
+    The second half of the sha256 decides, because the first half decides the split.
     """
     return int.from_bytes(prompt_sha256[16:], "big") < int(fraction * 2**128)
 
 
 @dataclass(frozen=True)
 class SourceSettings:
-    """What a recipe says of a source, the `number`th of its list, counted from 0; `format` may be `auto`."""
+    """The recipe's settings of `data.sources[number]`, counted from 0. `format` may be `auto`."""
 
     number: int
     format: str
@@ -83,7 +82,7 @@ class SourceSettings:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read, and whose it is."""
+    """A file to read, with its source."""
 
     file: DataFile
     source: SourceSettings
@@ -91,7 +90,7 @@ class SourceFile:
 
 @dataclass
 class PairWriter:
-    """Writes pairs and quarantined rows as they come, and counts them."""
+    """Writes pairs and quarantined rows to the artifact's files, and counts them."""
 
     folder: Path
     validation_fraction: float
@@ -117,25 +116,26 @@ class PairWriter:
         self._pairs.close()
         self._quarantine.close()
 
-    def keep(self, pair: Pair, given: SourceFile, line: int) -> None:
-        digest = _digest(pair.prompt)
-        if not is_sampled(digest, given.source.fraction):
+    def keep(self, pair: Pair, file: SourceFile, line: int) -> None:
+        digest, source = _digest(pair.prompt), file.source
+        if not is_sampled(digest, source.fraction):
             self.left_out += 1
             return
-        split = self._split(digest, given.source.held_out)
-        self.pairs_of_source[given.source.number] += 1
+        split = self._split(digest, source.held_out)
+        self.pairs_of_source[source.number] += 1
         turns: dict[str, Any] = {part: list(getattr(pair, part)) for part in ("prompt", "chosen", "rejected")}
         if pair.tools:
             turns["tools"] = pair.tools
         if pair.chat_template_kwargs:
             turns["chat_template_kwargs"] = pair.chat_template_kwargs
-        said = PairIdentity.of(turns)
-        if self.duplicates.drops(said, f"{given.file.name}, line {line}"):
+        pair_identity = PairIdentity.of(turns)
+        if self.duplicates.drops(pair_identity, f"{file.file.name}, line {line}"):
             return
         origin: dict[str, Any] = {"split": split, "line": line}
-        if given.source.name is not None:
-            origin["source_name"] = given.source.name
-        row = {"row": len(self.digests), **turns, **origin, "source": given.file.name, "identity": said.identity.hex()}
+        if source.name is not None:
+            origin["source_name"] = source.name
+        identity = pair_identity.identity.hex()
+        row = {"row": len(self.digests), **turns, **origin, "source": file.file.name, "identity": identity}
         self._pairs.add(row)
         self.digests.append(value_digest(turns | origin))
         self.splits[split] += 1
@@ -161,31 +161,33 @@ class PairWriter:
     def check_not_empty(self) -> None:
         if self.digests:
             return
-        counted = [*self.reasons.most_common(), *([("left out by `fraction`", self.left_out)] if self.left_out else [])]
-        found = ", ".join(f"{count} x {reason}" for reason, count in counted) or "no row at all"
+        counts = [*self.reasons.most_common(), *([("left out by `fraction`", self.left_out)] if self.left_out else [])]
+        causes = ", ".join(f"{count} x {reason}" for reason, count in counts) or "0 rows"
         first = ""
         for row in self.quarantine_examples[:1]:
             first = f"; the first: {row['source']}, line {row['line']}: {row['detail']}"
-        raise DataError(f"there is no usable preference pair in {', '.join(self.formats)} ({found}){first}")
+        raise DataError(f"no preference pair was found in {', '.join(self.formats)} ({causes}){first}", "no-pairs")
 
     def check_no_empty_source(self, inputs: Sequence[SourceFile]) -> None:
-        """Raises DataError for a source that has no row, or is held out and has no pair.
+        """Raise DataError if a source has no rows, or is held out and has no pairs.
 
-        An export may have failed, and what is left would be trained on; the evaluation would be of other pairs alone.
+        Its export may have failed. Training and evaluation would use only the other sources.
         """
-        filled = {each.source.number for each in inputs if self.rows_of_file[each.file.name]}
-        for each in inputs:
-            source = each.source
+        filled = {file.source.number for file in inputs if self.rows_of_file[file.file.name]}
+        for file in inputs:
+            source, name = file.source, file.file.name
             if source.number not in filled:
                 raise DataError(
-                    f"`data.sources.{source.number}` ({each.file.name} ...) has no row at all, and without it the rest would "
-                    "be trained on; write its rows again, or take it out of `data.sources` for as long as it has none"
+                    f"`data.sources.{source.number}` ({name} ...) has 0 rows; write its rows again, or remove it from "
+                    "`data.sources` to train on the other sources only",
+                    "empty-source",
                 )
             if source.held_out and not self.pairs_of_source[source.number]:
                 part = f" in its `fraction` of {source.fraction}" if source.fraction < 1 else ""
                 raise DataError(
-                    f"`data.sources.{source.number}` ({each.file.name} ...) is held out, and none of its rows is a usable pair"
-                    f"{part}; name one with pairs, or take `held_out` away"
+                    f"`data.sources.{source.number}` ({name} ...) is held out, but has 0 pairs{part}; add pairs to it, or "
+                    "remove `held_out`",
+                    "held-out-without-pairs",
                 )
 
     def details(self) -> dict[str, Any]:
@@ -209,7 +211,7 @@ class PairWriter:
 
 
 class _ParquetRows:
-    """A Parquet file, written a few thousand rows at a time."""
+    """A Parquet file that is written a few thousand rows at a time."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._writer, self._schema = pq.ParquetWriter(path, schema), schema
@@ -231,5 +233,5 @@ class _ParquetRows:
 
 
 def _digest(prompt: Sequence[Message]) -> bytes:
-    """Of roles and contents alone: ids of calls, or reasoning, may differ where the template writes the same tokens."""
+    """Return the digest of roles and contents. Ids of calls and reasoning are left out, as templates may not write them."""
     return value_digest([message(turn["role"], turn["content"]) for turn in prompt])

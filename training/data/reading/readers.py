@@ -1,14 +1,14 @@
-"""Reading rows from files, each with its line; one that cannot be parsed is a record with a problem.
+"""Read rows from files, with their lines. A row that cannot be parsed has a problem instead of a value.
 
-    .jsonl  .ndjson   a JSON object a line; bytes are split at "\\n" only, since U+2028 is content
-    .json             a list of objects (or, as many publish it, JSON lines)
-    .parquet          a record a row
+    .jsonl  .ndjson   one JSON object per line; bytes are split at "\\n" only, since U+2028 is content
+    .json             a list of objects (or JSON lines, as in many published files)
+    .parquet          one row per record
     .arrow            the same, as `datasets` saves it to disk
-    .csv              a header, then a record a row; every value is text
+    .csv              a header, then one row per record; every value is text
     .gz               one of these, compressed
 
-Which files belong to a source, and in what order, is decided before: by `data_files` for a path, by `hub_files` for a data
-set of the hub. Once a file is read, it is compared with the sha256 it had then.
+`data_files` lists the files of a path, and `hub_files` those of a data set of the Hub. After reading, a file's sha256 is
+compared with the listed one.
 """
 
 import csv
@@ -40,15 +40,15 @@ from training.data.reading.file_errors import (
 
 _BATCH_ROWS = 1024
 _TEXTS = (".jsonl", ".ndjson", ".json", ".csv")
-_DECODER = json.JSONDecoder(parse_int=str)  # a number too long to convert spoils its row, not the file
+_DECODER = json.JSONDecoder(parse_int=str)  # so that a number too long to convert fails only its row
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """One row: `line` counts from 1, and is the row's number where a file has no line for each.
+    """One row. `line` counts from 1; it is the row's number if the file has no lines.
 
-    `raw` is its text, unless the file is binary; with a `problem`, `value` is empty.
+    `raw` is the text; None for binary files and CSV. With a `problem`, `value` is empty.
     """
 
     line: int
@@ -58,32 +58,34 @@ class ParsedRow:
 
     @property
     def text(self) -> str:
-        """The row as text any file can hold, for a person to look at."""
+        """The row as text that any file can hold, for users to read."""
         text = json.dumps(self.value, default=str, ensure_ascii=False) if self.raw is None else self.raw
         return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
 
     @property
     def undecoded(self) -> str:
-        """What is not UTF-8 in the row; the empty string if all of it is."""
+        """A description of the first byte that is not UTF-8; an empty text without one."""
         return undecoded_byte(self.value, self.raw)
 
 
 def read_records(file: DataFile) -> Iterator[ParsedRow]:
-    """The rows of a file. Raises DataError where it cannot be read, and at its end if it has changed since it was hashed."""
-    suffix, before = data_suffix(file.path), stamp_of(file.path)
+    """Yield the rows of a file. Raise DataError if it cannot be read, or, at the end, if its sha256 is not the listed one."""
+    suffix, stamp = data_suffix(file.path), stamp_of(file.path)
     try:
         if suffix in _TEXTS:
             check_encoding(file.path)
         yield from _READERS[suffix](file.path)
-    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is cut or broken
+    except (OSError, EOFError, zlib.error) as error:  # the last two: a .gz that is truncated or corrupt
         reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{file.path} cannot be read: {reason}; look at the file and its permissions") from error
+        raise DataError(
+            f"{file.path} cannot be read: {reason}; check the file and its permissions", "unreadable-file"
+        ) from error
     if file.sha256 is not None:
-        check_unchanged(file.path, file.sha256, before)
+        check_unchanged(file.path, file.sha256, stamp)
 
 
 def parse_row(line: int, text: str) -> ParsedRow:
-    """One JSON object, strictly: no duplicate keys, no NaN, no nesting that overruns the parser."""
+    """Parse one JSON object strictly: without duplicate keys, NaN, or nesting beyond the parser's limit."""
     try:
         value = strict_json(text)
     except Quarantined as problem:
@@ -116,7 +118,7 @@ def _parse_line(number: int, line: bytes) -> ParsedRow:
 
 
 def _read_json(path: Path) -> Iterator[ParsedRow]:
-    """The elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, refused if they are read."""
+    """Yield the elements of a JSON list. Bytes that are not UTF-8 become lone surrogates, which `clean_text` rejects."""
     with open_data(path) as file:
         text = file.read().removeprefix(b"\xef\xbb\xbf").decode(errors="surrogateescape")
     start = _skip_blank(text, 0)
@@ -124,16 +126,18 @@ def _read_json(path: Path) -> Iterator[ParsedRow]:
         yield from _read_objects(path, text, start)
         return
     if text[start : start + 1] != "[":
-        raise DataError(f"{path} begins with {text[start : start + 20]!r}; expected a JSON list of objects")
+        raise DataError(f"{path} begins with {text[start : start + 20]!r}; expected a JSON list of objects", "not-json")
     try:
         for number, element in enumerate(_elements(text, start + 1), start=1):
             yield parse_row(number, element)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not a complete JSON list: {error}; write it again, or use JSON lines") from error
+        raise DataError(
+            f"{path} is not a complete JSON list: {error}; write it again, or use JSON lines", "incomplete-json"
+        ) from error
 
 
 def _read_objects(path: Path, text: str, start: int) -> Iterator[ParsedRow]:
-    """JSON lines, or one object, which may be on several lines."""
+    """Yield JSON lines, or the only object, which may span several lines."""
     sole = _sole_object(text, start)
     if sole is None:
         yield from _read_lines(path)
@@ -144,7 +148,7 @@ def _read_objects(path: Path, text: str, start: int) -> Iterator[ParsedRow]:
 
 
 def _sole_object(text: str, start: int) -> str | None:
-    """The text of the object that begins at `start`, if nothing follows it."""
+    """Return the text of the object that begins at `start`; None if more text follows."""
     try:
         end = _DECODER.raw_decode(text, start)[1]
     except (ValueError, RecursionError):
@@ -153,7 +157,7 @@ def _sole_object(text: str, start: int) -> str | None:
 
 
 def _elements(text: str, position: int) -> Iterator[str]:
-    """The text of each element of the list whose content begins at `position`."""
+    """Yield the text of each element of a list. Its content begins at `position`."""
     position = _skip_blank(text, position)
     while text[position : position + 1] != "]":
         end = _DECODER.raw_decode(text, position)[1]
@@ -163,8 +167,8 @@ def _elements(text: str, position: int) -> Iterator[str]:
             position = _skip_blank(text, position + 1)
         elif text[position : position + 1] != "]":
             raise json.JSONDecodeError("expecting ',' or ']'", text, position)
-    if (after := _skip_blank(text, position + 1)) != len(text):
-        raise json.JSONDecodeError("extra data", text, after)
+    if (end := _skip_blank(text, position + 1)) != len(text):
+        raise json.JSONDecodeError("extra data", text, end)
 
 
 def _read_table(
@@ -174,16 +178,20 @@ def _read_table(
     try:
         with open_data(path) as file:
             for batch in batches(file):
-                batch.validate(full=True)  # else a broken one may end the process
+                batch.validate(full=True)  # a corrupt batch could crash the process
                 _check_unique_columns(path, batch.schema.names)
                 for value in batch.to_pylist():
                     number += 1
                     yield ParsedRow(number, value)
     except (pa.ArrowException, UnicodeDecodeError, OverflowError) as error:  # the last: a date beyond Python's
-        raise DataError(f"{path} cannot be read as {kind} after row {number}: {error}; write it again") from error
-    except MemoryError as error:  # mostly of a length that a broken file states
-        what = "what it holds next, as it says, does not fit into memory"
-        raise DataError(f"{path} cannot be read as {kind} after row {number}: {what}; write it again") from error
+        raise DataError(
+            f"{path} cannot be read as {kind} after row {number}: {error}; write it again", "unreadable-table"
+        ) from error
+    except MemoryError as error:  # mostly because a corrupt file states a huge length
+        raise DataError(
+            f"{path} cannot be read as {kind} after row {number}: the next rows do not fit into memory; write it again",
+            "unreadable-table",
+        ) from error
 
 
 def _parquet_batches(file: BufferedReader) -> Iterator[pa.RecordBatch]:
@@ -192,9 +200,9 @@ def _parquet_batches(file: BufferedReader) -> Iterator[pa.RecordBatch]:
 
 
 def _read_csv(path: Path) -> Iterator[ParsedRow]:
-    """Its lines are those of the file: a row begins on one, and a cell may hold several."""
+    """Yield the rows with the line of the file on which they begin: cells may span several lines."""
     csv.field_size_limit(sys.maxsize)
-    before = 0
+    last_line = 0
     with TextIOWrapper(open_data(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
@@ -202,21 +210,25 @@ def _read_csv(path: Path) -> Iterator[ParsedRow]:
             if len(header) == 1:
                 check_separator(path)
             _check_unique_columns(path, header)
-            before = reader.line_num
+            last_line = reader.line_num
             for cells in reader:
                 if cells:
-                    yield _csv_record(before + 1, header, cells)
-                before = reader.line_num
+                    yield _csv_record(last_line + 1, header, cells)
+                last_line = reader.line_num
         except csv.Error as error:
-            if before == 0:  # names of columns in quotes, with another separator between them
+            if last_line == 0:  # quoted column names with another separator
                 check_separator(path)
-            raise DataError(f"{path} is not CSV after line {before}: {error}; quote its fields") from error
+            raise DataError(
+                f"{path} is not CSV after line {last_line}: {error}; quote its fields", "invalid-csv"
+            ) from error
 
 
 def _check_unique_columns(path: Path, columns: Sequence[str]) -> None:
     if len(set(columns)) < len(columns):
-        [(twice, _)] = Counter(columns).most_common(1)
-        raise DataError(f"{path} has two columns `{twice}`, and a row can give it only one value: rename or drop one")
+        [(repeated, _)] = Counter(columns).most_common(1)
+        raise DataError(
+            f"{path} has two columns `{repeated}`, expected unique names: rename or drop one", "duplicate-column"
+        )
 
 
 def _csv_record(line: int, header: list[str], cells: list[str]) -> ParsedRow:
